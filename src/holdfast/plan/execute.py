@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.format.snapshot import Snapshot, hold, staged, tensors_of
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.host_values import answered_by
+from holdfast.models.weights.four_bit import check_library
 from holdfast.parallel.plan import ShardPlan
 from holdfast.plan.fake_devices import fake_devices
 from holdfast.plan.memory import CHECKPOINT, OPTIMIZER, Ledger, Peak, watched_storages
@@ -26,6 +28,7 @@ from holdfast.plan.origin import without_files
 from holdfast.plan.ranks import alike, alone_among
 from holdfast.plan.steps import Step, step_of
 from holdfast.plan.traffic import Traffic
+from holdfast.training.build.optimizers import LOW_BIT, build_optimizer
 from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
 
 
@@ -36,6 +39,8 @@ class Place:
     ranks: int = 1
     rank: int = 0
     device: str = "cuda"
+    memory: int = 80 * 2**30
+    """Bytes of a device, from which a run that may choose decides what rests where."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -110,17 +115,19 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
     """
     shapes, notes = without_files(config, base)
     _refuse_more_ranks_than_rows(shapes, place.ranks)
+    _import_first(shapes)
     ledger = Ledger()
     traffic = Traffic(lambda: ledger.moment)
     values: list[HostValue] = []
 
     def answer(tensor: Tensor, reason: str) -> NDArray[Any]:
-        values.append(HostValue(ledger.moment, reason, tensor.numel()))
+        if tensor.device.type != "cpu" or place.device == "cpu":
+            values.append(HostValue(ledger.moment, reason, tensor.numel()))
         kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
         return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
 
     with contextlib.ExitStack() as stack:
-        mode = stack.enter_context(fake_devices())
+        mode = stack.enter_context(fake_devices(lambda: max(0, place.memory - ledger.totals["cuda"])))
         world = stack.enter_context(alone_among(place.ranks, place.rank, place.torch_device))
         log = Logbook(clock=_Phases(ledger, traffic))
         observer = Observer(ledger, traffic)
@@ -163,6 +170,20 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
         parameters=trained.plan.parameters,
         notes=[*notes, *step.notes],
     )
+
+
+def _import_first(config: TrainingConfig) -> None:
+    """Let other packages look for a GPU, and compute their tables, while tensors have numbers and nothing is pretended.
+
+    What they would find later are stand-ins: kernels of theirs are not there.
+    """
+    if config.model.lora is not None:
+        check_library("nf4") if config.model.lora.quantize else None
+        importlib.import_module("peft")
+    if config.optim.kind in LOW_BIT:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        weight.grad = torch.zeros_like(weight)
+        build_optimizer(config.optim, {"weight": weight}).step()
 
 
 class _Nowhere:

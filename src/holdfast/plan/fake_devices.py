@@ -125,6 +125,8 @@ REPLACED: dict[str, Any] = {
     "torch.cuda:device": Idle,
     **dict.fromkeys((f"torch.cuda:{name}" for name in ("Stream", "Event", "current_stream", "default_stream")), _idle),
     **dict.fromkeys((f"torch.cuda:{name}" for name in ("set_device", "synchronize", "empty_cache")), _nothing),
+    **dict.fromkeys((f"torch.cuda:{name}" for name in ("memory_reserved", "memory_allocated")), _always(0)),
+    "torch.cuda:mem_get_info": _always((2**50, 2**50)),
     "torch.cuda:_lazy_init": _nothing,
     "torch.cuda:stream": lambda _: contextlib.nullcontext(),
     "torch.nn.functional:scaled_dot_product_attention": _attention,
@@ -156,13 +158,16 @@ def absent_names() -> list[str]:
 
 
 @contextlib.contextmanager
-def fake_devices() -> Iterator[FakeTensorMode]:
+def fake_devices(free: Callable[[], int] = lambda: 2**50) -> Iterator[FakeTensorMode]:
     """Stand in for eight GPUs within the block, and yield the mode under which tensors hold no numbers.
 
     Only one block at a time, and nothing else in the process may use torch meanwhile.
+
+    Args:
+        free: Bytes that a device has left, for who asks.
     """
-    before = {}
-    for name, value in REPLACED.items():
+    before, told = {}, {"torch.cuda:mem_get_info": lambda *_: (free(), free())}
+    for name, value in (REPLACED | told).items():
         owner, last = _place(name)
         before[name] = owner.__dict__.get(last, before)
         made = Idle if name in _STREAM_CLASSES else value(getattr(owner, last)) if name in _WRAPPED else value

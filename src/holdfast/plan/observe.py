@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,8 +24,8 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(  # noqa: D105, PLW3201 - torch's form
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it is taken apart, and its parts come here
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor or a quantised tensor is taken apart, and its parts come here
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # without numbers torch would make a second tensor of what is waited for
         result = func(*args, **(kwargs or {}))

@@ -29,7 +29,12 @@ from holdfast.training.build.model import build_policy, image_side_of
 from holdfast.training.distillation.build import objective_of_rows
 from holdfast.training.engines import layout_of
 from holdfast.training.preference.build import pair_layout
-from holdfast.training.preference.run import PreferenceEvaluation, compared_with_reference
+from holdfast.training.preference.run import (
+    PreferenceEvaluation,
+    compared_with_reference,
+    divergence,
+    with_divergence,
+)
 from holdfast.training.run import Setting, ShardedModel, Trained
 from holdfast.training.scorers.reference import build_reference, scored
 from holdfast.training.scorers.teacher import Teacher, teacher_configuration
@@ -137,10 +142,26 @@ def _preferences(step: Step, config: DPOConfig) -> Callable[[], object]:
     if section.needs_reference and reference is None:
         mini_batch = _with_column(mini_batch, "reference_logprobs")
 
-    def make() -> object:
-        return train_step(trained, compared_with_reference(evaluation, mini_batch), objective)
+    others = [] if section.takes_pairs else mini_batch.micro_batches
+    if layout.brings_other_answers or not others:
 
-    return make
+        def make() -> object:
+            return train_step(trained, compared_with_reference(evaluation, mini_batch), objective)
+
+        return make
+
+    def judge() -> object:
+        """Do what `compared_with_reference` does of single answers, whose sequences need not be laid anew here."""
+        compared = mini_batch
+        if reference is not None:
+            with step.setting.phase("reference"):
+                compared = scored(trained, reference, mini_batch, "reference_logprobs")
+        with step.setting.phase("divergence"):
+            beside = mini_batch if reference is None else scored(trained, reference, mini_batch, "reference_logprobs")
+            kl = divergence(trained, beside.micro_batches)
+        return train_step(trained, with_divergence(compared, kl), objective)
+
+    return judge
 
 
 def _with_column(mini_batch: MiniBatch, name: str) -> MiniBatch:
@@ -166,7 +187,9 @@ def _distillation(step: Step, config: DistillConfig) -> Callable[[], object]:
         from holdfast.plan.policy_steps import sampling_of
 
         room = config.data.max_length - config.rollout.max_new_tokens
-        decode = sampling_of(step, config.rollout, room, rows=config.data.batch_size)
+        decode = sampling_of(
+            step, config.rollout, room, rows=config.data.batch_size, group=config.rollout.group_size
+        )
 
     def make() -> object:
         decode()

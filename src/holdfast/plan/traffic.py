@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,15 @@ class Traffic:
         """Count what follows for as many micro-batches as it stands for."""
         self._times = self.micro_batches - 1 if self._calls == 0 and self.micro_batches > 2 else 1
         self._calls += 1
+
+    @contextlib.contextmanager
+    def times(self, count: int) -> Iterator[None]:
+        """Count what the block does so many times."""
+        before, self._times = self._times, count
+        try:
+            yield
+        finally:
+            self._times = before
 
     def scale(self, phase: str, factor: int) -> None:
         """Let what a phase executed once stand for several times."""

@@ -142,7 +142,7 @@ def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBa
     sharded, layout, reference = evaluation.sharded, evaluation.layout, evaluation.reference
     if layout.brings_other_answers:
         with sharded.setting.phase("divergence"):
-            return _with_divergence(mini_batch, divergence(sharded, mini_batch.other_answers))
+            return with_divergence(mini_batch, divergence(sharded, mini_batch.other_answers))
     if reference is None:
         return mini_batch
     with sharded.setting.phase("reference"):
@@ -151,10 +151,10 @@ def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBa
         return result
     with sharded.setting.phase("divergence"):
         others = answered_by_next_rows(sharded, reference, mini_batch, layout)
-        return _with_divergence(result, divergence(sharded, others))
+        return with_divergence(result, divergence(sharded, others))
 
 
-def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
+def with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
     """Let every token carry z0."""
     return replace(
         mini_batch,
