@@ -130,7 +130,7 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
         mode = stack.enter_context(fake_devices(lambda: max(0, place.memory - ledger.totals["cuda"])))
         world = stack.enter_context(alone_among(place.ranks, place.rank, place.torch_device))
         log = Logbook(clock=_Phases(ledger, traffic))
-        observer = Observer(ledger, traffic)
+        observer = Observer(ledger, traffic, answer)
 
         @contextlib.contextmanager
         def without_numbers() -> Iterator[None]:
