@@ -222,16 +222,16 @@ class PlannedEngine:
             on_device.look()
             lengths = [len(request.prompt) for request in requests for _ in request.seeds]
             for length, times in _visited(lengths[0], most):
-                self._stretch(on_device, length)
+                self._stretch(on_device, lengths[0], length)
                 with self._traffic.times(times):
                     on_device.run(1)
                 on_device.look()
         self._engine._waiting.clear()
 
-    def _stretch(self, on_device: EagerRows, length: int) -> None:
+    def _stretch(self, on_device: EagerRows, prompt: int, length: int) -> None:
         """Let every row have this many tokens, and the cache the room it would have then."""
         cache = on_device.cache
-        room = _rooms(min(cache.lengths), length)[-1]
+        room = _rooms(prompt, length)[-1]
         pairs, cache.pairs = cache.pairs, {}
         with self._ledger.scope(CACHE):
             for layer in list(pairs):

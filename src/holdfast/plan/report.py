@@ -106,5 +106,6 @@ def bounds(made: Execution, device: Device) -> dict[str, float]:
         products = flops.get(row, 0.0) / device.flops
         messages = wire.get(row, 0.0) / device.wire(made.place.ranks)
         reading = _summed(made.read).get(row, 0.0) / device.bytes_per_second
-        result[row] = max(products, messages, reading)
+        if longest := max(products, messages, reading):
+            result[row] = longest
     return result

@@ -74,7 +74,7 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _host_lines(plan: Mapping[str, Any]) -> list[str]:
-    peaks = [(row, phase) for row, phase in plan["host"].items() if phase["total"] >= 2**20]
+    peaks = [(row, phase) for row, phase in plan["host"].items() if phase["total"] >= 2**26]
     return [f"on the host, {row}: {phase['total'] / GIB:.2f} GiB" for row, phase in peaks]
 
 
