@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-devices test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -45,10 +45,14 @@ checks: setup
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types count
 
 test: checks
-	$(PYTEST) -m "not slow and not gpu and not deep"
+	$(PYTEST) -m "not slow and not gpu and not deep and not devices"
 
 test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu"
+
+# Steps as CUDA code on devices that compute nothing. One worker: each test looks at what the same few processes said.
+test-devices: checks
+	$(BIN)/python -m pytest -n 0 -m "devices and not slow"
 
 deep-tests: setup
 	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu"

@@ -9,7 +9,7 @@ import pytest
 from tests.fake_devices.cases import NOT_SHARDED_ALONE, ONE_RANK_LESS, PLACES, RUNS
 from tests.fake_devices.conftest import Lane
 
-pytestmark = pytest.mark.xdist_group("lane")
+pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
 
 UPDATE = "sums and gradient norm of an update"
 DRAWN = "drawn tokens"
