@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from holdfast.models.heads.policy import HEAD_METHOD
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
 from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
 
@@ -76,8 +77,13 @@ def _shard(policy: nn.Module, unit: ShardUnit, options: Mapping[str, Any]) -> No
     fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
     for module in modules:
         keep_recording(module)
-    if unit.name == ROOT and unit.reshard:
-        _keep_for_backward(policy)
+    match unit.in_backward:
+        case "gathered" if unit.name == ROOT and unit.reshard:
+            _keep_for_backward(policy)
+        case "not_read":
+            modules[0].set_unshard_in_backward(unshard_in_backward=False)  # type: ignore[operator]  # FSDP2's
+        case "as_the_loss_says":
+            _gather_as_asked(modules[0])
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -138,6 +144,20 @@ def _keep_for_backward(root: Any) -> None:
 
     root.register_forward_pre_hook(before)
     root.register_forward_hook(after, always_call=True)
+
+
+def _gather_as_asked(head: Any) -> None:
+    """Let the loss read a head as if it were called, and say whether its backward pass reads the head again."""
+    register_fsdp_forward_method(head, HEAD_METHOD)
+    read = getattr(head, HEAD_METHOD)
+
+    def read_as_asked(*arguments: Any, again: bool) -> Any:
+        head.set_unshard_in_backward(again)
+        return read(*arguments, again=again)
+
+    setattr(head, HEAD_METHOD, read_as_asked)
+    # transformers' own forward pass calls the layer, as the checks before step 1 do: a product reads its matrix again.
+    head.register_forward_pre_hook(lambda module, _: module.set_unshard_in_backward(True))
 
 
 def _set_always_on(module: FSDPModule) -> None:

@@ -14,8 +14,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,17 @@ def _documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
             start += length
 
 
+HEAD_METHOD = "holdfast_read"
+"""The method of a layer of logits by which a policy reads its parameters, so that FSDP2 can gather them for it."""
+Made = TypeVar("Made")
+UseOfHead = Callable[[Tensor, HeadWeights], Made]
+
+
+def _read_layer(layer: Any, hidden: Tensor, use: UseOfHead[Made], *, again: bool) -> Made:  # noqa: ARG001 - FSDP2 is told
+    """Return what `use` makes of hidden states and a layer's parameters; `again`: whether its backward reads them."""
+    return use(hidden, HeadWeights(layer.weight, getattr(layer, "bias", None)))
+
+
 _FEATURES = ("pooler_output", "deepstack_features")
 """What of a tower's output transformers' models put into hidden states."""
 
@@ -144,6 +156,13 @@ class PolicyModel(nn.Module):
         self.rotary = RotaryAngles(language_model)
         self.replayed: ChoicesToFollow | None = None
         self.noise: EmbeddingNoise | None = None
+        if (head := self.readable_head()) is not None:
+            setattr(head, HEAD_METHOD, MethodType(_read_layer, head))
+
+    def readable_head(self) -> nn.Module | None:
+        """Return the layer whose parameters a loss reads by `HEAD_METHOD`; None where there is none."""
+        layer: Any = self.language_model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
+        return layer if isinstance(layer, nn.Module) else None
 
     @property
     def language_model(self) -> nn.Module:
@@ -203,10 +222,11 @@ class PolicyModel(nn.Module):
     ) -> LossSum | Scores:
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
         targets = batch.tokens.flatten()[batch.scored]
-        head, spec = self._head(), self.head_spec
+        spec, entropy = self.head_spec, entropy or (objective is not None and objective.needs_entropy)
+        scored = partial(score, targets=targets, spec=spec, temperature=temperature, entropy=entropy)
         if objective is None:
-            return score(predicted, head, targets, spec, temperature=temperature, entropy=entropy)
-        entropy, tokens = entropy or objective.needs_entropy, scored_tokens(batch)
+            return self._with_head(predicted, scored, again=True)
+        tokens = scored_tokens(batch)
         loss: Tensor
         if objective.separable:
 
@@ -216,11 +236,18 @@ class PolicyModel(nn.Module):
 
             # A loss of the user's own that has such a number smooths by itself.
             share = objective.label_smoothing if isinstance(objective, NegativeLogLikelihood) else 0.0
-            loss, scores = separable_loss(
-                predicted, head, targets, terms, spec, temperature=temperature, entropy=entropy, label_smoothing=share
+            summed = partial(
+                separable_loss,
+                targets=targets,
+                terms=terms,
+                spec=spec,
+                temperature=temperature,
+                entropy=entropy,
+                label_smoothing=share,
             )
+            loss, scores = self._with_head(predicted, summed, again=False)
         else:
-            live = score(predicted, head, targets, spec, temperature=temperature, entropy=entropy)
+            live = self._with_head(predicted, scored, again=True)
             terms_all = objective.token_terms(live.logprobs, live.entropy, tokens)
             loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
             scores = Scores(*(None if part is None else part.detach() for part in live))  # type: ignore[arg-type]
@@ -259,7 +286,7 @@ class PolicyModel(nn.Module):
         Like `router_tally`, a method that finds the root's parameters gathered; they are so while `look` runs.
         """
         hidden = self.hidden_states(batch).flatten(0, 1)
-        look(hidden.index_select(0, predictors(batch)), self._head())
+        self._with_head(hidden.index_select(0, predictors(batch)), look, again=True)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
@@ -380,8 +407,16 @@ class PolicyModel(nn.Module):
     def _output_layer(self) -> Any:
         return output_layer_of(self.language_model)
 
-    def _head(self) -> HeadWeights:
-        return HeadWeights(self._output_layer.weight, getattr(self._output_layer, "bias", None))
+    def _with_head(self, hidden: Tensor, use: UseOfHead[Made], *, again: bool) -> Made:
+        """Return what `use` makes of hidden states [N, H] and the head, which is gathered while it runs.
+
+        Args:
+            hidden: That predict the scored tokens.
+            use: Of both, a differentiable function.
+            again: Whether the backward pass of what it returns reads the head's parameters.
+        """
+        made: Made = getattr(self._output_layer, HEAD_METHOD)(hidden, use, again=again)
+        return made
 
 
 def predictors(batch: Batch) -> Tensor:

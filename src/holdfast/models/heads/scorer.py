@@ -52,6 +52,9 @@ class ScoreModel(PolicyModel):
         detached = scored._replace(logprobs=scores.detach())
         return LossSum(loss, detached, objective.sums(detached, tokens))
 
+    def readable_head(self) -> None:
+        """Return None: the root reads the layer of scores by itself, a row of numbers."""
+
     def _places(self, batch: Batch) -> Tensor:
         """Return [N] flat positions of the hidden states that are scored."""
         return batch.scored
