@@ -33,7 +33,7 @@ TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
 
 CACHE_ELEMENTS = 65_536
 """Logits swept at once on the CPU: a block that stays in the second-level cache between two passes over it."""
-_PRODUCT_BYTES = 2**26
+_PRODUCT_BYTES = 2**25
 """Of a product that is to be added to a wider sum: as much of the vocabulary at once as makes so many."""
 
 

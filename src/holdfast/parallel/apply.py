@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from holdfast.models.heads.policy import HEAD_METHOD
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
 from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
 
@@ -147,17 +146,25 @@ def _keep_for_backward(root: Any) -> None:
 
 
 def _gather_as_asked(head: Any) -> None:
-    """Let the loss read a head as if it were called, and say whether its backward pass reads the head again."""
-    register_fsdp_forward_method(head, HEAD_METHOD)
-    read = getattr(head, HEAD_METHOD)
+    """Gather a head for the backward pass unless the call of it says that nothing there reads it."""
 
-    def read_as_asked(*arguments: Any, again: bool) -> Any:
-        head.set_unshard_in_backward(again)
-        return read(*arguments, again=again)
+    def before(module: Any, _: object, options: Mapping[str, Any]) -> None:
+        module.set_unshard_in_backward(options.get("again", True))
+        _free_gathering(module._get_fsdp_state()._comm_ctx)  # the names in every version
 
-    setattr(head, HEAD_METHOD, read_as_asked)
-    # transformers' own forward pass calls the layer, as the checks before step 1 do: a product reads its matrix again.
-    head.register_forward_pre_hook(lambda module, _: module.set_unshard_in_backward(True))
+    head.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _free_gathering(context: Any) -> None:
+    """Free the buffer out of which gathered parameters were copied, after the copy.
+
+    FSDP2 does so when it gathers the next unit. After the head there is none until the end of the forward pass, and the
+    buffer is as large as the head, beside the logits.
+    """
+    if context.all_gather_state is not None:
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            stream.wait_event(context.all_gather_state.event)
+        context.all_gather_state = None
 
 
 def _set_always_on(module: FSDPModule) -> None:

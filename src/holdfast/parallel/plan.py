@@ -74,7 +74,7 @@ class Ends:
     embedding: str | None = None
     """A table whose rows are looked up and nothing else; None where other modules read it too."""
     head: str | None = None
-    """The layer of logits, whose matrix the loss reads by `models/heads/policy.py: HEAD_METHOD`."""
+    """The layer of logits, whose matrix a policy's loss reads in a call of the layer."""
     read_by_root: str | None = None
     """A layer whose matrix the root reads by itself: it can be no unit."""
 

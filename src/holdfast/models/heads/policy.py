@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -108,15 +107,24 @@ def _documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
             start += length
 
 
-HEAD_METHOD = "holdfast_read"
-"""The method of a layer of logits by which a policy reads its parameters, so that FSDP2 can gather them for it."""
 Made = TypeVar("Made")
 UseOfHead = Callable[[Tensor, HeadWeights], Made]
 
 
-def _read_layer(layer: Any, hidden: Tensor, use: UseOfHead[Made], *, again: bool) -> Made:  # noqa: ARG001 - FSDP2 is told
-    """Return what `use` makes of hidden states and a layer's parameters; `again`: whether its backward reads them."""
-    return use(hidden, HeadWeights(layer.weight, getattr(layer, "bias", None)))
+def _read_or_multiply(
+    layer: Any, forward: Callable[..., Any], hidden: Tensor, use: UseOfHead[Any] | None = None, *, again: bool = True
+) -> Any:
+    """Stand in for a layer's `forward`, so that whatever gathers parameters for a call of it does so for our loss too.
+
+    Args:
+        layer: Of logits.
+        forward: Its own, which is meant where `use` is None.
+        hidden: [N, H]
+        use: Of hidden states and the layer's parameters.
+        again: Whether the backward pass reads the parameters; for `parallel/apply.py`.
+    """
+    del again
+    return forward(hidden) if use is None else use(hidden, HeadWeights(layer.weight, getattr(layer, "bias", None)))
 
 
 _FEATURES = ("pooler_output", "deepstack_features")
@@ -157,10 +165,10 @@ class PolicyModel(nn.Module):
         self.replayed: ChoicesToFollow | None = None
         self.noise: EmbeddingNoise | None = None
         if (head := self.readable_head()) is not None:
-            setattr(head, HEAD_METHOD, MethodType(_read_layer, head))
+            head.forward = partial(_read_or_multiply, head, head.forward)
 
     def readable_head(self) -> nn.Module | None:
-        """Return the layer whose parameters a loss reads by `HEAD_METHOD`; None where there is none."""
+        """Return the layer whose parameters a loss reads in a call of it; None where there is none."""
         layer: Any = self.language_model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
         return layer if isinstance(layer, nn.Module) else None
 
@@ -415,7 +423,7 @@ class PolicyModel(nn.Module):
             use: Of both, a differentiable function.
             again: Whether the backward pass of what it returns reads the head's parameters.
         """
-        made: Made = getattr(self._output_layer, HEAD_METHOD)(hidden, use, again=again)
+        made: Made = self._output_layer(hidden, use, again=again)
         return made
 
 
