@@ -59,7 +59,7 @@ ROOMS = {
         interface session
     """,
     "training": """
-        directory observe randomness
+        directory observe peaks randomness
         run
         watched
         control fingerprints journal

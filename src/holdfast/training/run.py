@@ -37,6 +37,7 @@ from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
+from holdfast.training.peaks import PhasePeaks
 from holdfast.types import Example
 
 
@@ -81,6 +82,7 @@ class Logbook:
     """Completions of a step; rank 0 writes them to samples.jsonl."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
     """Of the checkpoint that the run continues from."""
+    peaks: PhasePeaks = field(default_factory=PhasePeaks)
 
 
 @dataclass(kw_only=True)
@@ -118,8 +120,8 @@ class Setting(RunFile):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time towards a phase, and name the phase if this rank fails in it."""
-        with self.log.clock.phase(name), self.world.failure.phase(name):
+        """Count the block's time and memory towards a phase, and name the phase if this rank fails in it."""
+        with self.log.clock.phase(name), self.log.peaks.phase(name), self.world.failure.phase(name):
             yield
 
 
