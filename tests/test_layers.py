@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("recipes",),
     ("launch",),
+    ("plan",),
     ("cli", "api"),
 )
 """From the lowest up. Those of one layer never import each other."""

@@ -217,6 +217,29 @@ def run_demo(
     raise typer.Exit(demo(directory, seed))
 
 
+@app.command("doctor")
+def run_doctor(
+    run: OptionalRunFile = None,
+    overrides: Overrides = None,
+    no_code: Annotated[bool, typer.Option("--no-code", help="Run no file of yours, such as a reward.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
+    from holdfast.cli.doctor import doctor
+
+    raise typer.Exit(doctor(run, overrides or [], runs_code=not no_code, as_json=as_json))
+
+
+@app.command("env")
+def print_environment(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Print what a bug report needs: versions, devices, known variables; no secrets."""
+    from holdfast.cli.doctor import environment
+
+    environment(as_json=as_json)
+
+
 @app.command()
 def version() -> None:
     """Print the versions that decide a run's numbers."""

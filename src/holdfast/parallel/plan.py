@@ -58,13 +58,13 @@ class ShardUnit:
     shard_dim: int
     reshard: bool
     """Free the gathered parameters after the forward pass."""
-    in_backward: InBackward
-    """Whether the backward pass reads them: that of an embedding does not, and that of a head only where the loss did
-    not form the head's gradients in the forward pass."""
     bytes_: int
     """Storage of all its parameters, over all ranks of one copy."""
     trainable: int
     """Elements that are trained."""
+    in_backward: InBackward = "gathered"
+    """Whether the backward pass reads them: that of an embedding does not, and that of a head only where the loss did
+    not form the head's gradients in the forward pass."""
 
 
 @dataclass(frozen=True)
