@@ -310,7 +310,7 @@ IMAGES_OF_A_ROW = 8
 """Of each of these rows, its first images or frames."""
 
 
-def images_mark(source: Source, files: ImageFiles) -> str | None:
+def images_fingerprint(source: Source, files: ImageFiles) -> str | None:
     """Return xxh3_128, in hexadecimal, of the images that a sample of a source's rows names or holds.
 
     Args:

@@ -84,7 +84,7 @@ def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
             "policy's are packed. Set data.packing: none."
         )
     trained = trained_of(critic, policy.total_steps)
-    trained.residency = policy.residency
+    trained.host_offload = policy.host_offload
     return trained
 
 

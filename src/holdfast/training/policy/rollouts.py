@@ -37,7 +37,7 @@ from holdfast.training.policy.run import (
     PolicyEvaluation,
     PolicyRun,
     Sampler,
-    resting,
+    offloaded,
 )
 from holdfast.training.run import ShardedModel, StepAbandoned, Trained
 from holdfast.types import Example, Finish, Group, Prompt, Trajectory
@@ -70,9 +70,9 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     Raises:
         StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
     """
-    with resting(run):
+    with offloaded(run):
         rounds = _rounds(run)
-        run.evaluation.sampler.rest(run.trained)
+        run.evaluation.sampler.release(run.trained)
     if not rounds:
         return None
     groups_config, batch_size = run.config.groups, run.config.data.batch_size
