@@ -33,6 +33,7 @@ lint: setup
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/python tools/links.py
 	$(BIN)/python tools/names.py
+	$(BIN)/python tools/importers.py
 
 types: setup
 	$(BIN)/mypy

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
+from holdfast.advantages.group import explained_variance, generalised_advantages, spread_of, whitened
 from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
