@@ -87,7 +87,7 @@ class HeldCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return keys[:, :, : view.longest], values[:, :, : view.longest]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
-        """Return the places that a step looks at, less its own: not 0, so it is no prompt that is computed."""
+        """Return the places that a step looks at, less its own: not 0, so it is not a prompt that is computed."""
         return self.view.longest - 1
 
 

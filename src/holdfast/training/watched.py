@@ -33,7 +33,7 @@ class Standing(NamedTuple):
 
 
 def after(section: PatienceConfig, standing: Standing, value: float) -> Standing:
-    """Return where a metric stands after it was measured; what is no finite number is no improvement."""
+    """Return where a metric stands after it was measured; what is not a finite number is no improvement."""
     best = standing.best
     if not math.isfinite(value):
         return standing._replace(without=standing.without + 1)

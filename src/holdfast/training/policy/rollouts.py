@@ -115,7 +115,7 @@ def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
     if run.trained.state.step > 0 or not plain:
         return []
     if all(source.synthetic is not None for source in run.config.data.all_sources()):
-        return []  # rows of our own are no questions to an assistant
+        return []  # rows of our own are not questions to an assistant
     return [
         f"note: {plain:.0f} prompts of this step are plain text, which goes to the model without the tokenizer's chat "
         "template. To ask a model that follows instructions, set data.columns: {instruction: prompt}, or write "
