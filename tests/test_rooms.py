@@ -36,7 +36,8 @@ ROOMS = {
         serving
     """,
     "models": """
-        names scores
+        known_gradients names
+        scores
         layers source weights
         heads
         adapters check

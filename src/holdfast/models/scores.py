@@ -18,7 +18,7 @@ keeps only log-probabilities and computes each chunk again in the backward pass:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.models.known_gradients import WithGradients, add_product, narrowed
 from holdfast.types import Scores
 
 TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
@@ -33,8 +34,6 @@ TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
 
 CACHE_ELEMENTS = 65_536
 """Logits swept at once on the CPU: a block that stays in the second-level cache between two passes over it."""
-_PRODUCT_BYTES = 2**25
-"""Of a product that is to be added to a wider sum: as much of the vocabulary at once as makes so many."""
 
 
 @dataclass(frozen=True)
@@ -287,25 +286,6 @@ class _HeadGradients:
         return self.hidden, self.weight, self.bias
 
 
-def add_product(total: Tensor, by_logits: Tensor, states: Tensor) -> None:
-    """Add `by_logits.T @ states` to a sum in place.
-
-    A product in another dtype than the sum's needs memory of its own; it is formed in slices of the vocabulary.
-
-    Args:
-        total: [V, H]
-        by_logits: [n, V]
-        states: [n, H], in the dtype of `by_logits`.
-    """
-    if total.dtype == states.dtype:
-        total.addmm_(by_logits.t(), states)
-        return
-    rows = max(1, _PRODUCT_BYTES // (states.shape[1] * states.element_size()))
-    for start in range(0, total.shape[0], rows):
-        part = slice(start, start + rows)
-        total[part] += by_logits[:, part].t() @ states
-
-
 def _prepared(hidden: Tensor, head: HeadWeights, how: _How) -> tuple[Tensor, HeadWeights]:
     """Cast hidden states and head to the dtype of the product; requires_grad says which gradients are wanted."""
     dtype = torch.float32 if how.spec.float32_product and hidden.dtype == torch.bfloat16 else hidden.dtype
@@ -320,47 +300,6 @@ def _chunks(states: Tensor, head: HeadWeights, how: _How) -> Iterator[slice]:
     size = chunk_tokens(how.spec, head.weight.shape[0], states.device)
     for start in range(0, states.shape[0], size):
         yield slice(start, min(start + size, states.shape[0]))
-
-
-class WithGradients(torch.autograd.Function):
-    """A loss whose gradients by hidden states, weight and bias are known already, maybe in a wider dtype than theirs.
-
-    They are narrowed in the backward pass: until then a head that is split over ranks is gathered.
-    """
-
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        loss: Tensor,
-        gradients: Sequence[Tensor | None],
-    ) -> Tensor:
-        """Return the loss, and note its gradients."""
-        ctx.parts = list(gradients)
-        ctx.dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
-        """Return the gradients that were noted, times the loss's own."""
-        return (*narrowed(ctx.parts, ctx.dtypes, by_loss), None, None)
-
-
-def narrowed(
-    parts: list[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor | None = None
-) -> list[Tensor | None]:
-    """Return gradients in the dtypes of what they belong to, maybe times a factor; `parts` is emptied as they are."""
-    results: list[Tensor | None] = []
-    for dtype in dtypes:
-        part = parts.pop(0)
-        if part is None or dtype is None:
-            results.append(None)
-            continue
-        part = part.to(dtype)  # the wide one is freed before the next is narrowed
-        results.append(part if factor is None else part.mul_(factor.to(dtype)))
-    return results
 
 
 class _Recompute(torch.autograd.Function):

@@ -28,6 +28,8 @@ from holdfast.plan.smoke import OUTCOME, Task, meet
 _TRIED_BYTES = 2**23
 _SLOW = 20 * 2**20
 """Bytes per second below which a place of checkpoints is called slow."""
+_BUSY = 0.1
+"""Share of a GPU's memory that is in use before the run, from which on it is told."""
 _TORCHVISION_BEHIND = 15
 """torchvision 0.(N + 15) belongs to torch 2.N."""
 
@@ -81,43 +83,40 @@ def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
     """Count devices, and compare with the ranks that are asked for."""
     import torch
 
-    gpus, ranks = cuda_devices(), resolve_ranks(launch)
-    visible = torch.cuda.is_available()
-    host = f"{len(os.sched_getaffinity(0))} cores, {size_words(psutil.virtual_memory().total)} of memory"
-    if launch.device == "cuda" and not visible:
-        why = f"the driver shows {gpus} GPUs, and torch {torch.__version__} uses none" if gpus else "there is no GPU"
-        yield fail(
-            "devices", f"launch.device: cuda, but {why}", "Set launch.device: cpu or auto, or install a CUDA build."
-        )
-        return
-    if gpus and not visible:
-        yield warn(
-            "devices",
-            f"the driver shows {gpus} GPUs, and torch {torch.__version__} uses none: the run would compute on the CPU",
-            "Install a CUDA build of torch that this driver can run.",
-        )
-        return
-    if launch.device != "cpu" and visible:
-        count = torch.cuda.device_count()
-        free = [torch.cuda.mem_get_info(index) for index in range(count)]
-        name = torch.cuda.get_device_name(0)
-        words = (
-            f"{count} x {name}, {size_words(min(part for part, _ in free))} free of {size_words(free[0][1])}; {host}"
-        )
-        if not under_torchrun() and ranks > count:
-            yield fail("devices", f"{ranks} ranks and {words}", f"Set launch.ranks: {count}, or launch.device: cpu.")
-            return
-        used = max(1 - part / total for part, total in free)
-        busy = used > 0.1
-        yield warn("devices", f"{words}: another process uses {used:.0%} of one") if busy else ok("devices", words)
-        return
+    gpus, visible, ranks = cuda_devices(), torch.cuda.is_available(), resolve_ranks(launch)
     cores = len(os.sched_getaffinity(0))
-    threads = ranks * launch.threads_per_rank
-    if threads > cores:
+    host = f"{cores} cores, {size_words(psutil.virtual_memory().total)} of memory"
+    if visible and launch.device != "cpu":
+        yield _on_gpus(ranks, host)
+        return
+    unused = f"the driver shows {gpus} GPUs, and torch {torch.__version__} uses none"
+    if launch.device == "cuda":
+        why = unused if gpus else "there is no GPU"
+        fix = "Set launch.device: cpu or auto, or install a CUDA build of torch."
+        yield fail("devices", f"launch.device: cuda, but {why}", fix)
+    elif gpus and not visible:
+        fix = "Install a CUDA build of torch that this driver can run."
+        yield warn("devices", f"{unused}: the run would compute on the CPU", fix)
+    elif ranks * launch.threads_per_rank > cores:
         text = f"{ranks} ranks with {launch.threads_per_rank} threads each share {host}"
         yield warn("devices", text, "Lower launch.ranks or launch.threads_per_rank.")
-        return
-    yield ok("devices", f"no GPU is used; {host}")
+    else:
+        yield ok("devices", f"no GPU is used; {host}")
+
+
+def _on_gpus(ranks: int, host: str) -> Finding:
+    import torch
+
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+    free = size_words(min(part for part, _ in memory))
+    words = f"{count} x {name}, {free} free of {size_words(memory[0][1])}; {host}"
+    if not under_torchrun() and ranks > count:
+        return fail("devices", f"{ranks} ranks and {words}", f"Set launch.ranks: {count}, or launch.device: cpu.")
+    used = max(1 - part / total for part, total in memory)
+    if used > _BUSY:
+        return warn("devices", f"{words}: another process uses {used:.0%} of one", "See nvidia-smi.")
+    return ok("devices", words)
 
 
 def look_at_ranks(launch: LaunchConfig, place: Storage | None) -> Iterator[Finding]:
