@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("escaping", "patience", "quiet"),
-    ("errors", "types", "files"),
+    ("errors", "types", "files", "host_values"),
     ("http_client",),
     ("config",),
     ("data", "objectives", "advantages", "rewards", "metrics"),

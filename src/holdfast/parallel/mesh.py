@@ -94,7 +94,12 @@ def joined_world(launch: LaunchConfig, call: int | None = None) -> Iterator[Worl
                 dist.barrier()  # whoever hosts the store stays as long as another rank needs it
         finally:
             dist.destroy_process_group()
-            _meshes.clear()  # a mesh keeps its groups, and each of those keeps sockets and threads
+            forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Let go of all meshes: each keeps its groups, and each of those keeps sockets and threads."""
+    _meshes.clear()
 
 
 def ranks_on(store: Store, machine: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -112,6 +112,9 @@ class Setting(RunFile):
     log: Logbook = field(default_factory=Logbook)
     interrupted: Callable[[], bool] = lambda: False
     """Whether this rank was asked to stop; long work may be left for it."""
+    without_numbers: Callable[[], AbstractContextManager[object]] | None = None
+    """Within what a model gets its memory in a plan, where tensors hold no numbers: no weight is read, and nothing is
+    compared with its files. None where they do."""
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:

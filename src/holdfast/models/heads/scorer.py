@@ -21,6 +21,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
+from holdfast.host_values import host_value
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.layers.rotary import RotaryAngles
@@ -256,8 +257,8 @@ class Reading:
     def numbers(self, outputs: Tensor) -> list[float]:
         """Return [N] numbers of [N, outputs]."""
         chosen = outputs.double()[:, self._section.output or 0]
-        scores: list[float] = (chosen.sigmoid() if self._section.sigmoid else chosen).tolist()
-        return scores
+        scores = host_value(chosen.sigmoid() if self._section.sigmoid else chosen, "scores of texts")
+        return [float(score) for score in scores]
 
 
 class TextScorer(Protocol):

@@ -37,7 +37,7 @@ from holdfast.models.weights.four_bit import four_bit_layers
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import Ends, ParameterInfo, ShardPlan, plan_shards
-from holdfast.parallel.shards import materialise
+from holdfast.parallel.shards import materialise, place_empty
 from holdfast.training.build.gradient_check import Gradients, check_gradients
 from holdfast.training.run import Setting, ShardedModel, without_dropout
 from holdfast.types import Example, Scores
@@ -63,12 +63,17 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
         router_loss, router_note = ranks.on_all_ranks(lambda: _router_loss(config, origin, world))
     policy = _policy_model(config, origin, router_loss)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
+    if setting.without_numbers is not None:
+        with setting.without_numbers():
+            apply_plan(policy, plan, mesh)
+            place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
+        return sharded
     apply_plan(policy, plan, mesh)
     ranks.on_all_ranks(
         lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     )
     side = images if isinstance(images, ImageSide) else None
-    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     checked = check_model(sharded, side)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):

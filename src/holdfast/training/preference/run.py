@@ -12,6 +12,7 @@ from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known, Ranks
 from holdfast.data.batches.other_answers import Answer, answer_of, with_answer
 from holdfast.data.batches.packing import to_device, unpack
+from holdfast.host_values import host_value
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
@@ -49,7 +50,7 @@ def divergence(sharded: ShardedModel, others: Sequence[Batch]) -> float:
             assert isinstance(scores, Scores)
             answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
             sums["kl"] += ratio(answers.log_ratios.sum(), answers.log_ratios.numel())
-    total, count = reduce_sums(sums, sharded.setting.world.device)["kl"].tolist()
+    total, count = host_value(reduce_sums(sums, sharded.setting.world.device)["kl"], "divergence of single answers")
     return max(0.0, float(total / count))
 
 
@@ -141,7 +142,7 @@ def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBa
     sharded, layout, reference = evaluation.sharded, evaluation.layout, evaluation.reference
     if layout.brings_other_answers:
         with sharded.setting.phase("divergence"):
-            return _with_divergence(mini_batch, divergence(sharded, mini_batch.other_answers))
+            return with_divergence(mini_batch, divergence(sharded, mini_batch.other_answers))
     if reference is None:
         return mini_batch
     with sharded.setting.phase("reference"):
@@ -150,10 +151,10 @@ def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBa
         return result
     with sharded.setting.phase("divergence"):
         others = answered_by_next_rows(sharded, reference, mini_batch, layout)
-        return _with_divergence(result, divergence(sharded, others))
+        return with_divergence(result, divergence(sharded, others))
 
 
-def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
+def with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
     """Let every token carry z0."""
     return replace(
         mini_batch,
