@@ -114,6 +114,17 @@ def test_a_reward_that_raises_fails_with_what_it_raised(capsys: Any, place: Path
     assert "ValueError: no such thing" in text
 
 
+def test_a_reward_whose_file_hangs_when_it_is_imported_fails_with_its_name(capsys: Any, place: Path) -> None:
+    (place / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    path = written(place, "slow.py:never", rewards={"start_timeout_seconds": 2.0})
+
+    code, findings = looked(capsys, path)
+
+    grade, text = by_name(findings, "rewards")
+    assert (code, grade) == (1, "Fail")
+    assert text.startswith("never: ")
+
+
 def test_without_code_no_file_of_the_users_is_run(capsys: Any, place: Path) -> None:
     code, findings = looked(capsys, written(place, "rewards.py:hangs"), runs_code=False)
 

@@ -13,7 +13,7 @@ import typer
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError
-from holdfast.launch.environment import machine_facts, resolve_ranks
+from holdfast.launch.environment import is_first_rank, machine_facts, resolve_ranks, under_torchrun, world_size
 
 if TYPE_CHECKING:
     from holdfast.plan.findings import Check, Finding
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 def doctor(path: Path | None, overrides: Sequence[str], *, runs_code: bool, as_json: bool) -> int:
     """Print what was looked at, one line each; return 1 where something fails."""
-    from holdfast.plan.findings import Grade, findings_of
+    from holdfast.plan.findings import RANKS, Grade, findings_of
 
     counts: Counter[Grade] = Counter()
     findings: list[Finding] = []
-    for finding in findings_of(list(_checks(path, overrides, runs_code=runs_code))):
+    checks = list(_checks(path, overrides, runs_code=runs_code))
+    if not is_first_rank():  # under torchrun: it is there to be met
+        findings = list(findings_of([check for check in checks if check.name == RANKS]))
+        return int(any(finding.grade is Grade.fail for finding in findings))
+    for finding in findings_of(checks):
         counts[finding.grade] += 1
         findings.append(finding)
         if not as_json:
@@ -55,13 +59,17 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
         yield from checks_of_machine(LaunchConfig())
         return
     config, base = loaded.config, loaded.base
+    if not runs_code:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": False})})
 
     def paths() -> Iterator[Finding]:
         check_paths(config.verb, config, base)
         yield ok("configuration", f"{path} is a file for `holdfast {config.verb}`, and what it names is there")
 
     yield Check("configuration", paths)
-    yield from checks_of_run(Looked(config, base, resolve_ranks(config.launch), survey_of, runs_code))
+    yield from checks_of_run(
+        Looked(config, base, world_size() if under_torchrun() else resolve_ranks(config.launch), survey_of, runs_code)
+    )
 
 
 def environment(*, as_json: bool) -> None:

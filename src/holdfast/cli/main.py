@@ -221,7 +221,9 @@ def run_demo(
 def run_doctor(
     run: OptionalRunFile = None,
     overrides: Overrides = None,
-    no_code: Annotated[bool, typer.Option("--no-code", help="Run no file of yours, such as a reward.")] = False,
+    no_code: Annotated[
+        bool, typer.Option("--no-code", help="Run no code of yours: rewards, tests of rows, code of a model.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""

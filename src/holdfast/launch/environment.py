@@ -26,6 +26,17 @@ def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
+def is_first_rank(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether this process is rank 0, or no rank at all."""
+    environ = os.environ if environ is None else environ
+    return environ.get("RANK", "0") == "0"
+
+
+def world_size() -> int:
+    """Return the number of ranks that somebody else has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def resolve_ranks(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> int:
     """Return the number of processes `launch` asks for; `auto` is one per visible GPU, or one."""
     if launch.ranks != "auto":

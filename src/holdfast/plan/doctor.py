@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.plan.findings import Check, Finding
+from holdfast.plan.findings import RANKS, Check, Finding
 from holdfast.plan.inputs import (
     Looked,
     bytes_of_checkpoints,
@@ -26,6 +26,7 @@ from holdfast.plan.machine import (
     look_at_versions,
     storage_of_run,
 )
+from holdfast.plan.measured import look_at_plan
 
 
 def checks_of_machine(launch: LaunchConfig) -> list[Check]:
@@ -33,7 +34,7 @@ def checks_of_machine(launch: LaunchConfig) -> list[Check]:
     return [
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
-        Check("ranks", lambda: look_at_ranks(launch, None)),
+        Check(RANKS, lambda: look_at_ranks(launch, None)),
     ]
 
 
@@ -48,7 +49,7 @@ def checks_of_run(run: Looked) -> list[Check]:
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
         Check("place", place),
-        Check("ranks", lambda: look_at_ranks(launch, storage_of_run(run.place))),
+        Check(RANKS, lambda: look_at_ranks(launch, storage_of_run(run.place))),
         Check("tokenizer", lambda: look_at_tokenizer(run)),
         Check("rows", lambda: look_at_rows(run)),
     ]
@@ -58,4 +59,5 @@ def checks_of_run(run: Looked) -> list[Check]:
         *checks,
         Check("endpoints", lambda: look_at_endpoints(run)),
         Check("resume", lambda: look_at_resume(run)),
+        Check("plan", lambda: look_at_plan(run.directory)),
     ]

@@ -40,6 +40,8 @@ class Finding:
         return asdict(self)
 
 
+RANKS = "ranks"
+"""The check that all ranks make together."""
 Look = Callable[[], Iterator[Finding]]
 
 

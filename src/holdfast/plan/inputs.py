@@ -16,7 +16,7 @@ from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.storage import open_storage
 from holdfast.config.base import Section, leaves
-from holdfast.config.sections.reward import JudgeConfig, ModelRewardConfig, UserRewardConfig
+from holdfast.config.sections.reward import CodeConfig, JudgeConfig, ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
@@ -149,7 +149,7 @@ def look_at_rewards(run: Looked) -> Iterator[Finding]:
         if isinstance(reward, ModelRewardConfig):
             yield ok("rewards", f"{reward.label} is a model, which is not loaded here")
     if not run.runs_code:
-        left = [reward for reward in named if isinstance(reward, UserRewardConfig)]
+        left = [reward for reward in named if isinstance(reward, UserRewardConfig | CodeConfig)]
         named = [reward for reward in named if reward not in left]
         for reward in left:
             yield ok("rewards", f"{reward.label} is not run (--no-code)")
