@@ -146,14 +146,14 @@ def _started(task: Task, folder: Path) -> str | None:
     command = [sys.executable, "-m", "holdfast.plan.smoke", "launch", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        said, _ = process.communicate(timeout=patience.current.doctor_ranks_seconds)
+        output, _ = process.communicate(timeout=patience.current.doctor_ranks_seconds)
     except subprocess.TimeoutExpired:
         process.terminate()  # its guard ends the ranks
         process.communicate()
         return f"they did not meet within {patience.current.doctor_ranks_seconds:g} s"
     if process.returncode == 0:
         return None
-    return " ".join(line.strip() for line in said.splitlines()[-6:] if line.strip()) or f"exit {process.returncode}"
+    return " ".join(line.strip() for line in output.splitlines()[-6:] if line.strip()) or f"exit {process.returncode}"
 
 
 def storage_of_run(place: str | Path) -> Storage:
