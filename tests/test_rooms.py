@@ -56,7 +56,7 @@ ROOMS = {
         inspect save
         calls export
         keep
-        interface session
+        session
     """,
     "training": """
         directory observe randomness

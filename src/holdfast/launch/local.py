@@ -2,26 +2,311 @@
 
 The exit code is the command's: 0 done, 1 nothing to show, 2 refused, 3 stopped and can be started again
 (holdfast.errors). This process never imports torch. Restarting is safe because a run resumes by itself from its newest
-verified checkpoint.
+verified checkpoint. When `attempt` returns, no process of the attempt runs, and a death is followed by that within 10
+seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from signal import SIGINT, SIGTERM, SIGUSR1
 
 import holdfast.patience
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import HoldfastError, RunStopped, UserError, how_to_go_on
+from holdfast.escaping import escaped_paragraph
+from holdfast.launch.deaths import (
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    EXIT_WITHOUT_RESULT,
+    Death,
+    describe_death,
+    first_cause,
+    how_it_ended,
+    last_paragraph,
+)
 from holdfast.launch.directory import LaunchDirectory
-from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, resolve_ranks, under_torchrun
-from holdfast.launch.processes import Guard
+from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment, resolve_ranks, under_torchrun
+from holdfast.launch.processes import Guard, catches, end
+from holdfast.launch.rendezvous import meeting_file
 from holdfast.launch.stops import StopSignals
-from holdfast.launch.watch import Ending, Start, Verdict, attempt, tell
+from holdfast.launch.terminal import Relay
+from holdfast.parallel.failure.reports import Failure
 from holdfast.patience import Patience
 
 __all__ = ["Patience", "launch_local", "resolve_ranks", "under_torchrun"]
+
+_READ_OF_LOG = 1 << 16
+_IN_ORDER = (EXIT_STOPPED, EXIT_WITHOUT_RESULT)
+_ENDED_BY_REQUEST = (0, EXIT_STOPPED, -SIGINT, 128 + SIGINT, -SIGTERM, 128 + SIGTERM)
+
+
+class Verdict(Enum):
+    """How an attempt went."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    WITHOUT_RESULT = "without result"
+    REFUSED = "refused"
+    DIED = "died"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt went, what the user is told, and the step it had reached."""
+
+    verdict: Verdict
+    text: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every attempt starts."""
+
+    command: Sequence[str]
+    ranks: int
+    threads: int
+    environ: Mapping[str, str]
+    patience: Patience
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log_start: int
+    seen_dead_at: float | None = None
+    ended_by_launcher: bool = False
+
+    def poll(self) -> int | None:
+        code = self.process.poll()
+        if code is not None and self.seen_dead_at is None:
+            self.seen_dead_at = time.time()
+        return code
+
+
+def tell(text: str) -> None:
+    """Write a paragraph to the user's terminal."""
+    with contextlib.suppress(OSError):  # the terminal has gone: the exit code still speaks
+        sys.stderr.write(escaped_paragraph(text.rstrip("\n")) + "\n")
+        sys.stderr.flush()
+
+
+def attempt(number: int, start: Start, directory: LaunchDirectory, guard: Guard, stops: StopSignals) -> Ending:
+    """Run all ranks once, from their start to the end of the last process."""
+    directory.begin_attempt()
+    starts = [directory.begin_log(rank, start.ranks, number) for rank in range(start.ranks)]
+    relay = Relay(directory.log(0))
+    ranks: list[_Rank] = []
+    with meeting_file(directory.path) as store:
+        try:
+            for rank in range(start.ranks):
+                ranks.append(_Rank(rank, _start_rank(rank, store, start, directory, relay), starts[rank]))
+                guard.watch(ranks[-1].process.pid)
+        finally:
+            relay.start()
+            if len(ranks) == start.ranks:
+                _watch(ranks, directory, stops, start.patience)
+            left = _end(ranks, directory, start.patience)
+            relay.finish(1.0)
+            directory.settle()
+    if left:
+        tell(f"These processes did not end even on SIGKILL: {', '.join(map(str, sorted(left)))}.")
+    return _judge(ranks, directory, stops, relay.wrote)
+
+
+def _start_rank(
+    rank: int, store: Path, start: Start, directory: LaunchDirectory, relay: Relay
+) -> subprocess.Popen[bytes]:
+    environ = rank_environment(start.environ, rank, start.ranks, store, start.threads, directory.path)
+    if rank == 0:
+        environ |= relay.environ
+    with directory.log(rank).open("ab") as log:
+        return subprocess.Popen(
+            list(start.command),
+            stdin=subprocess.DEVNULL,
+            stdout=relay.stdout if rank == 0 else log,
+            stderr=relay.stderr if rank == 0 else log,
+            env=environ,
+            # A session of its own: Ctrl-C at the terminal reaches the launcher alone, which passes on what it decides.
+            start_new_session=True,
+        )
+
+
+def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, patience: Patience) -> None:
+    """Return when all ranks have ended, or when the rest must be ended."""
+    deadline: float | None = None
+    next_look = 0.0
+    while None in [rank.poll() for rank in ranks]:  # a list: each one's time of death is taken in each round
+        _pass_on(ranks, stops)
+        if stops.now:
+            tell("Stopping now.")
+            return
+        now = time.monotonic()
+        if now >= next_look:
+            next_look = now + patience.launcher_look_seconds
+            directory.settle()
+            # Also once there is trouble: a survivor may say that it lost a rank before that rank is seen dead, and
+            # then waits for the word that is left here for the dead one.
+            if _trouble(ranks, directory) and deadline is None:
+                deadline = now + patience.settle_seconds
+        if deadline is not None and now > deadline:
+            return
+        time.sleep(patience.launcher_poll_seconds)
+
+
+def _pass_on(ranks: Sequence[_Rank], stops: StopSignals) -> None:
+    for request, text in stops.to_pass_on():
+        tell(text)
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.process.send_signal(request)
+    # One rank is enough, since all agree; two that heard of it between two steps would save twice.
+    if stops.save and ranks[0].poll() is None and catches(ranks[0].process.pid, SIGUSR1):
+        stops.save = False
+        ranks[0].process.send_signal(SIGUSR1)
+        tell("SIGUSR1: the ranks save after their step and go on.")
+
+
+def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
+    """Say whether a rank died or said that it fails, and speak for those that died without a word.
+
+    A rank that ends with 0, or with 3 or 4 and no report, has stopped in good order: the others are waited for.
+    """
+    reports = {report.rank for report in directory.reports()}
+    dead = False
+    for rank in ranks:
+        code = rank.poll()
+        if code in (None, 0) or (code in _IN_ORDER and rank.number not in reports):
+            continue
+        dead = True
+        if rank.number not in reports and code != EXIT_USER_ERROR:
+            assert code is not None
+            assert rank.seen_dead_at is not None
+            sentence = f"it {how_it_ended(code)}"
+            phase = directory.phase(rank.number)
+            directory.report(
+                Failure(rank.number, "silent", phase, "Death", sentence, directory.step(), rank.seen_dead_at)
+            )
+    return dead or bool(reports)
+
+
+def _end(ranks: Sequence[_Rank], directory: LaunchDirectory, patience: Patience) -> set[int]:
+    for rank in ranks:
+        rank.ended_by_launcher = rank.poll() is None
+
+    def reap() -> None:
+        for rank in ranks:
+            rank.poll()
+
+    mark = f"{LAUNCH_DIRECTORY_VARIABLE}={directory.path}"
+    leaders = {rank.process.pid for rank in ranks}
+    return end(mark, leaders, patience.term_seconds, patience.kill_seconds, reap)
+
+
+@dataclass(frozen=True)
+class _Aftermath:
+    """All deaths of an attempt, and what was said of them."""
+
+    deaths: list[Death]
+    reports: list[Failure]
+
+    @property
+    def by_themselves(self) -> list[Death]:
+        """Ranks that the launcher did not end."""
+        return [death for death in self.deaths if not death.ended_by_launcher]
+
+    @property
+    def refused(self) -> list[Death]:
+        """Ranks that met an error of the user's, if nothing else went wrong.
+
+        A rank that is slow to leave is ended by the launcher; what it had reported counts, not how it went.
+        """
+        if any(report.kind == "error" for report in self.reports):
+            return []
+        return [
+            death
+            for death in self.deaths
+            if (death.report is not None and death.report.kind == "user")
+            or (death.exit_code == EXIT_USER_ERROR and not death.ended_by_launcher)
+        ]
+
+    @property
+    def codes(self) -> set[int]:
+        return {death.exit_code for death in self.by_themselves}
+
+    def orderly(self, stops: StopSignals) -> Verdict | None:
+        """Return how the attempt ended if nothing went wrong, else None."""
+        failed = any(report.kind == "error" for report in self.reports)
+        if stops.now or (stops.any and not failed and self.codes <= set(_ENDED_BY_REQUEST)):
+            return Verdict.DONE if {death.exit_code for death in self.deaths} == {0} else Verdict.STOPPED
+        if self.reports or self.by_themselves != self.deaths or not self.codes <= {0, *_IN_ORDER}:
+            return None
+        ended = {EXIT_WITHOUT_RESULT: Verdict.WITHOUT_RESULT, EXIT_STOPPED: Verdict.STOPPED}
+        return ended.get(max(self.codes), Verdict.DONE)
+
+
+def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, wrote: bool) -> Ending:
+    step = directory.step()
+    reports = {report.rank: report for report in directory.reports()}
+    deaths = [_death(rank, directory, reports.get(rank.number)) for rank in ranks]
+    after = _Aftermath(deaths, list(reports.values()))
+    if after.refused:
+        return Ending(Verdict.REFUSED, _refusal(after.refused, deaths[0], wrote), step)
+    verdict = after.orderly(stops)
+    if verdict is not None:
+        return Ending(verdict, "", step)
+    cause = first_cause(deaths)
+    shown = cause.rank == 0 and wrote
+    return Ending(Verdict.DIED, describe_death(cause, step, _short(directory.log(cause.rank)), shown), step)
+
+
+def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:
+    if refused[0].rank == 0 and rank_0_wrote:
+        return ""
+    report = refused[0].report
+    text = report.message if report is not None and report.kind == "user" else last_paragraph(refused[0].log)
+    # Rank 0 may have told it and be ended by the launcher while it was still leaving.
+    return "" if rank_0_wrote and text.strip() and text.strip() in first.log else text
+
+
+def _death(rank: _Rank, directory: LaunchDirectory, report: Failure | None) -> Death:
+    with contextlib.suppress(subprocess.TimeoutExpired):  # inside a hung driver call it outlives SIGKILL
+        rank.process.wait(timeout=0.1)
+    code = rank.poll()
+    return Death(
+        rank=rank.number,
+        exit_code=-9 if code is None else code,
+        time=rank.seen_dead_at or time.time(),
+        phase=report.phase if report is not None else directory.phase(rank.number),
+        report=report,
+        log=_tail(directory.log(rank.number), rank.log_start),
+        ended_by_launcher=rank.ended_by_launcher,
+    )
+
+
+def _tail(path: os.PathLike[str], start: int) -> str:
+    try:
+        with open(path, "rb") as log:  # noqa: PTH123  a PathLike is all that is asked of the caller
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start, size - _READ_OF_LOG))
+            return log.read(_READ_OF_LOG).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _short(path: os.PathLike[str]) -> str:
+    relative = os.path.relpath(path)
+    return os.fspath(path) if relative.startswith("..") else relative
 
 
 def launch_local(
