@@ -84,7 +84,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "grpo experts": policy(model={"config": EXPERTS}),
     "grpo experts replayed": policy(model={"config": EXPERTS}, rollout={"replay_routing": True}),
     "grpo resting": policy(residency={"optimizer": "host", "parameters": "host"}),
-    "grpo truncated sampling": policy(rollout={"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}),
+    "grpo truncated sampling": policy(
+        rollout={"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}, correction="truncate"
+    ),
     "grpo by covariance": policy(objective={"kind": "clip_cov"}),
     "ppo": policy(advantage="gae", critic={}),
     "distill": tree(teacher={"path": "teacher"}, distill={"loss": "reverse_kl"}),
@@ -92,7 +94,7 @@ RUNS: dict[str, dict[str, Any]] = {
         teacher={"path": "teacher"}, distill={"loss": "reverse_kl"}, rollout={"max_new_tokens": 64}
     ),
     "sft images": tree(
-        model={"path": "qwen2_vl", "config": None, "tokenizer": None},
+        model={"path": "llava", "config": None, "tokenizer": None},
         data={"synthetic": None, "path": "rows.jsonl"},
     ),
 }

@@ -22,8 +22,8 @@ def make_models(folder: Path) -> None:
     teacher = folder / "teacher"
     teacher.mkdir(exist_ok=True)
     (teacher / "config.json").write_text(json.dumps(DENSE), encoding="utf-8")
-    if not (folder / "qwen2_vl").exists():
-        vision_directory(folder / "qwen2_vl", "qwen2_vl", vocab_size=512)
+    if not (folder / "llava").exists():
+        vision_directory(folder / "llava", "llava", vocab_size=512)
 
 
 def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str, Any]:

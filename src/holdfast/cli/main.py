@@ -242,6 +242,22 @@ def print_environment(
     environment(as_json=as_json)
 
 
+@app.command("plan")
+def plan_run(  # noqa: PLR0913, PLR0917 - each is an option of the command
+    run: RunFile,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks, or 1.")] = None,
+    device: Annotated[str | None, typer.Option(help="h100, h200, a100, l40s, b200 or cpu. Default: h100.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each device, as in 40GiB. Default: the device's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Also leave it as plan.json in the run's directory.")] = False,
+) -> None:
+    """Say what a run takes on devices that are not here, and what to turn; exit 1 if it does not fit."""
+    from holdfast.cli.plan import PlanOptions, plan
+
+    raise typer.Exit(plan(run, overrides or [], PlanOptions(ranks, device, memory), as_json=as_json, save=save))
+
+
 @app.command()
 def version() -> None:
     """Print the versions that decide a run's numbers."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +19,17 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.host_values import answered_by
 from holdfast.models.weights.four_bit import check_library
-from holdfast.parallel.plan import ShardPlan
 from holdfast.plan.fake_devices import fake_devices
-from holdfast.plan.memory import CHECKPOINT, OPTIMIZER, Ledger, Peak, watched_storages
+from holdfast.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS
+from holdfast.plan.memory import Ledger, Peak, watched_storages
 from holdfast.plan.observe import Observer
 from holdfast.plan.origin import without_files
 from holdfast.plan.ranks import alike, alone_among
+from holdfast.plan.records import Execution, HostValue, Place
 from holdfast.plan.steps import Step, step_of
 from holdfast.plan.traffic import Traffic
 from holdfast.training.build.optimizers import LOW_BIT, build_optimizer
 from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which rank of how many is executed, and on what."""
-
-    ranks: int = 1
-    rank: int = 0
-    device: str = "cuda"
-    memory: int = 80 * 2**30
-    """Bytes of a device, from which a run that may choose decides what rests where."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device of this rank."""
-        return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", 0)
-
-
-@dataclass(frozen=True)
-class HostValue:
-    """A value that the host waited for."""
-
-    phase: str
-    reason: str
-    numbers: int
-    """How many it has."""
-
-
-@dataclass
-class Execution:
-    """What two steps took on one rank."""
-
-    place: Place
-    plan: ShardPlan
-    first: dict[tuple[str, str], Peak] = field(default_factory=dict)
-    """(phase, device type) -> peak, from loading to the end of the first step of a new run"""
-    steady: dict[tuple[str, str], Peak] = field(default_factory=dict)
-    """Likewise of a step that comes after others, and of a save; a step after a resume is one."""
-    host_values: list[HostValue] = field(default_factory=list)
-    """Of the later step."""
-    messages: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    """(phase, kind) -> number and bytes that this rank sends, of the later step"""
-    flops: dict[str, float] = field(default_factory=dict)
-    checkpoint_bytes: int = 0
-    """Of all ranks together, in a checkpoint."""
-    micro_batches: int = 1
-    """Of this rank, in one update."""
-    tokens: int = 0
-    """Of this rank, in its largest micro-batch."""
-    parameters: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 class _Phases(PhaseClock):
@@ -130,7 +79,7 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
         mode = stack.enter_context(fake_devices(lambda: max(0, place.memory - ledger.totals["cuda"])))
         world = stack.enter_context(alone_among(place.ranks, place.rank, place.torch_device))
         log = Logbook(clock=_Phases(ledger, traffic))
-        observer = Observer(ledger, traffic)
+        observer = Observer(ledger, traffic, answer)
 
         @contextlib.contextmanager
         def without_numbers() -> Iterator[None]:
@@ -168,6 +117,7 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
         micro_batches=step.micro_batches,
         tokens=step.tokens,
         parameters=trained.plan.parameters,
+        read=_read(ledger, step),
         notes=[*notes, *step.notes],
     )
 
@@ -213,6 +163,13 @@ def states_of(trained: Trained, *, averages: bool = True) -> list[Tensor]:
     states = [value for state in trained.optimizer.state.values() for value in state.values()]
     beside = [*trained.averages.tensors.values()] if averages and trained.averages is not None else []
     return [value for value in (*states, *beside) if isinstance(value, Tensor)]
+
+
+def _read(ledger: Ledger, step: Step) -> dict[str, float]:
+    """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
+    parts = ledger.peaks["optimizer", step.setting.world.device.type].parts
+    states = 2 * (parts.get(PARAMETERS, 0) + parts.get(OPTIMIZER, 0)) + parts.get(GRADIENTS, 0)
+    return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
 
 def _save(ledger: Ledger, step: Step) -> None:

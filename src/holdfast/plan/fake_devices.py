@@ -124,6 +124,7 @@ REPLACED: dict[str, Any] = {
     "torch.cuda:is_bf16_supported": _always(True),
     "torch.cuda:device": Idle,
     **dict.fromkeys((f"torch.cuda:{name}" for name in ("Stream", "Event", "current_stream", "default_stream")), _idle),
+    "torch.accelerator:current_stream": _idle,
     **dict.fromkeys((f"torch.cuda:{name}" for name in ("set_device", "synchronize", "empty_cache")), _nothing),
     **dict.fromkeys((f"torch.cuda:{name}" for name in ("memory_reserved", "memory_allocated")), _always(0)),
     "torch.cuda:mem_get_info": _always((2**50, 2**50)),

@@ -21,23 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
-ACTIVATIONS, HEAD, TEMPORARY = "activations", "head", "temporary"
-ROLLOUT_WEIGHTS, CACHE, REFERENCE, CHECKPOINT = "rollout_weights", "key_value_cache", "reference", "checkpoint"
-KINDS = {
-    PARAMETERS: "this rank's shards, and what is not sharded",
-    GATHERED: "whole parameters of units that are in use, and what they are gathered through",
-    GRADIENTS: "of this rank's shards, those of a unit before they are reduced, and what they are reduced through",
-    OPTIMIZER: "states of the optimizer, averages of weights",
-    ACTIVATIONS: "what the blocks make in a forward pass, kept or made again",
-    HEAD: "logits of a chunk, gradients of the output matrix and of what goes into it",
-    TEMPORARY: "what a backward pass, an optimizer or a collective needs for a moment",
-    ROLLOUT_WEIGHTS: "the copy that completions are sampled with",
-    CACHE: "keys and values of completions, and what decoding needs beside them",
-    REFERENCE: "shards of the reference policy or the teacher",
-    CHECKPOINT: "the copy of a snapshot in host memory",
-}
-"""What bytes are counted as, and what belongs to it."""
+from holdfast.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
+
 HOOKED = ("unshard", "wait_for_unshard", "post_backward")
 """Methods of FSDP2's FSDPParamGroup that are entered to tell gathered parameters and gradients from the rest."""
 _HEAD_NODES = ("_RecomputeBackward", "WithGradientsBackward")

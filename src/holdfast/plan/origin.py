@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from holdfast.models.source.origin import load_tokenizer
 
 SHAPES = Path(__file__).with_name("shapes")
 """Configurations of models that are planned often, by the hub's name with -- for its slash."""
-_ENDS = ("bos_token_id", "eos_token_id")
 _BUILT_IN = "builtin:characters"
 
 
@@ -67,10 +67,18 @@ def shape_of(model: ModelConfig, base: Path) -> tuple[ModelConfig, list[str]]:
 
 
 def _values(raw: Any) -> dict[str, Any]:
-    """Return what makes the same configuration again, its ends of texts included."""
-    names = {each.name for each in fields(raw)} | set(raw.attribute_map)
-    values = {name: value for name, value in raw.to_dict().items() if name in names and not name.startswith("_")}
-    return {**values, "model_type": raw.model_type, **{name: getattr(raw, name, None) for name in _ENDS}}
+    """Return what makes the same configuration again."""
+    return _own_values(raw, raw.to_dict())
+
+
+def _own_values(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {each.name for each in fields(config)} | set(config.attribute_map)
+    own: dict[str, Any] = {"model_type": config.model_type}
+    for name, value in values.items():
+        if name in names and not name.startswith("_"):
+            part = getattr(config, name, None)
+            own[name] = _own_values(part, value) if hasattr(part, "attribute_map") else value
+    return own
 
 
 def _raw(model: ModelConfig, base: Path) -> tuple[Any, bool]:

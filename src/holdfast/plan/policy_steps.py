@@ -13,7 +13,8 @@ from torch import Tensor
 from holdfast.config.sections.rollout import EngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.names import named_parameters
-from holdfast.plan.memory import CACHE, ROLLOUT_WEIGHTS, Ledger, follow_model
+from holdfast.plan.kinds import CACHE, ROLLOUT_WEIGHTS
+from holdfast.plan.memory import Ledger, follow_model
 from holdfast.plan.steps import Step, reference_of
 from holdfast.plan.traffic import Traffic
 from holdfast.recipes.grpo import controlled_objective, update
@@ -168,6 +169,9 @@ def sampling_of(
         with step.setting.phase("rollout"):
             engine.publish(sampler, step)
             engine.decode(requests)
+            now = step.ledger.peaks["rollout", step.setting.world.device.type].parts
+            read = now.get(ROLLOUT_WEIGHTS, 0) + now.get(CACHE, 0) / 4
+            step.read_by_rollout = read * section.max_new_tokens * step.repeats["rollout"]
             sampler.rest(step.trained)
 
     return make

@@ -20,7 +20,8 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.plan.images import with_image
-from holdfast.plan.memory import REFERENCE, Ledger, follow_model
+from holdfast.plan.kinds import REFERENCE
+from holdfast.plan.memory import Ledger, follow_model
 from holdfast.plan.origin import shape_of, teacher_section
 from holdfast.plan.traffic import Traffic
 from holdfast.training.build.begin import Live, trained_of
@@ -58,6 +59,8 @@ class Step:
     checkpoint_bytes: int = 0
     micro_batches: int = 1
     tokens: int = 0
+    read_by_rollout: float = 0.0
+    """Bytes of weights and of half of the cache's keys and values that decoding reads in a step."""
     notes: list[str] = field(default_factory=list)
 
     @property

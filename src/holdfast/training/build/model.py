@@ -61,7 +61,7 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     router_loss, router_note = (None, "")
     if trained:
         router_loss, router_note = ranks.on_all_ranks(lambda: _router_loss(config, origin, world))
-    policy = _policy_model(config, origin, router_loss)
+    policy = policy_model(config, origin, router_loss)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     if setting.without_numbers is not None:
@@ -82,7 +82,7 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     return sharded
 
 
-def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
+def policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
     packed = origin.packed and config.data.packing != "none"
     if not packed and origin.packed:
         eager = config.model.attention == "eager"
