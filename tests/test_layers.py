@@ -25,7 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout", "checkpoint"),
     ("training",),
     ("recipes",),
-    ("plan", "launch"),
+    ("launch",),
+    ("plan",),
     ("cli", "api"),
 )
 """From the lowest up. Those of one layer never import each other."""

@@ -217,6 +217,31 @@ def run_demo(
     raise typer.Exit(demo(directory, seed))
 
 
+@app.command("doctor")
+def run_doctor(
+    run: OptionalRunFile = None,
+    overrides: Overrides = None,
+    no_code: Annotated[
+        bool, typer.Option("--no-code", help="Run no code of yours: rewards, tests of rows, code of a model.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
+    from holdfast.cli.doctor import doctor
+
+    raise typer.Exit(doctor(run, overrides or [], runs_code=not no_code, as_json=as_json))
+
+
+@app.command("env")
+def print_environment(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Print what a bug report needs: versions, devices, known variables; no secrets."""
+    from holdfast.cli.doctor import environment
+
+    environment(as_json=as_json)
+
+
 @app.command("plan")
 def plan_run(  # noqa: PLR0913, PLR0917 - each is an option of the command
     run: RunFile,

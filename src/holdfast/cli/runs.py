@@ -54,7 +54,7 @@ def state_of(place: Path, events: Sequence[Mapping[str, Any]], step: int | None)
         step: Of the last line of its metrics.jsonl.
 
     Raises:
-        OSError: Its lease cannot be read, or is no file.
+        OSError: Its lease cannot be read, or is not a file.
     """
     lease = place / LEASE
     holder = _holder(lease)
@@ -193,7 +193,7 @@ def list_runs(directory: Path, *, as_json: bool) -> None:
     """Print the runs in a directory.
 
     Raises:
-        UserError: It is no directory, or cannot be read.
+        UserError: It is not a directory, or cannot be read.
     """
     runs, passed = listed(directory)
     if as_json:
@@ -213,7 +213,7 @@ def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
     """Return the runs in a directory, the last active first, and what was passed over there with the reason.
 
     Raises:
-        UserError: It is no directory, or cannot be read.
+        UserError: It is not a directory, or cannot be read.
     """
     try:
         single = (directory / IDENTITY).exists()

@@ -53,6 +53,9 @@ class ScoreModel(PolicyModel):
         detached = scored._replace(logprobs=scores.detach())
         return LossSum(loss, detached, objective.sums(detached, tokens))
 
+    def readable_head(self) -> None:
+        """Return None: the root reads the layer of scores by itself, a row of numbers."""
+
     def _places(self, batch: Batch) -> Tensor:
         """Return [N] flat positions of the hidden states that are scored."""
         return batch.scored
@@ -107,7 +110,7 @@ class StoredScoreModel(ScoreModel):
 
 
 def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
-    """Return where transformers reads the score of a text: at the last token that is no padding, else at the first."""
+    """Return where transformers reads the score of a text: at the last token that is not padding, else at the first."""
     return next((place for place in range(len(tokens) - 1, -1, -1) if tokens[place] != pad), 0)
 
 

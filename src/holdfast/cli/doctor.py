@@ -1,0 +1,82 @@
+"""`holdfast doctor` and `holdfast env`: what is looked at before a run, and what a bug report needs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.verbs.roots import load_run
+from holdfast.errors import ConfigError
+from holdfast.launch.environment import is_first_rank, machine_facts, resolve_ranks, under_torchrun, world_size
+
+if TYPE_CHECKING:
+    from holdfast.plan.findings import Check, Finding
+
+
+def doctor(path: Path | None, overrides: Sequence[str], *, runs_code: bool, as_json: bool) -> int:
+    """Print what was looked at, one line each; return 1 where something fails."""
+    from holdfast.plan.findings import RANKS, Grade, findings_of
+
+    counts: Counter[Grade] = Counter()
+    findings: list[Finding] = []
+    checks = list(_checks(path, overrides, runs_code=runs_code))
+    if not is_first_rank():  # under torchrun: it is there to be met
+        findings = list(findings_of([check for check in checks if check.name == RANKS]))
+        return int(any(finding.grade is Grade.fail for finding in findings))
+    for finding in findings_of(checks):
+        counts[finding.grade] += 1
+        findings.append(finding)
+        if not as_json:
+            typer.echo(finding.line())
+    if as_json:
+        typer.echo(json.dumps({"findings": [finding.as_plain() for finding in findings]}, indent=2))
+    else:
+        typer.echo(", ".join(f"{count} {grade.value}" for grade, count in sorted(counts.items())))
+    return int(counts[Grade.fail] > 0)
+
+
+def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
+    from holdfast.cli.data_check import survey_of
+    from holdfast.cli.train import check_paths
+    from holdfast.plan.doctor import checks_of_machine, checks_of_run
+    from holdfast.plan.findings import Check, fail, ok
+    from holdfast.plan.inputs import Looked
+
+    if path is None:
+        yield from checks_of_machine(LaunchConfig())
+        return
+    try:
+        loaded = load_run(path, overrides)
+    except ConfigError as error:
+        sentence = str(error)
+        yield Check("configuration", lambda: iter([fail("configuration", sentence)]))
+        yield from checks_of_machine(LaunchConfig())
+        return
+    config, base = loaded.config, loaded.base
+    if not runs_code:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": False})})
+
+    def paths() -> Iterator[Finding]:
+        check_paths(config.verb, config, base)
+        yield ok("configuration", f"{path} is a file for `holdfast {config.verb}`, and what it names is there")
+
+    yield Check("configuration", paths)
+    yield from checks_of_run(
+        Looked(config, base, world_size() if under_torchrun() else resolve_ranks(config.launch), survey_of, runs_code)
+    )
+
+
+def environment(*, as_json: bool) -> None:
+    """Print versions, the machine, and the variables that decide how a run behaves; no secret, no path, no name."""
+    facts = machine_facts()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name} {value}")
