@@ -49,17 +49,18 @@ test: checks
 	$(PYTEST) -m "not slow and not gpu and not deep and not devices"
 
 test-deep: checks
-	$(PYTEST) -m "deep and not slow and not gpu"
+	$(PYTEST) -m "deep and not slow and not gpu and not devices"
 
 # Steps as CUDA code on devices that compute nothing. One worker: each test looks at what the same few processes said.
 test-devices: checks
-	$(BIN)/python -m pytest -n 0 -m "devices and not slow"
+	$(BIN)/python -m pytest -n 0 -m "devices and not slow and not gpu"
 
 deep-tests: setup
-	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu"
+	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu and not devices"
 
 test-all: checks
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not devices"
+	$(MAKE) --no-print-directory test-devices
 	tools/test_versions.sh
 	tools/test_trackers.sh
 
