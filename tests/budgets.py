@@ -12,9 +12,11 @@ from tests.lanes import LANES
 
 MINUTES = {
     "test": {"units": 3, "commands": 7, "distributed": 11, "faults": 6, "architectures": 2, "demo": 1, "devices": 1},
-    "test-deep": {"units": 1, "commands": 12, "distributed": 13, "faults": 11, "architectures": 2, "demo": 3, "devices": 1},
+    "test-deep": {
+        "units": 1, "commands": 12, "distributed": 13, "faults": 11, "architectures": 2, "demo": 3, "devices": 1
+    },
     "test-devices": {"devices": 4},
-}
+}  # fmt: skip
 """Lane to suite to minutes of its workers: what is aimed at. A suite that goes over is to be made faster."""
 SUITES = {
     "distributed": "distributed",

@@ -29,7 +29,7 @@ WAITS: dict[str, list[str]] = {
     "grpo experts replayed": [
         "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 3, LOADS, UPDATE
     ],
-    "grpo resting": [*ROLLOUT, UPDATE],
+    "grpo offloaded": [*ROLLOUT, UPDATE],
     "grpo truncated sampling": [*ROLLOUT, UPDATE],
     "grpo by covariance": [
         *ROLLOUT,
@@ -44,10 +44,7 @@ WAITS: dict[str, list[str]] = {
 """For what the host waits in a step of at most two micro-batches; of a run that is not named, once for its sums."""
 
 CASES = [
-    (name, place)
-    for name in RUNS
-    for place in PLACES
-    if place[0] > 1 or name not in ONE_RANK_LESS | NOT_SHARDED_ALONE
+    (name, place) for name in RUNS for place in PLACES if place[0] > 1 or name not in ONE_RANK_LESS | NOT_SHARDED_ALONE
 ]
 
 
@@ -130,7 +127,7 @@ def test_a_reference_in_host_memory_leaves_the_device(lane: Lane, place: tuple[i
 
 
 def test_what_rests_in_host_memory_is_not_on_the_device_while_completions_are_sampled(lane: Lane) -> None:
-    stays, rests = (of(lane, name, (8, 0))["peaks"]["rollout cuda"][1] for name in ("grpo", "grpo resting"))
+    stays, rests = (of(lane, name, (8, 0))["peaks"]["rollout cuda"][1] for name in ("grpo", "grpo offloaded"))
 
     assert stays["optimizer"] > 0
     assert rests.get("optimizer", 0) == 0

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.host_values import host_value
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
@@ -172,7 +171,11 @@ class LowBitAdamW(PerParameterAdamW):
             state["exp_avg_sq"] = self._moment(parameter, signed=False)
         assert parameter.grad is not None
         state["step"] += 1
-        step, (beta1, beta2), rate = float(host_value(state["step"], "steps of a parameter")), group["betas"], float(group["lr"])
+        step, (beta1, beta2), rate = (
+            float(host_value(state["step"], "steps of a parameter")),
+            group["betas"],
+            float(group["lr"]),
+        )
         # As tensors, since a compiled update would be compiled again for every other number.
         factors = torch.tensor(
             [1 - rate * group["weight_decay"], rate / (1 - beta1**step), math.sqrt(1 - beta2**step)],
@@ -233,7 +236,7 @@ def _update(
 
 def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a moment stands for; `to` alone would give a quantised one another face."""
-    return (moment.dequantize() if is_traceable_wrapper_subclass(moment) else moment).to(dtype)
+    return (moment.dequantize() if hasattr(moment, "__tensor_flatten__") else moment).to(dtype)
 
 
 def _local(moment: Tensor) -> Tensor:

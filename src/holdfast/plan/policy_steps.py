@@ -30,7 +30,14 @@ from holdfast.training.policy.critic import add_critic, train_critic, with_value
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, Sampler, awake_afterwards, is_warming_up, resting
+from holdfast.training.policy.run import (
+    PolicyEvaluation,
+    PolicyRun,
+    Sampler,
+    is_warming_up,
+    offloaded,
+    restored_afterwards,
+)
 from holdfast.training.run import Run
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
@@ -56,8 +63,8 @@ def policy_step(step: Step, config: GRPOConfig) -> Callable[[], object]:
     step.repeats |= dict.fromkeys(_TRAINING, scoring * config.updates.passes)
 
     def make() -> object:
-        with awake_afterwards(run.trained):
-            with resting(run):
+        with restored_afterwards(run.trained):
+            with offloaded(run):
                 decode()
             return _learn(step, run, rollout)
 
@@ -82,9 +89,7 @@ def _run_of(step: Step, config: GRPOConfig) -> PolicyRun:
     if config.reference.kind != "none" and config.kl.coefficient > 0:
         reference = reference_of(step, config.reference, "kl")
     stream: Any = None
-    common = Run(
-        trained=trained, evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={}
-    )
+    common = Run(trained=trained, evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={})
     run = PolicyRun(common=common, evaluation=evaluation, reference=reference)
     if config.critic is not None:
         add_critic(run, config.critic, Live())
@@ -157,7 +162,9 @@ def sampling_of(
     """
     sampler = sampler or Sampler(open_engine(step.trained, section))
     if not isinstance(sampler.engine, InProcessEngine):
-        step.notes.append("rollout: transformers' generate samples, and is not executed; its copy and cache are left out")
+        step.notes.append(
+            "rollout: transformers' generate samples, and is not executed; its copy and cache are left out"
+        )
         return lambda: None
     own = -(-rows // step.setting.ranks.size)
     at_once = max(1, min(own, section.rows // group))
@@ -172,7 +179,7 @@ def sampling_of(
             now = step.ledger.peaks["rollout", step.setting.world.device.type].parts
             read = now.get(ROLLOUT_WEIGHTS, 0) + now.get(CACHE, 0) / 4
             step.read_by_rollout = read * section.max_new_tokens * step.repeats["rollout"]
-            sampler.rest(step.trained)
+            sampler.release(step.trained)
 
     return make
 
@@ -276,7 +283,7 @@ def counted_cache(ledger: Ledger) -> Iterator[None]:
             before["begin_step"](cache)
 
     RowCache.of = classmethod(of)  # type: ignore[assignment,method-assign]
-    RowCache.begin_step = begin_step  # type: ignore[method-assign]
+    RowCache.begin_step = begin_step  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

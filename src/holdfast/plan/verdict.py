@@ -62,7 +62,9 @@ def _small_states(config: TrainingConfig, _: int) -> tuple[str, TrainingConfig] 
     section = config.optim
     if not isinstance(section, AdamWConfig):
         return None
-    shared = {name: getattr(section, name) for name in AdamW8bitConfig.model_fields if name in type(section).model_fields}
+    shared = {
+        name: getattr(section, name) for name in AdamW8bitConfig.model_fields if name in type(section).model_fields
+    }
     made = AdamW8bitConfig(**{name: value for name, value in shared.items() if name != "kind"})
     return made.kind, config.model_copy(update={"optim": made})
 

@@ -111,7 +111,9 @@ class TransformersEngine(ReplicaEngine):
             return done
         layers = self._routers.layers
         passes = [torch.stack(list(chosen[start : start + layers]), 1) for start in range(0, len(chosen), layers)]
-        prompts, *own = (host_value(part.view(len(rows), -1, *part.shape[1:]), "experts of drawn tokens") for part in passes)
+        prompts, *own = (
+            host_value(part.view(len(rows), -1, *part.shape[1:]), "experts of drawn tokens") for part in passes
+        )
         drawn = np.concatenate(own, 1) if own else prompts[:, :0]  # [rows, tokens, layers, k]
         with_choices = []
         for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):
