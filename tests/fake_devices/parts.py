@@ -3,13 +3,14 @@
 Per rank: a matrix of R rows lies as ceil(R / n) rows on the first of n ranks, and an allocation is a multiple of 512
 bytes on a GPU. What is gathered is in bfloat16. Sums are of the moments at which a phase takes most:
 
-- forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with the
-  last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the logits in
-  float32 stand their rounded copy in bfloat16, the gradient of the matrix in float32, a product of at most a slice of
-  it in bfloat16, and three [tokens, hidden] of states and their gradients. Of activations: what goes into each block, what
-  comes out of the last one, the last norm's float32 copy and its output.
-- backward: two blocks are gathered, the one at work and the next; a tied root with them.
-- optimizer: parameters, their gradients, moments: two, and with bfloat16 weights a compensation; of what is trained.
+- forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with
+  the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
+  logits in float32 stand their rounded copy in bfloat16, the gradient of the matrix in float32, a product of at most a
+  slice of it in bfloat16, and three [tokens, hidden] of states and their gradients. Of activations: what goes into each
+  block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of.
+- backward: two blocks are gathered, the one at work and the next, and a tied root with them; where the head outweighs
+  them, a backward pass takes most at its start, with what the forward pass ended with.
+- optimizer: parameters, their gradients, moments: two and a count per tensor; with bfloat16 weights a compensation too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Shape:
     offload: bool = False
     lora: int = 0
     recompute: str = "full"
+    starts: bool = False
+    """Whether a backward pass takes most at its start."""
 
     @property
     def shards(self) -> int:
@@ -134,15 +137,16 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     stored = 2 if shape.bfloat16 else 4
     shards = allocated(trained, stored, shape.shards)
     parameters = shards + (allocated(base, 2, shape.shards) if shape.lora else 0)
-    moments = shards * (3 if shape.bfloat16 else 2)
+    moments = 3 * shards if shape.bfloat16 else 2 * shards + 512 * len(trained)
     rows = shape.tokens * shape.hidden * 2
     one_block = 2 * (numbers(block(shape)) + (numbers(adapters(shape)) if shape.lora else 0))
     root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0
-    forward = {"activations": (shape.layers + 4) * rows, "head": head(shape)}
-    backward, optimizer = {}, {}
+    forward = {"activations": (shape.layers + (3 if shape.lora else 4)) * rows, "head": head(shape)}
+    backward: dict[str, float] = {}
+    optimizer: dict[str, float] = {}
     if shape.shards > 1:
         forward["gathered"] = root + one_block if shape.tied else 2 * shape.vocabulary * shape.hidden
-        backward["gathered"] = root + 2 * one_block
+        backward["gathered"] = forward["gathered"] if shape.starts else root + 2 * one_block
     if not shape.offload:
         forward |= {"parameters": parameters, "optimizer": moments}
         optimizer = {"parameters": parameters, "gradients": shards, "optimizer": moments}
@@ -167,11 +171,11 @@ SHAPES = {
     "dense, one rank": Shape(ranks=1),
     "dense, rows that do not divide": Shape(ranks=3, hidden=384, heads=6),
     "dense, 64 ranks": Shape(ranks=64),
-    "dense, larger vocabulary": Shape(tokens=1536, vocabulary=16384),
+    "dense, larger vocabulary": Shape(tokens=1536, vocabulary=16384, starts=True),
     "bfloat16 states": Shape(bfloat16=True),
     "LoRA": Shape(lora=8),
     "offload": Shape(offload=True),
     "copies": Shape(replicate=2),
-    "experts": Shape(experts=4, expert_ffn=256),
-    "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),
+    "experts": Shape(experts=4, expert_ffn=256, starts=True),
+    "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2, starts=True),
 }
