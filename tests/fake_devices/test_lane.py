@@ -8,6 +8,7 @@ import pytest
 
 from tests.fake_devices.cases import NOT_SHARDED_ALONE, ONE_RANK_LESS, PLACES, RUNS
 from tests.fake_devices.conftest import Lane
+from tests.fake_devices.expected import difference, expected
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
 
@@ -77,6 +78,12 @@ def test_first_and_last_rank_send_as_many_messages_of_every_kind(lane: Lane, nam
 
     assert {key: count for key, (count, _) in first.items()} == {key: count for key, (count, _) in last.items()}
     assert {key: sent for key, (_, sent) in first.items()} == {key: sent for key, (_, sent) in last.items()}
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_takes_what_is_written_down(lane: Lane, name: str) -> None:
+    assert difference(expected(name), of(lane, name, (8, 0))) == ""
 
 
 def test_a_rank_alone_gathers_and_reduces_nothing(lane: Lane) -> None:

@@ -142,6 +142,7 @@ def _execution(counts: _Counts, step: Step, first: dict[tuple[str, str], Peak], 
         micro_batches=step.micro_batches,
         tokens=step.tokens,
         parameters=step.trained.plan.parameters,
+        made=dict(counts.ledger.made),
         read=_read(counts.ledger, step),
         notes=[*notes, *step.notes],
     )

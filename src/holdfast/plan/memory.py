@@ -60,6 +60,8 @@ class Ledger:
         self.totals: dict[str, int] = defaultdict(int)
         self.peaks: dict[tuple[str, str], Peak] = defaultdict(Peak)
         """(phase, device type) -> peak"""
+        self.made: dict[tuple[str, str, str], int] = defaultdict(int)
+        """(phase, device type, dtype) -> bytes of all tensors that were made, whenever they were freed"""
 
     @property
     def moment(self) -> str:
@@ -89,6 +91,7 @@ class Ledger:
         reference = weakref.ref(storage, functools.partial(self._freed, key))
         entry = self._storages[key] = _Storage(0, self._kind(size), place, reference)
         self._resize(entry, size)
+        self.made[self.moment, place, str(tensor.dtype).removeprefix("torch.")] += size
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Count tensors as a kind from now on."""
@@ -113,6 +116,7 @@ class Ledger:
     def restart(self) -> None:
         """Forget the peaks so far; what is allocated stays."""
         self.peaks.clear()
+        self.made.clear()
 
     def _resize(self, entry: _Storage, size: int) -> None:
         unit = self._rounding.get(entry.place, 1)

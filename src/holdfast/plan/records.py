@@ -60,6 +60,8 @@ class Execution:
     parameters: int = 0
     read: dict[str, float] = field(default_factory=dict)
     """Phase -> bytes that it reads and writes at least"""
+    made: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """(phase, device type, dtype) -> bytes of all tensors that the later step made"""
     executed: bool = True
     """Whether these are numbers of an execution, and not of formulas."""
     notes: list[str] = field(default_factory=list)
