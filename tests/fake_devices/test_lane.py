@@ -9,6 +9,7 @@ import pytest
 from tests.fake_devices.cases import NOT_SHARDED_ALONE, ONE_RANK_LESS, PLACES, RUNS
 from tests.fake_devices.conftest import Lane
 from tests.fake_devices.expected import difference, expected
+from tests.fake_devices.parts import Matrix, Shape, block, ends
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
 
@@ -86,6 +87,10 @@ def test_a_step_takes_what_is_written_down(lane: Lane, name: str) -> None:
     assert difference(expected(name), of(lane, name, (8, 0))) == ""
 
 
+def padded(matrices: list[Matrix], ranks: int) -> int:
+    return sum(-(-rows // ranks) * ranks * columns for rows, columns in matrices)
+
+
 def test_a_rank_alone_gathers_and_reduces_nothing(lane: Lane) -> None:
     messages = of(lane, "sft", (1, 0))["messages"]
 
@@ -96,20 +101,21 @@ def test_a_rank_alone_gathers_and_reduces_nothing(lane: Lane) -> None:
 @pytest.mark.parametrize("name", ["sft", "sft recomputed", "sft bfloat16", "sft adamw_8bit"])
 def test_messages_of_an_update_are_those_that_its_units_ask_for(lane: Lane, name: str, ranks: int) -> None:
     said = of(lane, name, (ranks, 0))
-    times, stored = said["micro_batches"], 2 if name == "sft bfloat16" else 4
-    numbers = {unit: size / stored for unit, size, _ in said["units"]}
-    blocks = {unit: count for unit, count in numbers.items() if ".layers." in f".{unit}"}
+    times = said["micro_batches"]
+    shape = Shape(hidden=64, ffn=128, layers=2, heads=4, key_heads=2, size=16, vocabulary=512)
+    blocks = [padded(block(shape), ranks)] * shape.layers
+    whole = [*blocks, *(padded([matrix], ranks) for matrix in ends(shape))]
     share = (ranks - 1) / ranks
     reduced = 1 if name == "sft bfloat16" else times  # gradients of bfloat16 weights wait for the last micro-batch
 
     messages = said["messages"]
 
     # Weights are gathered in bfloat16, gradients reduced in float32; a block is gathered once more for its backward
-    # pass, what the root holds stays.
+    # pass. Rows are padded to a multiple of the ranks.
     expected = {
-        "forward all_gather": (times * len(numbers), times * 2 * sum(numbers.values()) * share),
-        "backward all_gather": (times * len(blocks), times * 2 * sum(blocks.values()) * share),
-        "backward reduce_scatter": (reduced * len(numbers), reduced * 4 * sum(numbers.values()) * share),
+        "forward all_gather": (times * len(whole), times * 2 * sum(whole) * share),
+        "backward all_gather": (times * len(blocks), times * 2 * sum(blocks) * share),
+        "backward reduce_scatter": (reduced * len(whole), reduced * 4 * sum(whole) * share),
     }
     for key, (count, sent) in expected.items():
         assert messages[key][0] == count, (key, messages)
