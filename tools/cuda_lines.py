@@ -138,7 +138,7 @@ def _called_from_them_alone(trees: Mapping[str, ast.Module], lines: Mapping[str,
     for path, tree in trees.items():
         for node in ast.walk(tree):
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
-            if name is not None and isinstance(getattr(node, "ctx", None), ast.Load):
+            if name is not None and isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Load):
                 calls[name].append(node.lineno in lines[path])
     more: dict[str, set[int]] = {}
     for path, tree in trees.items():

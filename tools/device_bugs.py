@@ -28,7 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.fake_devices.expected import difference, expected  # noqa: E402 - the tests are beside tools
+from tests.fake_devices.cases import RUNS  # noqa: E402 - the tests are beside tools
+from tests.fake_devices.expected import difference, expected  # noqa: E402 - same
+from tests.fake_devices.lane import make_models  # noqa: E402 - same
 
 SOURCE = Path("src/holdfast")
 
@@ -58,11 +60,12 @@ PLANTED = (
     Bug("a head gradient in float64", "models/scores.py", "else torch.float32\n        self.hidden",
         "else torch.float64\n        self.hidden", SFT),
     Bug("two chunks of logits alive", "models/scores.py", "            del chunk  # or two",
-        "            outputs.last = chunk  # or two", SFT),
+        "            outputs.last = chunk  # or two", ("sft chunks of logits",)),
     Bug("a missing reshard", "parallel/apply.py", "reshard_after_forward=unit.reshard", "reshard_after_forward=False",
         SFT),
-    Bug("gradients averaged by another reduction", "parallel/apply.py",
-        "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)", ("sft copies",)),
+    Bug("sums reduced in float32", "parallel/collectives.py",
+        "stacked = torch.stack([value.to(device=device, dtype=torch.float64)",
+        "stacked = torch.stack([value.to(device=device, dtype=torch.float32)", SFT),
     Bug("gradients reduced in bfloat16", "parallel/apply.py", "reduce_dtype=getattr(torch, plan.reduce_dtype)",
         "reduce_dtype=compute", SFT),
     Bug("every micro-batch reduced", "parallel/shards.py", "policy.set_requires_gradient_sync(last)",
@@ -84,42 +87,29 @@ PLANTED = (
     Bug("a cache in float32", "rollout/cache.py", "rows = tensor.new_zeros(places.shape[0]",
         "rows = tensor.float().new_zeros(places.shape[0]", POLICY),
     Bug("gradients that stay after the update", "training/step.py",
-        "trained.optimizer.zero_grad(set_to_none=True)", "trained.optimizer.zero_grad(set_to_none=False)", SFT),
+        "trained.optimizer.zero_grad(set_to_none=True)", "trained.optimizer.zero_grad(set_to_none=False)",
+        ("sft one pass",)),
     Bug("a norm over ranks summed twice", "parallel/collectives.py",
         "    dist.all_reduce(stacked)\n", "    dist.all_reduce(stacked)\n    dist.all_reduce(stacked)\n", SFT),
 )  # fmt: skip
 
-DRAWN_FROM = {
-    "training/step.py": SFT,
-    "models/scores.py": SFT,
-    "models/heads/policy.py": SFT,
-    "models/layers/attention.py": SFT,
-    "models/layers/routers.py": ("sft experts",),
-    "parallel/apply.py": ("sft", "sft recomputed"),
-    "parallel/shards.py": ("sft",),
-    "parallel/collectives.py": SFT,
-    "optim/lowbit.py": ("sft adamw_8bit", "sft bfloat16"),
-    "optim/muon.py": ("sft muon",),
-    "data/batches/packing.py": SFT,
-    "training/scorers/reference.py": REFERENCE,
-    "training/policy/critic.py": ("ppo",),
-    "rollout/inprocess.py": POLICY,
-    "rollout/cache.py": POLICY,
-    "rollout/replica.py": POLICY,
-    "rollout/predictor.py": POLICY,
-    "objectives/base.py": SFT,
-}
-"""Files of the step, and the runs that go through them."""
+DRAWN_FROM = (
+    "training/step.py", "models/scores.py", "models/heads/policy.py", "models/layers/attention.py",
+    "models/layers/routers.py", "parallel/apply.py", "parallel/shards.py", "parallel/collectives.py", "optim/lowbit.py",
+    "optim/muon.py", "data/batches/packing.py", "training/scorers/reference.py", "training/policy/critic.py",
+    "rollout/inprocess.py", "rollout/cache.py", "rollout/replica.py", "rollout/predictor.py", "objectives/base.py",
+)  # fmt: skip
+"""Files of the step. A drawn bug meets all runs of the lane."""
 _DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float64": "float32"}
 
 
 def mutants() -> list[Bug]:
     """Return every place that the mutator can change, in order."""
     made = []
-    for path, runs in DRAWN_FROM.items():
+    for path in DRAWN_FROM:
         text = (ROOT / SOURCE / path).read_text(encoding="utf-8")
         for line, old, new in _changes(text):
-            made.append(Bug(f"{path}:{line} {old!r} becomes {new!r}", path, old, new, runs))
+            made.append(Bug(f"{path}:{line} {old!r} becomes {new!r}", path, old, new, ()))
     return made
 
 
@@ -128,7 +118,7 @@ def _changes(text: str) -> Iterator[tuple[int, str, str]]:
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         change = _change(node, text)
-        if change is None:
+        if change is None or not isinstance(node, ast.expr):
             continue
         line = lines[node.lineno - 1]
         old, new = change
@@ -168,7 +158,7 @@ def executed(source: Path, runs: Sequence[str], folder: Path) -> dict[str, dict[
         if line.startswith("lane "):
             told = json.loads(line[5:])
             said[told["run"]] = told
-    return {name: said.get(name, {"error": done.stderr[-500:]}) for name in runs}
+    return {name: said.get(name, {"error": done.stderr[-500:]}) for name in runs or RUNS}
 
 
 def main() -> int:
@@ -180,6 +170,7 @@ def main() -> int:
     options = parser.parse_args()
     bugs = list(PLANTED) if options.which == "planted" else drawn(options.seed, options.count)
     with tempfile.TemporaryDirectory(prefix="holdfast-bugs-") as place:
+        make_models(Path(place))
         noticed = sum(_noticed(bug, Path(place)) for bug in bugs)
     least = len(bugs) if options.which == "planted" else round(0.9 * len(bugs))
     print(f"{noticed} of {len(bugs)} noticed, at least {least} are asked for")
@@ -195,7 +186,7 @@ def _noticed(bug: Bug, place: Path) -> bool:
     assert bug.old in text, f"{bug.path} has no {bug.old!r} any more"
     file.write_text(text.replace(bug.old, bug.new, 1), encoding="utf-8")
     after = executed(copy, bug.runs, place)
-    why = next(filter(None, (difference(expected(name), after[name]) for name in bug.runs)), "")
+    why = next(filter(None, (difference(expected(name), said) for name, said in after.items())), "")
     print(f"{'noticed' if why else 'MISSED '}  {bug.name}: {why or 'nothing differs'}", flush=True)
     return bool(why)
 

@@ -55,6 +55,9 @@ def policy(**sections: Any) -> dict[str, Any]:
 RUNS: dict[str, dict[str, Any]] = {
     "sft": tree(),
     "sft tied": tree(model={"config": DENSE | {"tie_word_embeddings": True}}),
+    "sft one pass": tree(data={"tokens_per_micro_batch": 1024}),
+    "sft chunks of logits": tree(model={"head": {"chunk_tokens": 64}}),
+    "sft head in float32": tree(model={"head": {"dtype": "float32"}}),
     "sft experts": tree(model={"config": EXPERTS}),
     "sft experts, loads of the update": tree(model={"config": EXPERTS, "router_loss": "global"}),
     "sft LoRA": tree(model={"lora": {"rank": 4}}),

@@ -17,8 +17,6 @@ from typing import Any
 FILE = Path(__file__).with_name("expected.json")
 TOLERANCE = 0.02
 """Of each kind of bytes; what sums by hand are held to."""
-SMALL = 2**12
-"""Bytes that are too few to differ by a share of them."""
 COMPARED = ("host_values", "messages", "peaks", "made")
 
 
@@ -64,7 +62,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
 def _other(old: dict[str, int], new: dict[str, int]) -> str:
     for kind in sorted({*old, *new}):
         one, other = old.get(kind, 0), new.get(kind, 0)
-        if abs(other - one) > max(TOLERANCE * one, SMALL):
+        if abs(other - one) > TOLERANCE * one:
             return f"{one:,} bytes of {kind} became {other:,}"
     return ""
 

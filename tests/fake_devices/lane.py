@@ -32,7 +32,8 @@ def make_models(folder: Path) -> None:
 def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str, Any]:
     """Return what an execution said, JSON-ready."""
     from holdfast.config.verbs.roots import run_from_mapping
-    from holdfast.plan.execute import Place, execute
+    from holdfast.plan.execute import execute
+    from holdfast.plan.records import Place
 
     made = execute(run_from_mapping(values), folder, Place(ranks, rank))
     return {

@@ -22,14 +22,11 @@ class Idle:
 
     device, priority, cuda_stream, stream_id = torch.device("cuda:0"), 0, 0, 0
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, *_: object) -> None: ...
 
     def record_event(self, *_: Any) -> Idle:
         """Return what may be waited for."""
@@ -56,11 +53,13 @@ def _always(value: Any) -> Callable[..., Any]:
 _nothing = _always(None)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Call the kernel that a GPU would get; without one, torch picks the form that lays out all [T, T] scores."""
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """Call a GPU's kernel; without a GPU, torch picks the form that lays out all [T, T] scores."""
     repeats = query.shape[1] // key.shape[1] if options.pop("enable_gqa", False) else 1
     key, value = (part.repeat_interleave(repeats, 1) if repeats > 1 else part for part in (key, value))
-    rest = (options.pop("dropout_p", 0.0), options.pop("is_causal", False))
+    rest = (*rest, *(options.pop(name, off) for name, off in (("dropout_p", 0.0), ("is_causal", False))[len(rest) :]))
     out: Tensor
     if attn_mask is None and query.dtype in {torch.bfloat16, torch.float16}:
         flash = torch.ops.aten._scaled_dot_product_flash_attention

@@ -15,6 +15,20 @@ from torch.utils._pytree import tree_leaves
 from holdfast.plan.memory import Ledger, plain_tensors
 from holdfast.plan.traffic import Traffic
 
+_KERNELS = ("torch_attn", "bitsandbytes")
+"""Kernels that are not torch's own operations: without numbers nothing else looks at where their operands are."""
+
+
+def _refuse_two_devices(func: Any, operands: Any) -> None:
+    """Raise where a kernel would read memory of another device.
+
+    Raises:
+        RuntimeError: As a GPU would.
+    """
+    devices = {leaf.device.type for leaf in tree_leaves(operands) if isinstance(leaf, Tensor)}
+    if len(devices) > 1:
+        raise RuntimeError(f"{func} has operands on {' and '.join(sorted(devices))}")
+
 
 def _asked_by_transformers() -> str | None:
     """Return which line of transformers asks for a number on the host; None where it is not transformers that asks."""
@@ -47,6 +61,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             if place is not None:  # a check that a model makes of its inputs; ours hold what it asks for
                 self._asked(args[0], place)
                 return True
+        if func.namespace in _KERNELS:
+            _refuse_two_devices(func, (args, kwargs))
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
