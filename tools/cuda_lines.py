@@ -5,7 +5,7 @@
 
 A line is one of them where it stands under a test of the device (`device.type == "cuda"`, behind an early return of the
 CPU, `torch.cuda...`, or a function whose answer is such a test), or in a function that is called from such lines alone.
-What the lane cannot execute is named in REASONS.
+What the lane does not execute is named in REASONS.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ LEAST = 0.9
 LEFT_OUT = ("plan/", "cli/", "launch/", "config/")
 """The plan's own files, and what no step enters: commands and the launcher look for GPUs, and compute on none."""
 REASONS = {
+    "models/layers/attention.py": "torch 2.11, whose kernel wants as many key heads as query heads",
+    "training/engines.py": "words of a refusal",
     "rollout/graphs.py": "capture: recording a graph needs a driver",
     "rollout/static.py": "capture: rows whose steps are replayed from a graph",
     "parallel/mesh.py": "NCCL: ranks join through a driver",
@@ -45,23 +47,26 @@ REASONS = {
 
 def is_test_of_device(node: ast.expr, predicates: frozenset[str]) -> bool | None:
     """Return whether an expression is true on a GPU, False where it is true on the CPU; None if it is no such test."""
-    text = ast.unparse(node)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        inner = is_test_of_device(node.operand, predicates)
-        return None if inner is None else not inner
-    if isinstance(node, ast.BoolOp):
-        told = [is_test_of_device(value, predicates) for value in node.values]
-        return next((each for each in told if each is not None), None)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        named = re.search(r"'(cuda|cpu)'", text)
-        if named and ("device" in text or "type" in text):
-            equal = isinstance(node.ops[0], ast.Eq | ast.In)
-            return equal is (named[1] == "cuda")
+    match node:
+        case ast.UnaryOp(op=ast.Not()):
+            inner = is_test_of_device(node.operand, predicates)
+            return None if inner is None else not inner
+        case ast.BoolOp():
+            parts = [is_test_of_device(value, predicates) for value in node.values]
+            return next((each for each in parts if each is not None), None)
+        case ast.Compare(ops=[operator]):
+            return _compared(ast.unparse(node), isinstance(operator, ast.Eq | ast.In))
+        case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name):
+            return True if name in predicates else None
+        case _:
+            return True if re.match(r"torch\.cuda\.is_|.*\.is_cuda$", ast.unparse(node)) else None
+
+
+def _compared(text: str, equal: bool) -> bool | None:
+    named = re.search(r"'(cuda|cpu)'", text)
+    if named is None or not ("device" in text or "type" in text):
         return None
-    if re.match(r"torch\.cuda\.(is_available|is_initialized)\(|.*\.is_cuda$", text):
-        return True
-    name = node.func if isinstance(node, ast.Call) else node
-    return True if isinstance(name, ast.Name) and name.id in predicates else None
+    return equal is (named[1] == "cuda")
 
 
 def predicates_of(trees: Mapping[str, ast.Module]) -> frozenset[str]:
@@ -134,12 +139,7 @@ def cuda_lines() -> dict[str, set[int]]:
 
 
 def _called_from_them_alone(trees: Mapping[str, ast.Module], lines: Mapping[str, set[int]]) -> dict[str, set[int]]:
-    calls: dict[str, list[bool]] = defaultdict(list)
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
-            if name is not None and isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", None), ast.Load):
-                calls[name].append(node.lineno in lines[path])
+    calls = _uses(trees, lines)
     more: dict[str, set[int]] = {}
     for path, tree in trees.items():
         for function in functions(tree):
@@ -148,6 +148,17 @@ def _called_from_them_alone(trees: Mapping[str, ast.Module], lines: Mapping[str,
             if used and all(used) and not own <= lines[path]:
                 more.setdefault(path, set()).update(own)
     return more
+
+
+def _uses(trees: Mapping[str, ast.Module], lines: Mapping[str, set[int]]) -> dict[str, list[bool]]:
+    """Return, for every name that is read, whether each of its places is on such a line."""
+    uses: dict[str, list[bool]] = defaultdict(list)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                uses[name].append(node.lineno in lines[path])
+    return uses
 
 
 def executed_lines(files: Mapping[str, set[int]]) -> dict[str, set[int]]:

@@ -127,18 +127,19 @@ def _changes(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _change(node: ast.AST, text: str) -> tuple[str, str] | None:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        whole, inner = ast.get_source_segment(text, node), ast.get_source_segment(text, node.func.value)
-        if whole is None or inner is None or "\n" in whole:
+    match node:
+        case ast.Call(func=ast.Attribute(attr="to", value=inner), args=[_, *_]):
+            return _in_a_line(ast.get_source_segment(text, node), ast.get_source_segment(text, inner))
+        case ast.Call(func=ast.Attribute(attr="reshard" | "set_reshard_after_forward")):
+            return _in_a_line(ast.get_source_segment(text, node), "None")
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _DTYPES:
+            return f"torch.{name}", f"torch.{_DTYPES[name]}"
+        case _:
             return None
-        if node.func.attr == "to" and node.args:
-            return whole, inner
-        if node.func.attr in {"reshard", "set_reshard_after_forward"}:
-            return whole, "None"
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-        other = _DTYPES.get(node.attr)
-        return None if other is None else (f"torch.{node.attr}", f"torch.{other}")
-    return None
+
+
+def _in_a_line(old: str | None, new: str | None) -> tuple[str, str] | None:
+    return None if old is None or new is None or "\n" in old else (old, new)
 
 
 def drawn(seed: int, count: int) -> list[Bug]:

@@ -32,7 +32,7 @@ def _refuse_two_devices(func: Any, operands: Any) -> None:
 
 def _asked_by_transformers() -> str | None:
     """Return which line of transformers asks for a number on the host; None where it is not transformers that asks."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(3)
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
         frame = frame.f_back
     while frame is not None and f"{os.sep}transformers{os.sep}utils{os.sep}" in frame.f_code.co_filename:
@@ -56,17 +56,24 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return NotImplemented  # a DTensor or a quantised tensor is taken apart, and its parts come here
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # without numbers torch would make a second tensor of what is waited for
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            place = _asked_by_transformers()
-            if place is not None:  # a check that a model makes of its inputs; ours hold what it asks for
-                self._asked(args[0], place)
-                return True
+        if func is torch.ops.aten._local_scalar_dense.default and self._is_answered(args[0]):
+            return True
         if func.namespace in _KERNELS:
             _refuse_two_devices(func, (args, kwargs))
         result = func(*args, **(kwargs or {}))
+        self._see(result)
+        self._traffic.see(func, args, kwargs or {}, result)
+        return result
+
+    def _is_answered(self, value: Tensor) -> bool:
+        """Note a check that a transformers model makes of its inputs, and say that it holds: ours hold what it asks."""
+        place = _asked_by_transformers() if value.dtype is torch.bool else None
+        if place is not None:
+            self._asked(value, place)
+        return place is not None
+
+    def _see(self, result: Any) -> None:
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 for tensor in plain_tensors(leaf):
                     self._ledger.see(tensor)
-        self._traffic.see(func, args, kwargs or {}, result)
-        return result
