@@ -84,7 +84,7 @@ class Logbook:
 
 
 @dataclass(kw_only=True)
-class RunFile:
+class ConfiguredRun:
     """A configuration, and the folder that its paths begin at."""
 
     config: TrainingConfig
@@ -102,7 +102,7 @@ class RunFile:
 
 
 @dataclass(kw_only=True)
-class Setting(RunFile):
+class Setting(ConfiguredRun):
     """A run's file, the ranks that carry it out, and what they say of it."""
 
     world: World
