@@ -206,6 +206,19 @@ def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     complete(target, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)
 
 
+@app.command()
+def report(
+    directories: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="One run, or several to compare.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE.html", help="Default: report.html in the run.")
+    ] = None,
+) -> None:
+    """Write one page about a run, or about several: curves, marks, samples, events. It needs no network."""
+    from holdfast.report.page import write_page
+
+    typer.echo(write_page(directories, output))
+
+
 @app.command("demo")
 def run_demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where everything is written.")] = Path("runs/demo"),

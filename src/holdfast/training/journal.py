@@ -72,6 +72,7 @@ class Journal:
             lines.event({"event": "rewind", "to": run.trained.state.step})
         self._sinks.append(lines)
         setting = run.setting
+        self.event("start", time=time.time(), ranks=setting.world.size, device=setting.world.device.type)
         if not setting.config.dry_run:  # which leaves nothing anywhere
             self._trackers = Trackers(setting.config.metrics.sinks, setting.directory, setting.base)
 
