@@ -105,15 +105,11 @@ def _phases(run: RunRecord) -> dict[str, Any]:
     if times is None or not len(times.steps):
         return {}
     steps, whole = bucket_means(times.steps, times.values, _PHASE_POINTS)
-    parts: dict[str, list[float]] = {}
-    for name, column in columns.items():
-        if name.startswith(PHASES):
-            by_step = dict(zip(column.steps, column.values, strict=True))
-            # A phase that a step does not have took no time in it.
-            values = [
-                value if math.isfinite(value) else 0.0 for value in (by_step.get(step, 0.0) for step in times.steps)
-            ]
-            parts[name.removeprefix(PHASES)] = bucket_means(times.steps, values, _PHASE_POINTS)[1]
+    parts = {
+        name.removeprefix(PHASES): bucket_means(times.steps, _at(times.steps, column), _PHASE_POINTS)[1]
+        for name, column in columns.items()
+        if name.startswith(PHASES)
+    }
     rest = [
         max(0.0, total - sum(values)) for total, values in zip(whole, zip(*parts.values(), strict=True), strict=False)
     ]
@@ -123,6 +119,13 @@ def _phases(run: RunRecord) -> dict[str, Any]:
         "steps": steps,
         "parts": [*named, ["rest of the step", [rounded(value) for value in rest]]] if parts else named,
     }
+
+
+def _at(steps: Sequence[int], column: Column) -> list[float]:
+    """Return a phase's seconds at some steps; one that a step does not have took no time in it."""
+    by_step = dict(zip(column.steps, column.values, strict=True))
+    values = (by_step.get(step, 0.0) for step in steps)
+    return [value if math.isfinite(value) else 0.0 for value in values]
 
 
 def samples_data(items: Sequence[Sample]) -> dict[str, Any]:

@@ -266,8 +266,8 @@ def configuration(runs: Sequence[RunRecord]) -> str:
         title = f"The whole configuration of {run.name}" if len(runs) > 1 else "The whole configuration"
         body = table(["key", "value"], rows, caption=title)
         parts.append(tag("details", tag("summary", text(f"{title}, {len(rows)} keys")), body))
-    said = "Paths are shown by their last name and addresses by their host; credentials and kwargs are left out."
-    return section("configuration", "Configuration", *parts, tag("p", text(said), class_="rule"))
+    rule = "Paths are shown by their last name and addresses by their host; credentials and kwargs are left out."
+    return section("configuration", "Configuration", *parts, tag("p", text(rule), class_="rule"))
 
 
 def _from_parent(run: RunRecord, before: Mapping[str, str] | None) -> str:

@@ -1,7 +1,8 @@
 """Keep what a step was made of, so that one process can make it again, and show some of it to people.
 
 rollouts/step-N.jsonl.gz holds a line about the step and one for each of its groups: everything between sampling and
-the update, and nothing that follows from the weights. samples.jsonl holds the completions of some steps as text.
+the update, and nothing that follows from the weights. samples.jsonl holds the completions of some steps as text, and
+the tokens of a few of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.token_texts import token_rows
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 RECORD_FOLDER = "rollouts"
@@ -225,10 +227,29 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     own_samples += [_shown(step, group, trained=False) for group in rollout.left_out]
     everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
     shown = sorted(everyone, key=lambda item: item.sample_id)
+    tokens = _tokens(run, rollout, shown)
     if run.setting.world.is_first and shown:
-        run.setting.log.samples += [item._asdict() for item in shown]
+        run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in shown]
         if config.show:
             run.setting.log.messages.append(table(choose_samples(shown, config.show), step))
+
+
+def _tokens(run: PolicyRun, rollout: Rollout, shown: Sequence[Shown]) -> dict[int, list[list[Any]]]:
+    """Return the tokens of the best, the worst and the newest completion; all ranks call this together."""
+    if not shown or run.config.metrics.samples != "jsonl":
+        return {}
+    chosen = {item.sample_id for _, item in choose_samples(shown, 3)}
+    own = {
+        trajectory.sample_id: token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
+        for group in (*rollout.groups, *rollout.left_out)
+        for trajectory in group.trajectories
+        if trajectory.sample_id in chosen
+    }
+    return {sample: rows for part in run.setting.ranks.gather(own) for sample, rows in part.items()}
+
+
+def _line(item: Shown, tokens: list[list[Any]] | None) -> dict[str, Any]:
+    return item._asdict() | ({"tokens": tokens} if tokens else {})
 
 
 def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:
