@@ -219,6 +219,16 @@ def report(
     typer.echo(write_page(directories, output))
 
 
+@app.command("watch")
+def watch_run(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, whether it goes on or has ended.")],
+) -> None:
+    """Show a run in the terminal while it goes on: progress, curves, phases, ranks, checkpoints, samples, health."""
+    from holdfast.report.watch import watch
+
+    watch(directory)
+
+
 @app.command("demo")
 def run_demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where everything is written.")] = Path("runs/demo"),

@@ -110,10 +110,16 @@ def _is_step(value: Any) -> bool:
 
 
 class LineReader:
-    """Reads the lines that a file of JSON got since the last look; a torn last line waits for its end."""
+    """Reads the lines that a file of JSON got since the last look; a torn last line waits for its end.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: Of the file.
+        last_bytes: Of a longer file the first look reads only so much, from its end; None: all of it.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self._path = path
+        self._last_bytes = last_bytes
         self._place = 0
         self._rest = b""
 
@@ -130,7 +136,7 @@ class LineReader:
         if not self._path.exists():
             return
         with RegularFile(self._path) as file:
-            file.seek(self._place)
+            self._begin(file)
             while block := file.read(BLOCK):
                 start = self._place - len(self._rest)
                 self._place += len(block)
@@ -142,6 +148,20 @@ class LineReader:
                 between()
         if to_end and self._rest.strip():
             yield self._place - len(self._rest), parsed(self._rest)
+
+    def _begin(self, file: RegularFile) -> None:
+        """Go to where the last look ended; at the first one, to the first whole line of what is to be read."""
+        size = file.seek(0, 2)
+        if size < self._place:  # another file has its name now
+            self._place, self._rest = 0, b""
+        if self._place == 0 and self._last_bytes is not None and size > self._last_bytes:
+            self._place = file.seek(size - self._last_bytes)
+            while block := file.read(BLOCK):
+                if (end := block.find(b"\n")) >= 0:
+                    self._place += end + 1
+                    break
+                self._place += len(block)
+        file.seek(self._place)
 
     @property
     def is_torn(self) -> bool:
