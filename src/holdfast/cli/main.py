@@ -16,6 +16,7 @@ import typer
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.hints import HintingGroup
+from holdfast.cli.looking import push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
 from holdfast.quiet import hush
@@ -32,13 +33,14 @@ app = typer.Typer(
 )
 config_app = typer.Typer(cls=HintingGroup, help="Look at a run's configuration.", no_args_is_help=True)
 data_app = typer.Typer(cls=HintingGroup, help="Look at a run's data.", no_args_is_help=True)
-runs_app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
 model_app = typer.Typer(cls=HintingGroup, help="Look at a run's model.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
+for look in (report, watch, push):
+    app.command()(look)
 
 
 class Damage(StrEnum):
@@ -206,29 +208,6 @@ def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     complete(target, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)
 
 
-@app.command()
-def report(
-    directories: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="One run, or several to compare.")],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE.html", help="Default: report.html in the run.")
-    ] = None,
-) -> None:
-    """Write one page about a run, or about several: curves, marks, samples, events. It needs no network."""
-    from holdfast.report.page import write_page
-
-    typer.echo(write_page(directories, output))
-
-
-@app.command("watch")
-def watch_run(
-    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, whether it goes on or has ended.")],
-) -> None:
-    """Show a run in the terminal while it goes on: progress, curves, phases, ranks, checkpoints, samples, health."""
-    from holdfast.report.watch import watch
-
-    watch(directory)
-
-
 @app.command("demo")
 def run_demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where everything is written.")] = Path("runs/demo"),
@@ -247,17 +226,6 @@ def version() -> None:
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")
-
-
-@runs_app.command("ls")
-def list_runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are, or one run.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
-) -> None:
-    """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
-    from holdfast.cli import runs
-
-    runs.list_runs(directory, as_json=as_json)
 
 
 @config_app.command("show")

@@ -69,7 +69,7 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
                 journal.failed(error)
                 raise
             exports_at_end = run.setting.config.checkpoint.export_at_end or dry
-            place = export_run(run, FINAL) if exports_at_end and is_end(stopped) else None
+            place = export_run(run, FINAL, journal.latest) if exports_at_end and is_end(stopped) else None
             if stopped is None and run.trained.state.step > first:
                 journal.event("done")
     finally:
