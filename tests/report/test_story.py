@@ -77,6 +77,16 @@ def test_a_stop_and_a_resume_lose_nothing(tmp_path: Path) -> None:
     ]
 
 
+def test_a_start_that_found_nothing_to_do_is_no_news(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.start(0)
+    run.steps(1, 8)
+    run.event("done", 8)
+    run.append("metrics.jsonl", {"event": "rewind", "to": 8})
+
+    assert read_run(run.place).marks == []
+
+
 def test_a_run_that_failed_last_ends_with_that(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.start(0)

@@ -85,7 +85,7 @@ def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Ite
         additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=_content(new[name])) for name in new]
         commit = api.create_commit(repository, additions, commit_message=f"Export of {words}", parent_commit=head)
         yield f"{len(new)} files, {size_words(sum(file.size for file in new.values()))}, are commit {commit.oid[:12]}"
-        there, _ = _what_is_there(api, repository, public=True, revision=commit.oid)
+        there, _ = _what_is_there(api, repository, public=public, revision=commit.oid)
     _check_arrived(repository, commit.oid, files, there)
     yield f"verified: the hub's hashes of all {len(files)} files are ours. {commit.commit_url}"
 

@@ -55,9 +55,12 @@ def marks_of(curves: Curves, events: Sequence[Event]) -> list[Mark]:
     """Return all marks of a run, in the order in which they happened; evaluations come last."""
     marks: list[Mark] = []
     place = 0
+    notes_starts = any(event.get("event") == "start" for event in events)
     for rewind in curves.rewinds:
         end = _end_of_start(rewind, events, place)
         start = events[end] if end < len(events) and events[end].get("event") == "start" else {}
+        if notes_starts and not start and rewind.to == rewind.last:
+            continue  # a start that found nothing to do
         marks += _within(events[place:end])
         marks.append(_ending(rewind, events[place:end]))
         marks.append(_resume(rewind, start))

@@ -100,6 +100,7 @@ class _Loop:
         evaluation = run.setting.config.evaluation
         if self._has_ended():
             return reason_to_end(run)
+        self.journal.started()
         stopped = self._begin() or self._train()
         if is_end(stopped) and (evaluation.at_end or dry) and self.evaluated_at != state.step:
             self._evaluate_at_end()

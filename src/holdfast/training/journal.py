@@ -72,7 +72,6 @@ class Journal:
             lines.event({"event": "rewind", "to": run.trained.state.step})
         self._sinks.append(lines)
         setting = run.setting
-        self.event("start", time=time.time(), ranks=setting.world.size, device=setting.world.device.type)
         if not setting.config.dry_run:  # which leaves nothing anywhere
             self._trackers = Trackers(setting.config.metrics.sinks, setting.directory, setting.base)
 
@@ -113,6 +112,11 @@ class Journal:
             for text in self._trackers.close("finished" if kind is None else "failed"):
                 self.say(text)
         self._screen.close()
+
+    def started(self) -> None:
+        """Note a start that has something to do: when, and on how many of which devices."""
+        world = self._run.setting.world
+        self.event("start", time=time.time(), ranks=world.size, device=world.device.type)
 
     def report(self, line: Mapping[str, float]) -> None:
         """Take a step's numbers, or an evaluation's; one over no sets has none."""
