@@ -103,6 +103,7 @@ def killed_run(place: Path, name: str = "run") -> RunFolder:
             run.steps(step, step, **({"loss": None} if step in {20, 21} else {}))
             if step % 10 == 0:
                 run.save(step, there=step >= 40, at=step + 1)
+                run.samples(step, f"prompt of step {step}", [*HOSTILE, f"plain answer {step}"])
         run.samples(last, f"prompt of step {last} <b>", [*HOSTILE, f"plain answer {last}"])
         if killed is None:
             break
