@@ -138,7 +138,7 @@ function drawLegend(element, chart, traces) {
   const keys = [];
   if (kinds.has("curve")) keys.push(key("—", several ? colour("quiet") : runColour(0), "training"));
   for (const each of chart.evaluations) keys.push(key("◆", several ? colour("quiet") : colour("evaluated"), "evaluation on " + each.set));
-  if (kinds.has("lost")) keys.push(key("┈", colour("lost"), "lost, and made again"));
+  if (kinds.has("lost")) keys.push(key("┈", colour("lost"), "made again"));
   if (!several && page.runs[0].marks.failed.length) keys.push(key("┆", colour("failed"), "killed or failed"));
   element.replaceChildren(...keys);
 }
@@ -165,7 +165,7 @@ function drawTimeline() {
   draw(element, traces, layout("", {
     hovermode: "closest", margin: { l: 100, r: 10, t: 4, b: 44 },
     yaxis: { type: "category", categoryarray: rows.map((row) => row[1]), range: [-0.6, Math.max(1, rows.length) - 0.4],
-      gridcolor: colour("grid"), zeroline: false, tickfont: { size: 12, color: colour("text") }, fixedrange: true },
+      gridcolor: colour("grid"), zeroline: false, tickfont: { size: 12, color: colour("text") }, fixedrange: true, ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)" },
   }));
 }
 

@@ -105,10 +105,13 @@ function groupBox(samples, places) {
   box.addEventListener("toggle", () => {
     if (!box.open || box.dataset.filled) return;
     box.dataset.filled = "yes";
-    const whole = element("pre", "prompt", samples.prompts[first[PROMPT]]);
-    const outer = element("article");
-    outer.append(whole);
-    box.append(outer, ...places.map((place) => article(samples, place, false)));
+    const prompt = samples.prompts[first[PROMPT]];
+    if (prompt.length > 60 || prompt.includes("\n")) {
+      const outer = element("article");
+      outer.append(element("pre", "prompt", prompt));
+      box.append(outer);
+    }
+    box.append(...places.map((place) => article(samples, place, false)));
   });
   return box;
 }
