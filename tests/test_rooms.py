@@ -61,8 +61,8 @@ ROOMS = {
     "training": """
         directory observe randomness
         run
-        watched
-        control fingerprints journal
+        spikes watched
+        control fingerprints journal profiling stragglers
         engines saving step
         evaluate
         build fit

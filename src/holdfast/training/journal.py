@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.checkpoint.session import Saved
 from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
-from holdfast.metrics.health import Health, cut_rows
+from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
 from holdfast.metrics.sample_files import SAMPLE_FOLDER, SampleFiles
 from holdfast.metrics.sink import METRICS, JsonlSink, Sink
@@ -22,6 +22,7 @@ from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
 from holdfast.training.run import Run
+from holdfast.training.spikes import record_batch
 
 SAMPLES = "samples.jsonl"
 LOGS, LOG = "logs", "rank-0.log"
@@ -134,6 +135,7 @@ class Journal:
         self._tell()
         if "loss" in line:
             self._warn(step, line)
+            self._run.setting.log.batches.clear()
         if evaluated:
             shown = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in shown.items())
@@ -166,11 +168,20 @@ class Journal:
             return
         alarms = self._health.see(step, line)
         for alarm, sentence in alarms.items():
-            self.event("health", alarm=alarm, text=sentence)
-            self.say(f"warning: {sentence}")
+            batch = self._recorded(step) if alarm in SPIKES else {}
+            where = "".join(f" The rows of this batch are in {path}." for path in batch.values())
+            self.event("health", alarm=alarm, text=sentence + where, **batch)
+            self.say(f"warning: {sentence}{where}")
         _, sentence = cut_rows([line])
         if step == 1 and sentence and "cut_rows" not in alarms:
             self.say(f"note: {sentence}")
+
+    def _recorded(self, step: int) -> dict[str, str]:
+        """Record a step's batch, on every rank; a disk that does not take it ends no run."""
+        try:
+            return {"batch": record_batch(self._run, step)}
+        except OSError:
+            return {}
 
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
