@@ -71,7 +71,7 @@ class Report:
     """`training`, or that of an evaluation set."""
     survey: Survey
     room_for: int | None
-    """Tokens that a policy writes after each of its prompts; None where rows are no prompts."""
+    """Tokens that a policy writes after each of its prompts; None where rows are not prompts."""
     limits_prompts: bool = False
     """Whether prompts have a limit of their own."""
     unreadable: dict[str, list[str]] = field(default_factory=dict)

@@ -57,7 +57,7 @@ def list_runs(directory: Path, *, as_json: bool) -> None:
     """Print the runs in a directory.
 
     Raises:
-        UserError: It is no directory, or cannot be read.
+        UserError: It is not a directory, or cannot be read.
     """
     runs, passed = listed(directory)
     if as_json:
@@ -77,7 +77,7 @@ def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
     """Return the runs in a directory, the last active first, and what was passed over there with the reason.
 
     Raises:
-        UserError: It is no directory, or cannot be read.
+        UserError: It is not a directory, or cannot be read.
     """
     try:
         single = (directory / IDENTITY).exists()

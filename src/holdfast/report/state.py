@@ -42,7 +42,7 @@ def state_of(place: Path, events: Sequence[Mapping[str, Any]], step: int | None)
         step: Of the last line of its metrics.jsonl.
 
     Raises:
-        OSError: Its lease cannot be read, or is no file.
+        OSError: Its lease cannot be read, or is not a file.
     """
     lease = place / LEASE
     holder = _holder(lease)

@@ -25,12 +25,12 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.stream import BatchStream
-from holdfast.data.content.images import ImageFiles, images_mark
+from holdfast.data.content.images import ImageFiles, images_fingerprint
 from holdfast.data.tokens.chat_template import template_text
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
 from holdfast.models.build.model import Blueprint
-from holdfast.models.source.origin import files_mark, locate, same_files, tell_mark
+from holdfast.models.source.origin import files_fingerprint, locate, remember_fingerprint, same_files
 from holdfast.models.source.vision import VIDEO_FILE
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Identity, RunFile, Setting
@@ -54,7 +54,7 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
         setting: Of the run.
         stream: The training rows.
         origin: The model and its tokenizer.
-        marks: Of images, as `image_marks` returns them.
+        marks: Of images, as `image_fingerprints` returns them.
     """
     config = setting.config
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
@@ -70,7 +70,7 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
     model |= _adapters(config)
     if _starts_from_files(config):
-        model["model.path"] = weights_mark(origin, config.seed)
+        model["model.path"] = weights_fingerprint(origin, config.seed)
     model |= _adapter_of_reference(setting)
     return {
         "data": data,
@@ -123,12 +123,12 @@ def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]
     return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
 
 
-def image_marks(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
+def image_fingerprints(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
     """Return marks of the images that rows hold or name, for a model that sees them; reads files."""
     if origin.image_processor is None:
         return {}
     files = ImageFiles(setting.config.data.image_dir, setting.base)
-    marks = {f"{_IMAGES}{index}": images_mark(source, files) for index, source in enumerate(stream.sources)}
+    marks = {f"{_IMAGES}{index}": images_fingerprint(source, files) for index, source in enumerate(stream.sources)}
     return {what: mark for what, mark in marks.items() if mark is not None}
 
 
@@ -187,7 +187,7 @@ def _has_reference(config: TrainingConfig) -> bool:
             return False
 
 
-def weights_mark(origin: Blueprint, seed: int) -> str:
+def weights_fingerprint(origin: Blueprint, seed: int) -> str:
     """Return what tells the weights of a model's directory from others.
 
     A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
@@ -195,15 +195,15 @@ def weights_mark(origin: Blueprint, seed: int) -> str:
     """
     if origin.directory is None:
         return f"random start of seed {seed}"
-    return files_mark(origin.directory)
+    return files_fingerprint(origin.directory)
 
 
 def _adapter_of_reference(setting: RunFile) -> dict[str, str]:
-    mark = adapter_mark(setting) if _has_reference(setting.config) else ""
+    mark = adapter_fingerprint(setting) if _has_reference(setting.config) else ""
     return {"model.lora.path": mark} if mark else {}
 
 
-def adapter_mark(setting: RunFile) -> str:
+def adapter_fingerprint(setting: RunFile) -> str:
     """Return what tells the adapter that a policy starts from, and its reference is, from others; "" without one."""
     section = setting.config.model
     if section.lora is None or section.lora.path is None:
@@ -279,16 +279,16 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hash_bytes("\n".join((words, template, special)).encode())
 
 
-def mark_once(directory: Path | None, ranks: RankGroup) -> None:
-    """Have `files_mark` answer at once on every rank; all ranks call this together."""
+def fingerprint_once(directory: Path | None, ranks: RankGroup) -> None:
+    """Have `files_fingerprint` answer at once on every rank; all ranks call this together."""
     if directory is None:
         return
-    mark = ranks.on_first_rank(lambda: files_mark(directory))
+    mark = ranks.on_first_rank(lambda: files_fingerprint(directory))
     if ranks.rank:
-        tell_mark(directory, mark)
+        remember_fingerprint(directory, mark)
 
 
-def mark_base_of_adapters(setting: Setting) -> None:
+def fingerprint_base_of_adapters(setting: Setting) -> None:
     """Mark the weights that adapters of a file will be laid beside, before every rank compares their marks.
 
     Raises:
@@ -298,16 +298,16 @@ def mark_base_of_adapters(setting: Setting) -> None:
     if section.path is None or section.lora is None or section.lora.path is None or section.lora.any_base:
         return
     name = section.path
-    mark_once(ranks.first_rank_first(lambda: locate(name, section, setting.base, weights=True)), ranks)
+    fingerprint_once(ranks.first_rank_first(lambda: locate(name, section, setting.base, weights=True)), ranks)
 
 
 def mark_reward_models(setting: Setting) -> None:
     """Mark the models that score; all ranks call this together."""
     for directory in setting.ranks.on_all_ranks(lambda: reward_models(setting)).values():
-        mark_once(directory, setting.ranks)
+        fingerprint_once(directory, setting.ranks)
 
 
-def is_marked(config: TrainingConfig) -> bool:
+def is_fingerprinted(config: TrainingConfig) -> bool:
     """Return whether checkpoints or exports of a run keep the mark of the weights it began with."""
     compares = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.kl.coefficient > 0)
     return config.model.lora is not None or config.checkpoint.frozen == "skip" or compares
@@ -394,6 +394,6 @@ def reward_model_hashes(setting: RunFile) -> dict[str, str]:
     for name, directory in reward_models(setting).items():
         texts = sorted(file for file in directory.iterdir() if file.suffix in _TEXTS and file.is_file())
         lines = "\n".join(f"{file.name} {hash_file(file)}" for file in texts)
-        hashes[f"{REWARD_MODEL}{name} weights"] = files_mark(directory)
+        hashes[f"{REWARD_MODEL}{name} weights"] = files_fingerprint(directory)
         hashes[f"{REWARD_MODEL}{name} configuration and tokenizer"] = hash_bytes(lines.encode())
     return hashes

@@ -113,7 +113,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def run_rehearsal(
+def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
     storage: Storage,
     model: nn.Module | LiveTensors,
     optimizer: Optimizer | None,

@@ -51,7 +51,7 @@ def check_trackers(trackers: Sequence[Tracker], base: Path) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
-    return spec is not None and spec.origin is not None  # a folder `wandb` beside the command is no package
+    return spec is not None and spec.origin is not None  # a folder `wandb` beside the command is not a package
 
 
 class Trackers:

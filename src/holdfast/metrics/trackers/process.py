@@ -29,7 +29,7 @@ from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json, read_json
 from holdfast.metrics.sink import METRICS
-from holdfast.metrics.trackers import backends, libraries
+from holdfast.metrics.trackers import backends
 from holdfast.metrics.trackers.backends import REWIND, Backend
 from holdfast.metrics.trackers.content import MOST_ROWS, completion_row, describe
 
@@ -42,10 +42,10 @@ _GROUP_SECONDS = 2.0
 _KINDS: Mapping[str, Callable[..., Backend]] = {
     "csv": backends.CsvTracker,
     "tensorboard": backends.TensorBoardTracker,
-    "wandb": libraries.WandbTracker,
-    "mlflow": libraries.MlflowTracker,
-    "trackio": libraries.TrackioTracker,
-    "swanlab": libraries.SwanlabTracker,
+    "wandb": backends.WandbTracker,
+    "mlflow": backends.MlflowTracker,
+    "trackio": backends.TrackioTracker,
+    "swanlab": backends.SwanlabTracker,
 }
 
 

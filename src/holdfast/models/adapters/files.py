@@ -20,7 +20,7 @@ from holdfast.files import expanded, read_json
 from holdfast.models.adapters.live import Adapter, adapters_of, lengths, whole_modules
 from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters
-from holdfast.models.source.origin import files_mark, same_files
+from holdfast.models.source.origin import files_fingerprint, same_files
 from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.four_bit import FourBitLinear, four_bit_layers, packed
 from holdfast.models.weights.loading import Rows, WeightGroup, WeightSource
@@ -157,7 +157,7 @@ def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> Non
     """
     if stored.base is None or section.any_base:
         return
-    here = files_mark(directory)
+    here = files_fingerprint(directory)
     if same_files(stored.base, here):
         return
     # Of marks that both tell every byte, the second half; an earlier version's has the first alone.

@@ -39,7 +39,7 @@ TOLERANCE = {torch.float64: 5e-4, torch.float32: 5e-4, torch.bfloat16: 0.1}
 even in a float64 model."""
 LEAK_TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.bfloat16: 0.03}
 SMALLEST_SPREAD = 0.1
-"""Where logits are closer together than this, rounding of log-probabilities is no small part of their spread."""
+"""Where logits are closer together than this, rounding of log-probabilities is not a small part of their spread."""
 _PROBE = 9
 """Tokens of the sequence whose logits give the spread."""
 

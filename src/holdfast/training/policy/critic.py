@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
+from holdfast.advantages.group import explained_variance, generalised_advantages, spread_of, whitened
 from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
@@ -84,7 +84,7 @@ def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
             "policy's are packed. Set data.packing: none."
         )
     trained = trained_of(critic, policy.total_steps)
-    trained.residency = policy.residency
+    trained.host_offload = policy.host_offload
     return trained
 
 

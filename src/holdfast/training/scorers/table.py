@@ -41,10 +41,10 @@ from holdfast.training.build.rows import (
     training_reader,
 )
 from holdfast.training.fingerprints import (
-    adapter_mark,
+    adapter_fingerprint,
     filter_hashes,
     tokenizer_hash,
-    weights_mark,
+    weights_fingerprint,
 )
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import Reference, build_reference, scored
@@ -310,7 +310,7 @@ def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
 
 def _about_now_and_earlier(inputs: TableInputs) -> tuple[dict[str, str], dict[str, str]]:
     """Return hashes of all that the numbers depend on, and the same as earlier versions wrote them; reads files."""
-    mark = weights_mark(inputs.measured.origin, inputs.config.seed)
+    mark = weights_fingerprint(inputs.measured.origin, inputs.config.seed)
     return _about(inputs, mark), _about(inputs, mark.split("-")[0])
 
 
@@ -321,7 +321,7 @@ def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):
         precision += f" server {config.reference.model}"
-    precision += adapter_mark(inputs.measured.setting)
+    precision += adapter_fingerprint(inputs.measured.setting)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
     hashes = {
