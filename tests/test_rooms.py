@@ -61,7 +61,7 @@ ROOMS = {
     "training": """
         directory observe randomness
         run
-        spikes watched
+        watched
         control fingerprints journal profiling stragglers
         engines saving step
         evaluate

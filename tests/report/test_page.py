@@ -151,11 +151,11 @@ def test_what_is_no_run_or_would_be_overwritten_is_refused(tmp_path: Path) -> No
     run, other = killed_run(tmp_path), tmp_path / "notes.html"
     other.write_text("<p>mine</p>")
 
-    with pytest.raises(UserError, match="is no directory of a run: there is no such directory"):
+    with pytest.raises(UserError, match="is not the directory of a run: there is no such directory"):
         write_page([tmp_path / "absent"], None)
     with pytest.raises(UserError, match="it holds no run.json and no metrics.jsonl"):
         write_page([tmp_path], None)
-    with pytest.raises(UserError, match=r"is no page of `holdfast report`, and is not replaced"):
+    with pytest.raises(UserError, match=r"is not a page of `holdfast report`, so it is not replaced"):
         write_page([run.place], other)
     with pytest.raises(UserError, match="cannot be written"):
         write_page([run.place], tmp_path / "absent" / "x.html")

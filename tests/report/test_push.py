@@ -178,7 +178,7 @@ def test_changed_weights_and_other_directories_are_refused_before_anything_is_as
 
     assert (changed.code, other.code) == (2, 2)
     assert "has other bytes" in changed.err
-    assert "is no export of Holdfast" in other.err
+    assert "is not an export of Holdfast" in other.err
     assert hub.asked == []
 
 

@@ -62,7 +62,7 @@ def compare_runs(
     second: Annotated[Path, typer.Argument(metavar="OTHER_RUN_DIR", help="Another one.")],
 ) -> None:
     """Compare two runs: configuration, environment, numbers at equal steps, and the first step that differs."""
-    from holdfast.report.compare import compare
+    from holdfast.cli.compare import compare
     from holdfast.report.reading import read_run
 
     for line in compare(read_run(first), read_run(second)):

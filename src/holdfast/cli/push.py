@@ -55,11 +55,11 @@ def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Ite
         overwrite: Whether files there that have other contents are replaced.
 
     Raises:
-        UserError: It is no export, or was changed; nobody is logged in; or the hub or the rules above refuse.
+        UserError: It is not an export, or was changed; nobody is logged in; or the hub or the rules above refuse.
         RunStopped: What arrived is not what was sent.
     """
     if not _REPOSITORY.fullmatch(repository):
-        raise UserError(f"{repository} is no name of a repository. Give OWNER/NAME, for example me/my-model.")
+        raise UserError(f"{repository} is not the name of a repository. Give OWNER/NAME, for example me/my-model.")
     words = _check_export(export)
     files, left = outgoing_files(export)
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
@@ -105,7 +105,7 @@ def _check_export(export: Path) -> str:
     exported = read_about(export)
     if exported is None:
         raise UserError(
-            f"{export} is no export of Holdfast: it has no {_ABOUT}. `holdfast checkpoint export` makes one."
+            f"{export} is not an export of Holdfast: it has no {_ABOUT}. `holdfast checkpoint export` makes one."
         )
     check_weights(export, exported, whole=True)
     return exported.words

@@ -124,7 +124,7 @@ class LineReader:
         self._rest = b""
 
     def new(self, between: Callable[[], None] = go_on, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
-        """Yield the offset of each new line and what it holds; None for one that is no JSON.
+        """Yield the offset of each new line and what it holds; None for one that is not JSON.
 
         Args:
             between: Called between blocks of the file; what it raises ends the reading.

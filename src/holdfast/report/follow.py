@@ -68,7 +68,7 @@ class Follower:
         directory: Of the run.
 
     Raises:
-        UserError: It is no directory of a run.
+        UserError: It is not the directory of a run.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -75,7 +75,7 @@ def _check_place(place: Path) -> None:
                     return
     except OSError as error:
         raise UserError(f"{place} cannot be written: {error.strerror or error}. Name another place with -o.") from error
-    raise UserError(f"{place} is no page of `holdfast report`, and is not replaced. Name another place with -o.")
+    raise UserError(f"{place} is not a page of `holdfast report`, so it is not replaced. Name another place with -o.")
 
 
 def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = go_on) -> str:

@@ -72,7 +72,7 @@ def read_run(directory: Path, between: Callable[[], None] = go_on) -> RunRecord:
         between: Called now and then; what it raises ends the reading.
 
     Raises:
-        UserError: It is no directory of a run.
+        UserError: It is not the directory of a run.
     """
     check_is_run(directory)
     notes: list[str] = []
@@ -107,7 +107,7 @@ def read_run(directory: Path, between: Callable[[], None] = go_on) -> RunRecord:
 
 
 def check_is_run(directory: Path) -> None:
-    """Refuse what is no directory of a run.
+    """Refuse what is not the directory of a run.
 
     Raises:
         UserError: With the paths that a run has.
@@ -119,7 +119,7 @@ def check_is_run(directory: Path) -> None:
     except OSError as error:
         names = error.strerror or str(error)
     raise UserError(
-        f"{directory} is no directory of a run: {names}. `holdfast runs ls DIR` lists the runs in a directory."
+        f"{directory} is not the directory of a run: {names}. `holdfast runs ls DIR` lists the runs in a directory."
     )
 
 

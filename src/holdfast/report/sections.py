@@ -107,7 +107,7 @@ def summary(runs: Sequence[RunRecord]) -> str:
 
 
 def notes(runs: Sequence[RunRecord]) -> str:
-    """Return what could not be read, or is no number."""
+    """Return what could not be read, or is not a number."""
     lines = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
     return tag("ul", *(tag("li", text(line)) for line in lines), class_="notes") if lines else ""
 

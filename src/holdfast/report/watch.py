@@ -38,7 +38,7 @@ def watch(directory: Path, console: Console | None = None) -> None:
     """Show a run until it has ended, or once where no terminal is.
 
     Raises:
-        UserError: It is no directory of a run.
+        UserError: It is not the directory of a run.
     """
     from rich.console import Console
     from rich.live import Live

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from holdfast.checkpoint.session import Saved
-from holdfast.escaping import escaped_paragraph
+from holdfast.escaping import escaped, escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
@@ -22,11 +22,16 @@ from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
 from holdfast.training.run import Run
-from holdfast.training.spikes import record_batch
+from holdfast.types import Batch
 
 SAMPLES = "samples.jsonl"
 LOGS, LOG = "logs", "rank-0.log"
 """Of the launcher's directory and of the run's."""
+SPIKES_FOLDER = "spikes"
+"""Of the run: the batches of steps whose loss or gradient spiked, a file of each rank. What makes an alarm a spike are
+numbers that all ranks share, so all of them write their part without a word between."""
+_SHOWN_TOKENS = 200
+"""Of a sequence there, as text."""
 _NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "_terminated_length")
 """Numbers of an evaluation that stand in metrics.jsonl and are left out on the screen."""
 _TOLD_IF_ANY = tuple(f"/reward/{fault}" for fault in FAULTS)
@@ -179,7 +184,7 @@ class Journal:
     def _recorded(self, step: int) -> dict[str, str]:
         """Record a step's batch, on every rank; a disk that does not take it ends no run."""
         try:
-            return {"batch": record_batch(self._run, step)}
+            return {"batch": _record_batch(self._run, step)}
         except OSError:
             return {}
 
@@ -243,3 +248,37 @@ class Journal:
 
 def _is_shown(name: str, value: float) -> bool:
     return not name.endswith(_NOT_TOLD) and (value != 0 or not name.endswith(_TOLD_IF_ANY))
+
+
+def _record_batch(run: Run, step: int) -> str:
+    """Write the sequences that this rank trained in a step; return the file's path in the run.
+
+    Raises:
+        OSError: The disk does not take it.
+    """
+    name = f"{SPIKES_FOLDER}/step-{step:08d}.rank-{run.setting.ranks.rank}.jsonl"
+    place = run.setting.directory / name
+    place.parent.mkdir(exist_ok=True)
+    lines = [json.dumps(line) for line in _sequences(run.setting.log.batches, run.trained.origin.tokenizer)]
+    place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return name
+
+
+def _sequences(batches: Sequence[Batch], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    written = set()
+    for batch in batches:
+        for index, sample in enumerate(batch.sample_ids):
+            own = batch.sequence_ids == index
+            tokens = batch.tokens[own].tolist()
+            if sample in written or not tokens:
+                continue
+            written.add(sample)
+            text = "" if tokenizer is None else tokenizer.decode(tokens[:_SHOWN_TOKENS])
+            yield {
+                "sample_id": sample,
+                "prompt_id": batch.prompt_ids[index],
+                "source": batch.sources[index],
+                "tokens": len(tokens),
+                "trained_tokens": int(batch.loss_mask[own].sum()),
+                "begins": escaped(text),
+            }

@@ -11,7 +11,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.policy.token_texts import token_rows
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 RECORD_FOLDER = "rollouts"
@@ -240,12 +239,53 @@ def _tokens(run: PolicyRun, rollout: Rollout, shown: Sequence[Shown]) -> dict[in
         return {}
     chosen = {item.sample_id for _, item in choose_samples(shown, 3)}
     own = {
-        trajectory.sample_id: token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
+        trajectory.sample_id: _token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
         for group in (*rollout.groups, *rollout.left_out)
         for trajectory in group.trajectories
         if trajectory.sample_id in chosen
     }
     return {sample: rows for part in run.setting.ranks.gather(own) for sample, rows in part.items()}
+
+
+_MOST_TOKENS = 2_000
+"""Of a completion; what comes after is in no record of this kind."""
+_TOKEN_DIGITS = 4
+
+
+def _token_rows(trajectory: Trajectory, prompt_tokens: int, tokenizer: Any) -> list[list[Any]]:
+    """Return [text, log-probability in nats, advantage] of each token behind a prompt; [] without a fast tokenizer.
+
+    A character of several tokens stands at the last of them. What the policy did not choose has no log-probability.
+
+    Args:
+        trajectory: Prompt and completion.
+        prompt_tokens: Length of the prompt.
+        tokenizer: Of the run.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    chosen = slice(prompt_tokens, prompt_tokens + _MOST_TOKENS)
+    texts = _token_texts(backend, trajectory.tokens[chosen].tolist())
+    own = trajectory.loss_mask[chosen].tolist()
+    logprobs = trajectory.sampler_logprobs[chosen].tolist()
+    advantages = [None] * len(own) if trajectory.advantages is None else trajectory.advantages[chosen].tolist()
+    return [
+        [text, _rounded(logprob) if is_own else None, _rounded(advantage) if is_own else None]
+        for text, is_own, logprob, advantage in zip(texts, own, logprobs, advantages, strict=True)
+    ]
+
+
+def _token_texts(backend: Any, tokens: Sequence[int]) -> Iterator[str]:
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    for token in tokens:
+        yield stream.step(backend, token) or ""
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, _TOKEN_DIGITS)
 
 
 def _line(item: Shown, tokens: list[list[Any]] | None) -> dict[str, Any]:
