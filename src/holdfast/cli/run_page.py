@@ -19,22 +19,22 @@ class _GivenUp(BaseException):
     """The time is over, or somebody wants the command to end; nothing may catch it on its way."""
 
 
-def noted(directory: Path) -> int:
-    """Return how much a run has noted of itself: one that was refused notes nothing, and its page stays as it is."""
+def starts(directory: Path) -> int:
+    """Return how often a run has begun to train: what was refused, or had nothing to do, leaves its page as it is."""
     path = directory / EVENTS
-    return path.stat().st_size if path.is_file() else 0
+    return path.read_bytes().count(b'"event": "start"') if path.is_file() else 0
 
 
-def write_at_end(directory: Path, noted_before: int, *, stopped: bool) -> None:
+def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
     """Write a run's page and print where it is; whatever goes wrong is one line, and the run's exit code stays.
 
     Args:
         directory: Of the run.
-        noted_before: What `noted` said before the command trained.
+        starts_before: What `starts` said before the command trained.
         stopped: Whether somebody may be waiting for the command to end, as a scheduler does after SIGTERM.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or not (directory / IDENTITY).exists() or noted(directory) == noted_before:
+    if not in_main or not (directory / IDENTITY).exists() or starts(directory) == starts_before:
         return
     seconds = patience.current.page_after_stop_seconds if stopped else patience.current.page_seconds
     try:

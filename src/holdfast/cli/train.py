@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.cli.run_page import noted, write_at_end
+from holdfast.cli.run_page import starts, write_at_end
 from holdfast.cli.worker import work
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
@@ -98,7 +98,7 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     """Start the ranks, or be one of them under torchrun."""
     directory = run_directory(loaded.config)
-    before = noted(directory)
+    before = starts(directory)
     code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
     if verb in ROOTS and is_first_rank():
         write_at_end(directory, before, stopped=code == RunStopped.exit_code)
