@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from holdfast.escaping import escaped
@@ -17,6 +18,8 @@ from holdfast.report.thinning import bucket_means, drawn_places
 
 SIGNIFICANT = 7
 """Digits of a number on the page."""
+_OF_SAMPLES = 5
+"""Digits of rewards, advantages and log-probabilities."""
 MOST_MARKS = 5_000
 """Of one kind; beyond, they are thinned out evenly."""
 _PHASE_POINTS = 200
@@ -41,11 +44,11 @@ def as_script(values: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def rounded(value: float | None) -> float | int | None:
-    """Return a number with as many digits as the page has; None for what is none."""
+def rounded(value: float | None, digits: int = SIGNIFICANT) -> float | int | None:
+    """Return a number with so many digits that count; None for what is none."""
     if value is None or not math.isfinite(value):
         return None
-    short = float(f"{value:.{SIGNIFICANT}g}")
+    short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
@@ -81,15 +84,12 @@ def _column(column: Column, axes: dict[tuple[int, ...], int]) -> list[Any]:
     return [axes.setdefault(axis, len(axes)), [rounded(column.values[place]) for place in places]]
 
 
-def _axis(steps: tuple[int, ...]) -> list[int] | dict[str, int]:
-    """Return steps; where each is the one after the one before, the first and their number."""
-    if (
-        len(steps) > 2
-        and steps[-1] - steps[0] == len(steps) - 1
-        and all(b - a == 1 for a, b in zip(steps, steps[1:], strict=False))
-    ):
+def _axis(steps: tuple[int, ...]) -> dict[str, Any]:
+    """Return steps as the first and what is added each time; where that is always 1, as the first and their number."""
+    added = [after - before for before, after in pairwise(steps)]
+    if added and set(added) == {1}:
         return {"from": steps[0], "count": len(steps)}
-    return list(steps)
+    return {"from": steps[0] if steps else 0, "added": added, "count": len(steps)}
 
 
 def _marks(run: RunRecord, kind: str) -> list[list[Any]]:
@@ -139,11 +139,11 @@ def samples_data(items: Sequence[Sample]) -> dict[str, Any]:
             item.sample_id,
             prompts.setdefault(item.prompt, len(prompts)),
             item.completion,
-            rounded(item.reward),
-            rounded(item.advantage) if item.trained else None,
+            rounded(item.reward, _OF_SAMPLES),
+            rounded(item.advantage, _OF_SAMPLES) if item.trained else None,
             finishes.setdefault(escaped(item.finish), len(finishes)),
             int(item.trained),
-            [rounded(item.parts.get(name)) for name in parts] if len(parts) > 1 else 0,
+            [rounded(item.parts.get(name), _OF_SAMPLES) for name in parts] if len(parts) > 1 else 0,
         ]
         for item in items
     ]
@@ -158,5 +158,8 @@ def samples_data(items: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = [[text, rounded(logprob), rounded(advantage)] for text, logprob, advantage in values["tokens"]]
+    tokens = [
+        [text, rounded(logprob, _OF_SAMPLES), rounded(advantage, _OF_SAMPLES)]
+        for text, logprob, advantage in values["tokens"]
+    ]
     return {"prompt": values["prompt"], "completion": values["completion"], "tokens": tokens}

@@ -22,8 +22,10 @@ function lines(text, width = 64) {
 }
 
 function stepsOf(run, number) {
-  const axis = run.steps[number];
-  return Array.isArray(axis) ? axis : Array.from({ length: axis.count }, (_, place) => axis.from + place);
+  const { from, added, count } = run.steps[number];
+  if (!added) return Array.from({ length: count }, (_, place) => from + place);
+  let step = from;
+  return count ? [step, ...added.map((more) => (step += more))] : [];
 }
 
 function pointsOf(run, column) {

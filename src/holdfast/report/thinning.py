@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-BUCKETS = 500
+BUCKETS = 250
 MOST_POINTS = 4 * BUCKETS
 RULE = (
     f"Of curves with more than {MOST_POINTS:,} points, each of {BUCKETS} equal parts shows its first, lowest, highest "
