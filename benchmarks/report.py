@@ -3,9 +3,10 @@
     python benchmarks/report.py [--steps 100000] [--samples 20000] [--metrics 60] [--rounds 3]
 
 A run directory with so many steps and completions is written. Its page is built in a process of its own: bytes,
-processor seconds and peak memory. Chromium opens it (tools/install_browser.sh): processor seconds of the page until the first chart and
-the first completions are there, and wall seconds beside them. `holdfast watch` then follows a run that makes two steps
-a second for a minute, in a terminal of 120 columns: its processor's share after the first frame. The worst counts.
+processor seconds and peak memory. Chromium opens it (tools/install_browser.sh): processor seconds of the page until
+the first chart and the first completions are there, and wall seconds beside them. `holdfast watch` then follows a run
+that makes two steps a second for a minute, in a terminal of 120 columns: its processor's share after the first frame.
+The worst round counts.
 """
 
 from __future__ import annotations

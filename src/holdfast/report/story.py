@@ -41,6 +41,10 @@ class Mark:
     """Seconds since 1970, where the run noted it."""
 
 
+_OTHERS = {
+    "back": "went back to an earlier step, as checkpoint.resume.from asked",
+    "evaluation_made_later": "made the evaluation that an earlier start had left",
+}
 KINDS = ("failed", "stopped", "resumed", "saved", "evaluated", "alarm", "exported", "other")
 
 
@@ -101,7 +105,7 @@ def _within(events: Sequence[Event]) -> Iterator[Mark]:
                 path = str(event.get("path", "")).rstrip("/").rpartition("/")[2]
                 yield Mark("exported", step, f"exported the model as {public_sentence(path)}")
             case _:
-                yield Mark("other", step, public_sentence(str(name).replace("_", " ")))
+                yield Mark("other", step, _OTHERS.get(str(name)) or public_sentence(str(name).replace("_", " ")))
 
 
 def _saved(event: Event) -> str:
