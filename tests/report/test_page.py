@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -183,6 +185,22 @@ def test_a_page_is_written_anew_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in run.place.iterdir() if path.name.startswith(".")] == []
     write_page([run.place], None)
     assert place.read_text() != before
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_page(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    script = (
+        "import resource, signal, sys; from pathlib import Path; from holdfast.report.page import write_page\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "write_page([Path(sys.argv[1])], None)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script, run.place], capture_output=True, text=True, check=False)
+
+    assert "UserError" in done.stderr
+    assert "report.html cannot be written: File too large" in done.stderr
+    assert [path.name for path in run.place.iterdir() if "report" in path.name] == []
 
 
 def test_the_difference_to_the_parent_run_is_shown(tmp_path: Path) -> None:
