@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from holdfast.config.load import from_mapping
-from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.training.fingerprints import _loss, changed_fingerprints, filter_hashes, reward_model_hashes, user_files
@@ -43,20 +42,6 @@ def test_smoothed_labels_are_told_and_their_absence_is_as_before() -> None:
 
     assert plain == zero == '{"kind":"nll"}'
     assert smoothed == '{"kind":"nll","label_smoothing":0.1}'
-
-
-@pytest.mark.parametrize(("loss", "is_told"), [("dpo", False), ("kto", True)])
-def test_of_kto_it_is_told_whether_the_reference_was_asked_before(loss: str, is_told: bool) -> None:
-    """Z0 is then measured on other answers; the losses of pairs have the same numbers either way."""
-    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl"}, "preference": {"loss": loss}}
-
-    live, asked = (
-        _loss(from_mapping({**tree, "reference": {"precompute": precompute}}, DPOConfig))
-        for precompute in (False, True)
-    )
-
-    assert "reference.precompute" not in live
-    assert (live != asked) is is_told
 
 
 def test_how_tokens_are_decoded_is_no_part_of_a_run() -> None:

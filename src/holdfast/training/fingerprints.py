@@ -141,7 +141,6 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         loss["neftune_alpha"] = str(config.neftune_alpha)
     if isinstance(config, DPOConfig):
         loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
-        loss |= _other_answers(config)
     sync = sync_of(config.reference) if isinstance(config, DPOConfig | GRPOConfig) else None
     if sync is not None:  # checkpoints from before a reference could follow go on
         loss["reference.sync"] = sync.model_dump_json()
@@ -170,11 +169,6 @@ def _on_timeout(config: GRPOConfig) -> dict[str, Any]:
     policy = config.rewards.on_timeout
     is_as_before = policy.kind == "auto" and all(reward.kind != "math" for reward in config.reward)
     return {"kind": "drop_sample"} if is_as_before else policy.model_dump(mode="json")
-
-
-def _other_answers(config: DPOConfig) -> dict[str, str]:
-    """Return whose answers KTO's z0 is measured on, where those are not of the batch."""
-    return {"reference.precompute": "answers of fixed rows"} if config.fixes_other_answers else {}
 
 
 def _has_reference(config: TrainingConfig) -> bool:
