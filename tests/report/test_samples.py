@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.metrics.sample_files import SampleFiles
+from holdfast.metrics.sink import SampleFiles
 from holdfast.report.curves import go_on
 from holdfast.report.samples import SHOWN_CHARACTERS, WHOLE, Sample, choose_whole, read_samples
 from tests.report.cases import RunFolder, killed_run

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.escaping import escaped_paragraph
 from holdfast.files import RegularFile
-from holdfast.metrics.sample_files import SAMPLE_FOLDER
+from holdfast.metrics.sink import SAMPLE_FOLDER
 from holdfast.report.curves import LineReader, parsed
 
 SAMPLES = "samples.jsonl"
