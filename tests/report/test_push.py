@@ -15,6 +15,7 @@ from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.card import CARD, card_of, laid_cards, with_card
 from holdfast.checkpoint.place.hashing import hash_bytes
 from tests.cli.conftest import HOLDFAST
+from tests.metrics.trackers.test_secrets import SECRETS, planted
 from tests.report.hub import TOKEN, Hub, serving
 
 WEIGHTS = bytes(range(256)) * 64
@@ -210,3 +211,27 @@ def test_a_card_of_a_users_own_is_not_lost(tmp_path: Path) -> None:
     assert first == second == {**ours, "README.base.md": "the base's own card"}
     assert third[CARD].endswith("a word of mine\n")
     assert third["README.holdfast.md"] == ours[CARD]
+
+
+def test_no_planted_secret_is_in_a_card(tmp_path: Path) -> None:
+    tree = planted(tmp_path) | {
+        "model": {
+            "path": f"/home/{SECRETS[20]}/model",
+            "revision": f"https://user:{SECRETS[10]}@host/x?y={SECRETS[11]}",
+        },
+        "reward": [{"kind": "path", "path": f"/home/{SECRETS[21]}/reward.py:f", "kwargs": {"key": SECRETS[0]}}],
+        "objective": {"kind": "path", "api_key": SECRETS[1], "path": f"/home/{SECRETS[22]}/loss.py:f"},
+        "teacher": {"path": f"s3://bucket/{SECRETS[23]}/teacher"},
+    }
+    tree["data"] |= {"sources": [{"path": f"/home/{SECRETS[24]}/a.jsonl"}, {"name": f"https://u:{SECRETS[12]}@h/rows"}]}
+    parent = {
+        "model": f"/home/{SECRETS[25]}/m",
+        "export": {"run": f"/x/{SECRETS[26]}/r", "step": 1, "run_id": "a", "weights": "b"},
+    }
+    about = Exported("1" * 32, "tiny", 40, parent=parent)
+
+    card = card_of(tree, "grpo", about, {}, {"rows of source 0": "f" * 32})
+
+    assert "a.jsonl" in card
+    assert "reward.py:f" in card
+    assert [secret for secret in SECRETS if secret in card] == []
