@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-browser test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -54,6 +54,11 @@ test-deep: checks
 deep-tests: setup
 	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu"
 
+# The pages in Debian's Chromium; where it cannot be installed they are skipped, by name.
+test-browser: setup
+	tools/install_browser.sh
+	$(BIN)/python -m pytest -n 0 -rs tests/browser
+
 test-all: checks
 	$(PYTEST) -m "not gpu"
 	tools/test_versions.sh
@@ -66,7 +71,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint failures; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint failures; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

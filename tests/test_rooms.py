@@ -62,7 +62,7 @@ ROOMS = {
         directory observe randomness
         run
         watched
-        control fingerprints journal
+        control fingerprints journal profiling stragglers
         engines saving step
         evaluate
         build fit

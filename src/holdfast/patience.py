@@ -106,6 +106,10 @@ class Patience:
     """For killed processes to go."""
     first_rank_seconds: float = 5.0
     """For torchrun to end a rank that keeps quiet, once the first has told a mistake and ended."""
+    page_seconds: float = 60.0
+    """Longest work at the page of a run that came to its end."""
+    page_after_stop_seconds: float = 5.0
+    """The same where a scheduler may wait."""
     demo_look_seconds: float = 0.05
     """Between two looks of the demo at the steps of the run in which it kills a rank."""
 

@@ -35,7 +35,7 @@ def test_a_run_under_torchrun_is_the_run_of_the_command_and_its_export_evaluates
     evaluated = warm.run("-m", "holdfast.cli.main", "eval", "runs/ours/exports/final", "launch.ranks=1", cwd=tmp_path)
 
     assert (ours.code, theirs.code, evaluated.code) == (0, 0, 0), (ours.err, theirs.err, evaluated.err)
-    assert ours.out.splitlines()[-1] == (
+    assert ours.out.splitlines()[-2] == (
         "done after step 2. The run is in runs/ours; the model is in runs/ours/exports/final."
     )
     found = [

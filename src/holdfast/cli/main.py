@@ -16,6 +16,7 @@ import typer
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.hints import HintingGroup
+from holdfast.cli.looking import push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
 from holdfast.quiet import hush
@@ -32,13 +33,14 @@ app = typer.Typer(
 )
 config_app = typer.Typer(cls=HintingGroup, help="Look at a run's configuration.", no_args_is_help=True)
 data_app = typer.Typer(cls=HintingGroup, help="Look at a run's data.", no_args_is_help=True)
-runs_app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
 model_app = typer.Typer(cls=HintingGroup, help="Look at a run's model.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
+for look in (report, watch, push):
+    app.command()(look)
 
 
 class Damage(StrEnum):
@@ -224,17 +226,6 @@ def version() -> None:
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")
-
-
-@runs_app.command("ls")
-def list_runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are, or one run.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
-) -> None:
-    """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
-    from holdfast.cli import runs
-
-    runs.list_runs(directory, as_json=as_json)
 
 
 @config_app.command("show")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from holdfast.cli.run_page import starts, write_at_end
 from holdfast.cli.worker import work
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
@@ -19,8 +20,8 @@ from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
-from holdfast.errors import ConfigError
-from holdfast.launch.environment import resolve_ranks, under_torchrun
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.launch.environment import is_first_rank, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
 from holdfast.models.source.places import local_directory
 from holdfast.training.directory import run_directory
@@ -96,8 +97,15 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     """Start the ranks, or be one of them under torchrun."""
-    if under_torchrun():
-        return work(verb, loaded.config, loaded.base)
+    directory = run_directory(loaded.config)
+    before = starts(directory)
+    code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
+    if verb in ROOTS and is_first_rank():
+        write_at_end(directory, before, stopped=code == RunStopped.exit_code)
+    return code
+
+
+def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     check_paths(verb, loaded.config, loaded.base)
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"

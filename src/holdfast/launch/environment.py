@@ -24,6 +24,12 @@ def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
+def is_first_rank(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether this process is rank 0 of those that somebody else started, or the command itself."""
+    environ = os.environ if environ is None else environ
+    return not under_torchrun(environ) or environ["RANK"] == "0"
+
+
 def resolve_ranks(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> int:
     """Return the number of processes `launch` asks for; `auto` is one per visible GPU, or one."""
     if launch.ranks != "auto":

@@ -37,7 +37,7 @@ from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
-from holdfast.types import Example
+from holdfast.types import Batch, Example
 
 
 class PhaseClock:
@@ -79,6 +79,8 @@ class Logbook:
     """What a step or an evaluation has to tell the user; rank 0 prints it."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of a step; rank 0 writes them to samples.jsonl."""
+    batches: list[Batch] = field(default_factory=list)
+    """What this rank trained on in this step, for the record of a spike."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
     """Of the checkpoint that the run continues from."""
 
