@@ -24,7 +24,7 @@ WHOLE = 500
 _WHOLE_CHARACTERS = 8_000
 _WHOLE_TOKENS = 2_000
 MOST_SAMPLES = 20_000
-RULE = (
+SAMPLE_RULE = (
     f"The first {SHOWN_CHARACTERS} characters of each are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
     "spread evenly over the run, the first and the last among them, the best and the worst, and those whose tokens "
     "were recorded; then the newest."
@@ -67,9 +67,9 @@ class Samples:
     def words(self) -> str:
         """Return the rule by which these were chosen, in sentences."""
         if self.total <= len(self.items):
-            return RULE
+            return SAMPLE_RULE
         steps = len({item.step for item in self.items})
-        return f"Of {self.total:,} completions those of {steps:,} steps, spread evenly over the run, are here. {RULE}"
+        return f"Of {self.total:,} completions those of {steps:,} steps, spread evenly over the run, are here. {SAMPLE_RULE}"
 
 
 def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_SAMPLES) -> Samples:
@@ -177,7 +177,7 @@ class _Thinner:
 
 
 def choose_whole(items: Sequence[Sample]) -> list[Sample]:
-    """Return the completions that are shown whole, by `RULE`."""
+    """Return the completions that are shown whole, by `SAMPLE_RULE`."""
     steps: dict[int, list[Sample]] = {}
     for item in items:
         steps.setdefault(item.step, []).append(item)
