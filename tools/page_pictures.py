@@ -11,8 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from holdfast.report.page import write_page  # noqa: E402 - the driver is among the tests
 from tests.browser.driver import Browser, driving  # noqa: E402
+
+from holdfast.report.page import write_page  # noqa: E402 - the driver is among the tests
 
 IMAGES = ROOT / "docs" / "images"
 
