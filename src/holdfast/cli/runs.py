@@ -23,7 +23,7 @@ from holdfast.escaping import escaped
 from holdfast.files import RegularFile, read_json, read_text
 from holdfast.metrics.sink import METRICS
 from holdfast.report.state import State, json_lines, state_of
-from holdfast.training.directory import EVENTS, FOLDER, IDENTITY
+from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
 
 WIDTH = 100
 _WIDEST_NAME, _WIDEST_RATING = 28, 30
@@ -137,7 +137,7 @@ def _looked_at(place: Path) -> tuple[float, RunLine]:
     verb, run_id = _identity(place)
     step, events = _last_step(place / METRICS), _events(place / EVENTS)
     state: State = state_of(place, events, step)
-    names = (IDENTITY, METRICS, EVENTS, f"{FOLDER}/.lease.json")
+    names = (IDENTITY, METRICS, EVENTS, f"{CHECKPOINTS}/.lease.json")
     active = max((place / name).stat().st_mtime for name in names if (place / name).exists())
     run = RunLine(
         name=place.absolute().name,
@@ -185,7 +185,7 @@ def _newest_checkpoint(place: Path, events: Sequence[dict[str, Any]]) -> int | N
     saved: set[int] = {
         event["saved"] for event in events if event.get("event") == "checkpoint" and type(event.get("saved")) is int
     }
-    folder = place / FOLDER
+    folder = place / CHECKPOINTS
     if saved and not any(folder.glob("step-*")):
         other = _storage(place)
         if other is not None and "://" in other and not other.startswith("file://"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.files import read_json
-from holdfast.training.directory import FOLDER
+from holdfast.training.directory import CHECKPOINTS
 
 MANIFEST = "manifest.json"
 """As `checkpoint.format.manifest` has it; repeated here because that package imports torch."""
@@ -42,7 +42,7 @@ def checkpoint_lines(
         storage: checkpoint.storage; None for the run's own directory.
     """
     saves = {event["saved"]: event for event in events if _is_save(event)}
-    folder = Path((storage or str(directory / FOLDER)).removeprefix("file://"))
+    folder = Path((storage or str(directory / CHECKPOINTS)).removeprefix("file://"))
     remote = storage is not None and "://" in storage and not storage.startswith("file://")
     manifests = {} if remote else _manifests(folder)
     lines = [_line(step, saves.get(step), manifests.get(step)) for step in sorted(saves.keys() | manifests.keys())]

@@ -86,7 +86,7 @@ class Logbook:
 
 
 @dataclass(kw_only=True)
-class RunFile:
+class ConfiguredRun:
     """A configuration, and the folder that its paths begin at."""
 
     config: TrainingConfig
@@ -104,7 +104,7 @@ class RunFile:
 
 
 @dataclass(kw_only=True)
-class Setting(RunFile):
+class Setting(ConfiguredRun):
     """A run's file, the ranks that carry it out, and what they say of it."""
 
     world: World
