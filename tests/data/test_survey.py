@@ -13,7 +13,7 @@ from holdfast.types import Example
 def surveyed(lengths: list[int], tokens: list[int]) -> Survey:
     survey = Survey("rows", 100)
     for length, token in zip(lengths, tokens, strict=True):
-        example = Example(np.full(length, token, dtype=np.int64), np.ones(length, dtype=np.bool_))
+        example = Example(0, 0, np.full(length, token, dtype=np.int64), np.ones(length, dtype=np.bool_))
         survey.add(Tokenised((example,), {}, lengths=(length,)))
     return survey
 
