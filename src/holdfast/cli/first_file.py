@@ -285,7 +285,7 @@ def _choose_length(draft: FirstFile, verb: str, base: Path, rows: int) -> None:
         draft.put("data.overlong", "drop", "a prompt that leaves no room is left out")
     fits = survey.length_for(0.99)
     shown = f"{rows} rows" if rows < _LOOKED_AT else f"the first {rows} rows"
-    reason = f"99 % of {shown} fit in {fits} tokens, the longest has {int(survey.lengths.max())}"
+    reason = f"99 % of {shown} fit in {fits} tokens, the longest has {survey.longest}"
     reason += f"; {room} more are written" if room else ""
     length = fits + room if positions is None else min(fits + room, positions)
     reason += f"; the model has positions for {positions}" if length < fits + room else ""

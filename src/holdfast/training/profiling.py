@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from holdfast.training.run import Setting
 
-_FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 _MOST_ALLOCATIONS = 100_000
 
 
@@ -49,7 +49,7 @@ class StepProfiler:
             return
         seen, self._profile = self._profile, None
         seen.stop()
-        folder, rank = self._setting.directory / _FOLDER, self._setting.ranks.rank
+        folder, rank = self._setting.directory / PROFILE_FOLDER, self._setting.ranks.rank
         try:
             folder.mkdir(exist_ok=True)
             seen.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
