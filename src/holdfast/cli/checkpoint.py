@@ -182,6 +182,39 @@ def export(
     typer.echo(f"{stored.path} is exported to {output}")
 
 
+class ForeignLevel(StrEnum):
+    """How closely another system's checkpoint is looked at."""
+
+    headers = "headers"
+    tensors = "tensors"
+
+
+ForeignArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A checkpoint of another system, or its run.", show_default=False)
+]
+
+
+@app.command("check")
+def check(
+    directory: ForeignArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known as JSON.")] = False,
+    level: Annotated[
+        ForeignLevel, typer.Option(help="headers alone, or every number of the tensors.")
+    ] = ForeignLevel.tensors,
+) -> None:
+    """Say whose checkpoint it is, what is in it, what is damaged and what a resume would lose; exit 1 on damage.
+
+    Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face. Nothing
+    is written, and nothing that a pickle asks for is run.
+    """
+    from holdfast.cli import foreign_views
+
+    checkpoint = foreign_views.checked(directory, level.value)
+    for line in [foreign_views.as_json(checkpoint)] if as_json else foreign_views.lines(checkpoint):
+        typer.echo(line)
+    raise typer.Exit(1 if checkpoint.of_kind("damage") else 0)
+
+
 @app.command("average")
 def average(
     checkpoints: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.")],

@@ -8,96 +8,141 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.foreign.dcp_directory import DcpDirectory
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredGroup, StoredTensor
+from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredGroup
+from holdfast.models.names import canonical_name
 
-_STATE = re.compile(r"^(?:(optim|optimizer|optimizer_0|optimizers|optimizer_states)\.)state\.(.+)\.([^.]+)$")
-_GROUP = re.compile(r"^(?:optim|optimizer|optimizer_0|optimizers|optimizer_states)\.param_groups\.(.+)\.([^.]+)$")
-_MODEL = re.compile(r"^(model|state_dict|module|app\.model|model_state_dict)\.")
-_OTHERS = re.compile(r"^(lr_scheduler|lr_schedulers|scheduler|dataloader|train_state|rng|random|step|epoch|app|seed)(\.|$)")
-
-
-@dataclass(frozen=True)
-class Read:
-    """What a directory held besides weights and optimizer."""
-
-    values: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+_MODELS = {"model", "state_dict", "module", "model_state_dict"}
+_OPTIMIZERS = {"optim", "optimizer", "optimizer_0", "optimizers", "optimizer_state_dict"}
+_APART = {"lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng", "step", "epoch", "extra"}
 
 
-def add_model(checkpoint: ForeignCheckpoint, directory: DcpDirectory, names: Sequence[str] | None = None) -> None:
-    """Add the weights of a directory, under canonical names.
+def add_contents(checkpoint: ForeignCheckpoint, folder: Path) -> dict[str, Any]:
+    """Add a directory's weights and optimizer states; return the small values beside them by their flat names.
 
-    Args:
-        checkpoint: Is added to.
-        directory: Its names.
-        names: Those that are weights; default: all tensors.
+    Raises:
+        DamagedFile: There is no list of contents, or it is damaged.
     """
-    chosen = [name for name in directory if directory.is_tensor(name)] if names is None else list(names)
-    for name in chosen:
-        try:
-            checkpoint.weights[plain_name(name, chosen)] = directory.tensor(name)
-        except DamagedFile as error:
-            checkpoint.add("damage", f"{name} {error}")
-
-
-def plain_name(name: str, names: Sequence[str]) -> str:
-    """Return a weight's name without the key that all weights of its checkpoint stand under."""
-    match = _MODEL.match(name)
-    if match is None or not all(other.startswith(match[0]) for other in names):
-        return name
-    return name.removeprefix(match[0])
-
-
-def add_states(checkpoint: ForeignCheckpoint, directory: DcpDirectory) -> list[str]:
-    """Add the states and groups of an optimizer by name; return the names of the directory that are something else."""
+    directory = DcpDirectory(folder, checkpoint)
     groups: dict[str, dict[str, Any]] = {}
-    others = []
+    others: dict[str, Any] = {}
     for name in directory:
-        state, group = _STATE.match(name), _GROUP.match(name)
+        first, path = _key(directory, name)
         try:
-            if state is not None and directory.is_tensor(name):
-                checkpoint.states.setdefault(state[2], {})[state[3]] = directory.tensor(name)
-            elif group is not None and not directory.is_tensor(name):
-                groups.setdefault(group[1], {})[group[2]] = directory.value(name)
-            elif state is None and group is None:
-                others.append(name)
+            if first in _OPTIMIZERS:
+                _add_to_optimizer(checkpoint, directory, name, path, groups)
+            elif first in _APART or not directory.is_tensor(name):
+                others[name] = _small(directory, name)
+            else:
+                checkpoint.weights[canonical_name(".".join(path))] = directory.tensor(name)
         except DamagedFile as error:
             checkpoint.add("damage", f"{name} {error}")
-    checkpoint.has_optimizer = bool(checkpoint.states or groups)
-    checkpoint.groups = _groups(groups)
+    checkpoint.has_optimizer = checkpoint.has_optimizer or bool(checkpoint.states or groups)
+    checkpoint.groups += _groups(groups)
     return others
 
 
-def _groups(groups: dict[str, dict[str, Any]]) -> list[StoredGroup]:
-    """Return groups that are numbered, or told by the names of parameters, where settings of one group are alike."""
+def _key(directory: DcpDirectory, name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the key at the top that something stands under, and the keys below it.
+
+    A weight that stands at the top itself, as torchtitan's do, has its name below and no key.
+    """
+    keys = tuple(map(str, directory.parts[name]))
+    if len(keys) == 1:
+        first, _, rest = name.partition(".")
+        if first in _OPTIMIZERS or first in _APART:
+            return first, (rest,)
+        return "", (name,)
+    if keys[0] in _MODELS or keys[0] in _OPTIMIZERS or keys[0] in _APART:
+        return keys[0], keys[1:]
+    return "", keys
+
+
+def _add_to_optimizer(
+    checkpoint: ForeignCheckpoint,
+    directory: DcpDirectory,
+    name: str,
+    path: tuple[str, ...],
+    groups: dict[str, dict[str, Any]],
+) -> None:
+    """Add a state or a setting.
+
+    Raises:
+        DamagedFile: It cannot be read.
+    """
+    kind, _, rest = ".".join(path).partition(".")
+    owner, _, slot = rest.rpartition(".")
+    if kind == "state" and directory.is_tensor(name):
+        checkpoint.states.setdefault(canonical_name(owner), {})[slot] = directory.tensor(name)
+    elif kind == "param_groups" and not directory.is_tensor(name):
+        groups.setdefault(owner, {})[slot] = directory.value(name)
+
+
+def _small(directory: DcpDirectory, name: str) -> Any:
+    """Return a value, or a small tensor as what it holds; None for larger ones.
+
+    Raises:
+        DamagedFile: It cannot be read.
+    """
+    if not directory.is_tensor(name):
+        return directory.value(name)
+    tensor = directory.tensor(name)
+    return tensor.read().tolist() if tensor.nbytes <= 64 else None
+
+
+def _groups(groups: Mapping[str, Mapping[str, Any]]) -> list[StoredGroup]:
+    """Return groups that are numbered, or told by the names of parameters: of these, equal settings make a group."""
     if all(key.isdigit() for key in groups):
+        ordered = sorted(groups.items(), key=lambda item: int(item[0]))
         return [
-            StoredGroup(tuple(map(str, values.get("params") or ())), {k: v for k, v in values.items() if k != "params"})
-            for _, values in sorted(groups.items(), key=lambda item: int(item[0]))
+            StoredGroup(
+                tuple(canonical_name(str(name)) for name in values.get("params") or ()),
+                {key: value for key, value in values.items() if key != "params"},
+            )
+            for _, values in ordered
         ]
-    alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    alike: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
     for name, settings in groups.items():
-        alike.setdefault(repr(sorted(settings.items())), ([], settings))[0].append(name)
+        alike.setdefault(repr(sorted(settings.items())), ([], settings))[0].append(canonical_name(name))
     return [StoredGroup(tuple(names), settings) for names, settings in alike.values()]
 
 
-def split_others(directory: DcpDirectory, others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names of weights, and the names of all that is neither a weight nor optimizer state."""
-    tensors = [name for name in others if directory.is_tensor(name)]
-    below = [name for name in tensors if _MODEL.match(name) and not _OTHERS.match(name)]
-    under_key = [name for name in below if name.startswith(("state_dict.", "model_state_dict."))] or [
-        name for name in below if name.startswith("model.")
-    ]
-    weights = [name for name in tensors if not _OTHERS.match(name)] if _stands_at_top(tensors) else under_key or below
-    return weights, [name for name in others if name not in set(weights)]
+def read_plain(folder: Path) -> ForeignCheckpoint:
+    """Return a checkpoint of torchtitan, or one that an author's own code wrote with DCP."""
+    checkpoint = ForeignCheckpoint("plain DCP", "one DCP directory", folder)
+    try:
+        others = add_contents(checkpoint, folder)
+    except DamagedFile as error:
+        checkpoint.add("damage", f"{folder.name} {error}")
+        return checkpoint
+    step = others.get("step", others.get("train_state.step"))
+    checkpoint.step = int(step) if isinstance(step, int | float) else None
+    if "train_state.step" in others or any(name.startswith("dataloader.dp_rank_") for name in others):
+        _of_titan(checkpoint, folder, others)
+    else:
+        checkpoint.add("loss", "no schedule that could be recognised is in it")
+    if checkpoint.random_state is False:
+        checkpoint.add("loss", "the state of random generators of each rank is not in it")
+    return checkpoint
 
 
-def _stands_at_top(tensors: Sequence[str]) -> bool:
-    """Return whether weights stand under their own names: beside those of the inner model there is a head."""
-    return any(name.startswith(("lm_head.", "output.", "tok_embeddings.", "layers.")) for name in tensors)
+def _of_titan(checkpoint: ForeignCheckpoint, folder: Path, others: Mapping[str, Any]) -> None:
+    checkpoint.system, checkpoint.form = "torchtitan", "one DCP directory per step"
+    world = others.get("dataloader.world_size")
+    checkpoint.world_size = world if isinstance(world, int) else None
+    last = others.get("lr_scheduler.last_epoch")
+    if isinstance(last, int):
+        checkpoint.schedule = {"last_epoch": last}
+    number = folder.name.rpartition("-")[2]
+    if checkpoint.step is not None and number.isdigit() and int(number) != checkpoint.step:
+        checkpoint.add("damage", f"the directory is called {folder.name}, what is in it is of step {checkpoint.step}")
+    checkpoint.add(
+        "loss",
+        f"the data's position is a pickle in a pickle, for {world} ranks alone: torchtitan itself reads it at that number "
+        "of ranks, here it is not read",
+        there=False,
+    )

@@ -19,13 +19,17 @@ def whole(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
     first = ranks[0][1]
     if isinstance(first, StoredView):
         file, view = ranks[0]
-        return StoredTensor(view.shape, view.dtype, (piece(file, view),))
+        copies = tuple(piece(other, theirs) for other, theirs in ranks[1:])
+        if any(copy.sizes != view.shape for copy in copies):
+            raise DamagedFile("has another shape on another rank")
+        return StoredTensor(view.shape, view.dtype, (piece(file, view),), copies)
     if not all(isinstance(part, Sharded) for _, part in ranks):
         raise DamagedFile("is a tensor on one rank and something else on another")
     if {(part.shape, part.dtype, part.dim) for _, part in ranks} != {(first.shape, first.dtype, first.dim)}:
         raise DamagedFile("has another shape, dtype or cut on another rank")
     if first.dim is None:
-        return StoredTensor(first.shape, first.dtype, (piece(ranks[0][0], first.local),))
+        own, *others = (piece(file, part.local) for file, part in ranks)
+        return StoredTensor(first.shape, first.dtype, (own,), tuple(others))
     if first.cut_axis is None:  # a ShardedTensor says where its parts begin
         parts = [piece(file, part.local, part.offsets) for file, part in ranks if part.local is not None]
         return StoredTensor(first.shape, first.dtype, tuple(sorted(parts, key=lambda part: part.offsets)))

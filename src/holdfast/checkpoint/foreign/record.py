@@ -43,6 +43,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    copies: tuple[Piece, ...] = ()
+    """Of a tensor that every rank has: those of the other ranks."""
     flat: bool = False
     """Whether pieces are runs of the tensor's elements in row-major order, as FSDP1 cuts them."""
 

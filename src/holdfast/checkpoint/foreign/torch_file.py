@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -25,6 +26,8 @@ _LOCAL_HEADER = 30
 class _Member(NamedTuple):
     header: int
     size: int
+    checksum: int
+    """CRC-32; 0 where torch was told to leave it out."""
 
 
 class TorchFile:
@@ -72,7 +75,7 @@ class TorchFile:
             raise DamagedFile("holds compressed members, which torch never writes")
         if sum(entry.file_size for entry in entries) > self._length:
             raise DamagedFile("claims to hold more bytes than it has")
-        members = {entry.filename: _Member(entry.header_offset, entry.file_size) for entry in entries}
+        members = {entry.filename: _Member(entry.header_offset, entry.file_size, entry.CRC) for entry in entries}
         if len(members) != len(entries):
             raise DamagedFile("holds two members of one name")
         return members
@@ -153,10 +156,23 @@ class TorchFile:
             file.seek(begin + view.offset * itemsize)
             if file.readinto(memoryview(data)) != data.size:  # type: ignore[arg-type]
                 raise DamagedFile(f"is cut short in the numbers of storage {view.storage}")
+        self._check_sum(view, data)
         flat = torch.from_numpy(data).view(view.dtype)
         if span == math.prod(view.shape) and _is_row_major(view):
             return flat.reshape(view.shape)
         return flat.as_strided(view.shape, view.strides).contiguous()
+
+
+    def _check_sum(self, view: StoredView, data: np.ndarray[Any, Any]) -> None:
+        """Compare what was read with the archive's checksum, where it is all of a storage.
+
+        Raises:
+            DamagedFile: It is something else.
+        """
+        member = self._members[f"{self._prefix}data/{view.storage}"]
+        if member.checksum and data.size == member.size and zlib.crc32(memoryview(data)) != member.checksum:
+            empty = " and only zeros are there" if not data.any() else ""
+            raise DamagedFile(f"is damaged: the checksum of storage {view.storage} does not fit{empty}")
 
 
 def _is_row_major(view: StoredView) -> bool:
