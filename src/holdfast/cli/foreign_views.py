@@ -12,6 +12,8 @@ from holdfast.escaping import escaped
 from holdfast.files import size_words
 
 if TYPE_CHECKING:
+    from torch import dtype
+
     from holdfast.checkpoint.foreign.examine import Level
     from holdfast.checkpoint.foreign.record import ForeignCheckpoint
 
@@ -106,3 +108,55 @@ _HEADINGS = {"note": "note", "repair": "repaired", "loss": "lost", "damage": "DA
 def _words(about: dict[str, Any], what: str) -> str:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
     return f"{about[what]} {what}, {size_words(about['bytes'])} ({dtypes})"
+
+
+def _whole(path: Path) -> ForeignCheckpoint:
+    """Open a checkpoint that is to be imported.
+
+    Raises:
+        CheckpointCorrupt: It is damaged; the first findings are named.
+    """
+    from holdfast.checkpoint.errors import CheckpointCorrupt
+
+    checkpoint = checked(path, "headers")
+    damage = checkpoint.of_kind("damage")
+    if damage:
+        more = f"; and {len(damage) - 3} more" if len(damage) > 3 else ""
+        raise CheckpointCorrupt(
+            f"{checkpoint.path} is damaged: {'; '.join(each.text for each in damage[:3])}{more}. Nothing was written. "
+            f"`holdfast checkpoint check {path}` tells all of it; import the step before."
+        )
+    return checkpoint
+
+
+def export_checked(path: Path, directory: Path, model: Path | None, dtype: dtype | None) -> Iterator[str]:
+    """Write a model directory and yield what to say."""
+    from holdfast.checkpoint.export.foreign import export_foreign
+
+    checkpoint = _whole(path)
+    export_foreign(checkpoint, directory, model=model, dtype=dtype)
+    yield from _repairs(checkpoint)
+    yield f"{checkpoint.path} ({checkpoint.system}) is exported to {directory}"
+
+
+def _repairs(checkpoint: ForeignCheckpoint) -> Iterator[str]:
+    for finding in checkpoint.of_kind("repair"):
+        yield escaped(f"repaired: {finding.text}")
+
+
+def import_checked(path: Path, run: Path, step: int | None, *, data_from_start: bool) -> Iterator[str]:
+    """Write a checkpoint of a run and yield what to say."""
+    from holdfast.config.verbs.roots import load_run
+    from holdfast.parallel.mesh import joined_world
+    from holdfast.training.foreign.importing import Wishes, import_run
+
+    loaded = load_run(run, [])
+    checkpoint = _whole(path)
+    wishes = Wishes(data_from_start, step)
+    with joined_world(loaded.config.launch) as world:
+        _, place, notes = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
+    for finding in checkpoint.of_kind("loss"):
+        yield escaped(f"lost: {finding.text}")
+    yield from map(escaped, notes)
+    yield f"{checkpoint.path} ({checkpoint.system}) is {place}"
+    yield f"continue it: holdfast {loaded.config.verb} {run}"
