@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.config.sections.algorithm import NLLConfig
 from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
@@ -15,10 +16,10 @@ from holdfast.data.batches.candidates import CandidateReader, Candidates
 from holdfast.data.batches.stream import BatchStream
 from holdfast.errors import ConfigError
 from holdfast.models.build.model import blueprint
-from holdfast.objectives.base import Objective
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.build.losses import supervised_objective
 from holdfast.training.build.begin import Live, Started, begin
 from holdfast.training.build.model import make_plan, unplaced_policy
 from holdfast.training.build.optimizers import optimizer_of
@@ -69,7 +70,7 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
     marks = image_marks(setting, stream, origin)
     return Run(
         trained=trained,
-        evaluation=Evaluation(sharded=trained, objective=Objective()),  # type: ignore[misc]  # measured on nothing
+        evaluation=Evaluation(sharded=trained, objective=supervised_objective(NLLConfig(), setting)),
         stream=stream,
         source_names=(),
         observers=(),
@@ -100,12 +101,12 @@ def _refuse_several(config: TrainingConfig) -> None:
 
 
 def without_memory(model: nn.Module) -> None:
-    """Give every parameter one number that stands for all of its numbers, on the CPU; ties stay ties."""
+    """Give every parameter addresses on the CPU that nothing is written to, for which no memory is used; ties stay."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in made:
-                numbers = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                numbers = torch.empty(parameter.shape, dtype=parameter.dtype)
                 empty = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
                 made[id(parameter)] = made[id(empty)] = empty
             module.register_parameter(name, made[id(parameter)])
