@@ -219,7 +219,8 @@ def check(
 def import_checkpoint(  # noqa: PLR0913 - a command's options
     directory: ForeignArgument,
     run: Annotated[
-        Path | None, typer.Option("--as", metavar="RUN.yaml", help="Make it a checkpoint of this run, which continues it.")
+        Path | None,
+        typer.Option("--as", metavar="RUN.yaml", help="Make it a checkpoint of this run, which continues it."),
     ] = None,
     export_to: Annotated[
         Path | None, typer.Option("--export", metavar="OUT", help="Make it a model directory.")

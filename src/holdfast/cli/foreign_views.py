@@ -86,7 +86,9 @@ def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
     optimizer = about["optimizer"]
     if optimizer is not None:
         yield f"  optimizer  {_words(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
-    if optimizer is not None and (without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states)):
+    if optimizer is not None and (
+        without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states)
+    ):
         yield f"             {without} weights have no state: frozen, buffers, or without a gradient so far"
     if about["schedule_step"] is not None:
         yield f"  schedule   at {about['schedule_step']}"

@@ -82,7 +82,9 @@ def fitting(checkpoint: ForeignCheckpoint, shapes: Mapping[str, tuple[int, ...]]
     other = [name for name in shapes if name in weights and weights[name].shape != shapes[name]]
     words = [f"it lacks {lacking[0]}" + _more(lacking)] if lacking else []
     words += [f"it has {extra[0]}, which the model has not" + _more(extra)] if extra else []
-    words += [f"{name} is {list(weights[name].shape)} there and {list(shapes[name])} in the model" for name in other[:2]]
+    words += [
+        f"{name} is {list(weights[name].shape)} there and {list(shapes[name])} in the model" for name in other[:2]
+    ]
     if words:
         raise CheckpointMismatch(
             f"{checkpoint.path} does not fit the model of its configuration: {'; '.join(words)}. Nothing was written. "
@@ -150,5 +152,3 @@ class Tensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self._stored)
-
-

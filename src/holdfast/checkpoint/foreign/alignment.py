@@ -34,7 +34,9 @@ def align(checkpoint: ForeignCheckpoint, expected: Collection[str], ties: Mappin
     for name in extra:
         del checkpoint.weights[name]
     if extra:
-        checkpoint.add("repair", f"{len(extra)} buffers that every model computes anew are left out, such as {extra[0]}")
+        checkpoint.add(
+            "repair", f"{len(extra)} buffers that every model computes anew are left out, such as {extra[0]}"
+        )
 
 
 def _is_frequency(name: str) -> bool:

@@ -1,9 +1,9 @@
 """Checkpoints that are made of DCP directories, by the names that each system gives to what is in them.
 
-    accelerate, Trainer, TRL   pytorch_model_fsdp_0/: model.NAME; optimizer_0/: optimizer.state.NAME.KEY
-    Lightning                  NAME.ckpt/ with meta.pt: state_dict.NAME or model.NAME, optimizer_0.state.NAME.KEY
-    torchtitan                 step-N/: NAME, optimizer.state.NAME.KEY, optimizer.param_groups.NAME.KEY, train_state.step
-    plain DCP                  whatever its author chose: model.NAME and optim.state.NAME.KEY as a rule
+accelerate, Trainer, TRL   pytorch_model_fsdp_0/: model.NAME; optimizer_0/: optimizer.state.NAME.KEY
+Lightning                  NAME.ckpt/ with meta.pt: state_dict.NAME or model.NAME, optimizer_0.state.NAME.KEY
+torchtitan                 step-N/: NAME, optimizer.state.NAME.KEY, optimizer.param_groups.NAME.KEY, train_state.step
+plain DCP                  whatever its author chose: model.NAME and optim.state.NAME.KEY as a rule
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
         return
     parts = stored.read().split(shape[0])
     if not all(torch.equal(part, parts[0]) for part in parts[1:]):
-        checkpoint.add("damage", f"buffer {name} is {list(stored.shape)} and should be {list(shape)}, and its parts differ")
+        checkpoint.add(
+            "damage", f"buffer {name} is {list(stored.shape)} and should be {list(shape)}, and its parts differ"
+        )
         return
 
     def one() -> Tensor:
@@ -168,7 +170,9 @@ def _compare_copies(checkpoint: ForeignCheckpoint, most: int | None) -> None:
             other = _piece(checkpoint, what, copy)
             if first is not None and other is not None and not torch.equal(first, other):
                 values = f" ({first.item():g} and {other.item():g})" if first.numel() == 1 else ""
-                checkpoint.add("damage", f"{tensor.pieces[0].file} and {copy.file} are of two steps: {what} differs{values}")
+                checkpoint.add(
+                    "damage", f"{tensor.pieces[0].file} and {copy.file} are of two steps: {what} differs{values}"
+                )
                 return
 
 
@@ -193,9 +197,15 @@ def _add_losses(checkpoint: ForeignCheckpoint) -> None:
         ranks = f"its {checkpoint.world_size} ranks" if checkpoint.world_size else "its ranks"
         checkpoint.add("loss", f"the random state of {ranks}: dropout and sampling draw new numbers", there=False)
     if checkpoint.position is None:
-        checkpoint.add("loss", "the position in the data is not stated: --data-from-start begins the rows anew", there=False)
+        checkpoint.add(
+            "loss", "the position in the data is not stated: --data-from-start begins the rows anew", there=False
+        )
     else:
-        checkpoint.add("loss", "the order of rows is drawn anew: after the rows that were done, other ones come than there", there=False)
+        checkpoint.add(
+            "loss",
+            "the order of rows is drawn anew: after the rows that were done, other ones come than there",
+            there=False,
+        )
     beside = checkpoint.path.parent / "critic"
     if checkpoint.path.name == "actor" and beside.is_dir():
         checkpoint.add("loss", f"the critic in {beside} is a checkpoint of its own, which is not imported", there=False)

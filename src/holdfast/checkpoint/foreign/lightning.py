@@ -62,7 +62,9 @@ def _full(checkpoint: ForeignCheckpoint, path: Path) -> Mapping[str, Any]:
     add_full_weights(checkpoint, file, content["state_dict"])
     states = content.get("optimizer_states") or []
     if len(states) > 1:
-        checkpoint.add("loss", f"it holds the states of {len(states)} optimizers, and only the first is read", there=False)
+        checkpoint.add(
+            "loss", f"it holds the states of {len(states)} optimizers, and only the first is read", there=False
+        )
     if states:
         checkpoint.has_optimizer = True
         add_full_states(checkpoint, file, states[0])
@@ -79,7 +81,9 @@ def _add_progress(checkpoint: ForeignCheckpoint, content: Mapping[str, Any]) -> 
         current = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
         ended = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
         epoch = int(content["epoch"])
-        checkpoint.position = Position(epoch + 1, batches=0) if ended else Position(epoch, batches=int(current["ready"]))
+        checkpoint.position = (
+            Position(epoch + 1, batches=0) if ended else Position(epoch, batches=int(current["ready"]))
+        )
     except (KeyError, TypeError, ValueError):
         checkpoint.position = None
 

@@ -35,7 +35,9 @@ def ordered_parameters(checkpoint: ForeignCheckpoint) -> list[str]:
     try:
         skeleton = skeleton_of(checkpoint.model_files)
     except (ModelError, OSError, ValueError, RuntimeError) as error:
-        checkpoint.add("note", f"the configuration beside it builds no model ({error}); names follow the weights' order")
+        checkpoint.add(
+            "note", f"the configuration beside it builds no model ({error}); names follow the weights' order"
+        )
         return names
     shapes = {name: tuple(value.shape) for name, value in named_parameters(skeleton).items()}
     missing = [name for name in shapes if name not in stored]

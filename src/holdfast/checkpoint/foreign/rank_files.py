@@ -130,15 +130,15 @@ def _check_config(checkpoint: ForeignCheckpoint, path: Path, world: int) -> None
     try:
         values = read_json(path)
         if values["world_size"] != world:
-            checkpoint.add("damage", f"{path.name} says {values['world_size']} ranks, the names of the files say {world}")
+            checkpoint.add(
+                "damage", f"{path.name} says {values['world_size']} ranks, the names of the files say {world}"
+            )
         checkpoint.form = f"one file per rank (FSDP{values['FSDP_version']})"
     except (OSError, ValueError, KeyError, TypeError) as error:
         checkpoint.add("note", f"{path.name} cannot be read: {error}")
 
 
-def _opened(
-    checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: int, kind: str
-) -> list[Rank] | None:
+def _opened(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: int, kind: str) -> list[Rank] | None:
     """Return every rank's file of a kind; None where one is missing or damaged, which is noted."""
     missing = [rank for rank in range(world) if rank not in files]
     if missing:
@@ -226,7 +226,11 @@ def _add_named(
     for name in names:
         slots = list(dict.fromkeys(slot for state in states for slot in state.get(name, {})))
         for slot in slots:
-            parts = [(file, state[name][slot]) for file, state in zip(files, states, strict=True) if slot in state.get(name, {})]
+            parts = [
+                (file, state[name][slot])
+                for file, state in zip(files, states, strict=True)
+                if slot in state.get(name, {})
+            ]
             made = _guarded(checkpoint, f"{slot} of {name}", lambda parts=parts: whole(parts))  # type: ignore[misc]
             if made is not None:
                 checkpoint.states.setdefault(name, {})[str(slot)] = made
@@ -235,7 +239,8 @@ def _add_named(
 def _group(group: Mapping[str, Any], name: Callable[[Any], str | None]) -> StoredGroup:
     names = (name(each) for each in group["params"])
     return StoredGroup(
-        tuple(each for each in names if each is not None), {key: value for key, value in group.items() if key != "params"}
+        tuple(each for each in names if each is not None),
+        {key: value for key, value in group.items() if key != "params"},
     )
 
 

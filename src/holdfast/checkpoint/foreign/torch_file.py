@@ -111,7 +111,9 @@ class TorchFile:
             header = file.read(_LOCAL_HEADER)
         if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
             raise DamagedFile(f"is damaged where {name} begins")
-        start = begin + _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        start = (
+            begin + _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        )
         if start + member.size > self._begin + self._length:
             raise DamagedFile(f"is cut short in {name}")
         return start, member.size
@@ -135,7 +137,9 @@ class TorchFile:
         if member is None:
             raise DamagedFile(f"lacks {name}, the numbers of a tensor")
         if member.size < view.count * view.dtype.itemsize:
-            raise DamagedFile(f"holds {member.size} bytes in {name}, where {view.count * view.dtype.itemsize} are meant")
+            raise DamagedFile(
+                f"holds {member.size} bytes in {name}, where {view.count * view.dtype.itemsize} are meant"
+            )
 
     def tensor(self, view: StoredView) -> Tensor:
         """Return a tensor's numbers in memory of their own.
@@ -161,7 +165,6 @@ class TorchFile:
         if span == math.prod(view.shape) and _is_row_major(view):
             return flat.reshape(view.shape)
         return flat.as_strided(view.shape, view.strides).contiguous()
-
 
     def _check_sum(self, view: StoredView, data: np.ndarray[Any, Any]) -> None:
         """Compare what was read with the archive's checksum, where it is all of a storage.

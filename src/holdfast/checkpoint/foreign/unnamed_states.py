@@ -1,9 +1,9 @@
 """Names for optimizer states that are numbered: what a number means depends on how the model was wrapped.
 
-    FSDP2                       one number per parameter, in the order of `named_parameters`; DTensors
-    FSDP1, use_orig_params      the same; each rank holds a run of a parameter's elements, or nothing
-    FSDP1, flat parameters      one number per wrapped unit, the root's first; parameters lie one behind another, cut in
-                                equal shares, zeros at the end
+FSDP2                       one number per parameter, in the order of `named_parameters`; DTensors
+FSDP1, use_orig_params      the same; each rank holds a run of a parameter's elements, or nothing
+FSDP1, flat parameters      one number per wrapped unit, the root's first; parameters lie one behind another, cut in
+                            equal shares, zeros at the end
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from typing import Any
 from holdfast.checkpoint.foreign.parameter_names import ordered_parameters
 from holdfast.checkpoint.foreign.parts import whole
 from holdfast.checkpoint.foreign.pickles import Sharded, StoredView
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Piece, StoredGroup, StoredTensor, in_a_row
+from holdfast.checkpoint.foreign.record import (
+    DamagedFile,
+    ForeignCheckpoint,
+    Piece,
+    StoredGroup,
+    StoredTensor,
+    in_a_row,
+)
 from holdfast.checkpoint.foreign.torch_file import TorchFile
 
 _UNIT = re.compile(r"^(.*?\.\d+)\.")

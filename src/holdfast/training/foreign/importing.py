@@ -45,6 +45,7 @@ from holdfast.training.saving.leases import Places
 from holdfast.training.saving.resume import IMPORTED
 from holdfast.training.saving.run_snapshot import run_assets
 
+
 @dataclass(frozen=True)
 class Wishes:
     """What a user says of an import."""

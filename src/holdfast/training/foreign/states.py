@@ -74,7 +74,9 @@ def _refuse_other_slots(checkpoint: ForeignCheckpoint, slots: tuple[str, ...], k
     if _COMPENSATION in slots and _COMPENSATION not in keys and checkpoint.states:
         checkpoint.add("repair", "what rounding left over (compensation) begins at zero: there was none there")
     if extra == {_COMPENSATION}:
-        wide = all(weight.dtype.itemsize >= 4 for name, weight in checkpoint.weights.items() if name in checkpoint.states)
+        wide = all(
+            weight.dtype.itemsize >= 4 for name, weight in checkpoint.weights.items() if name in checkpoint.states
+        )
         if wide:
             checkpoint.add("loss", "what rounding left over (compensation): weights in float32 need none", there=False)
             return
@@ -144,5 +146,3 @@ def rate_of(checkpoint: ForeignCheckpoint) -> float | None:
     rates = {group.settings.get("lr") for group in checkpoint.groups}
     rate = rates.pop() if len(rates) == 1 else None
     return float(rate) if isinstance(rate, int | float) else None
-
-

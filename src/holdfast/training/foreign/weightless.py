@@ -117,5 +117,7 @@ def _rows(setting: Setting, started: Started) -> RowsAlone:
         raise NotImplementedError
 
     config = setting.config
-    reader: Any = CandidateReader(training_reader(config, started.data), tokenise, setting.ranks, row_filter(setting), None)
+    reader: Any = CandidateReader(
+        training_reader(config, started.data), tokenise, setting.ranks, row_filter(setting), None
+    )
     return RowsAlone(reader, config.data, setting.ranks)

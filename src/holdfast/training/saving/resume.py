@@ -133,7 +133,13 @@ def restore(  # noqa: PLR0913 - what is continued, and from what
         )
     _damage(run)
     run.setting.log.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
-    lines = (_of_another_system(loaded) or _exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *_changed(run, then))
+    lines = (
+        _of_another_system(loaded) or _exactness(run, loaded),
+        _hyperparameters(run),
+        *accepted,
+        *loaded.notes,
+        *_changed(run, then),
+    )
     return Continuation(manifest, (*accepted, *loaded.deviations), lines)
 
 
