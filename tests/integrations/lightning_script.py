@@ -14,9 +14,18 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+_INIT = FullyShardedDataParallel.__init__
+
+
+def _on_cpu(self, *arguments, device_id=None, **named):
+    """Name the CPU: without a device FSDP1 asks for an accelerator, and Lightning names none on a CPU."""
+    _INIT(self, *arguments, device_id=torch.device("cpu") if device_id is None else device_id, **named)
+
+
+FullyShardedDataParallel.__init__ = _on_cpu
 OUT, KIND, FLAGS = Path(sys.argv[1]), sys.argv[2], set(sys.argv[3:])
 WIDTH = 512 if "wide" in FLAGS else 24
 
@@ -68,7 +77,7 @@ def strategy(ranks: int):
     layer = type(Qwen2ForCausalLM(Qwen2Config(
         vocab_size=7, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
     )).model.layers[0])  # fmt: skip
-    return FSDPStrategy(auto_wrap_policy={layer}, device_id=torch.device("cpu"))
+    return FSDPStrategy(auto_wrap_policy={layer})
 
 
 def main() -> None:
@@ -89,6 +98,7 @@ def main() -> None:
     try:
         trainer.fit(module, loader, ckpt_path=resume)
     except Exception as error:  # noqa: BLE001 - the test reads what it is
+        if "trace" in FLAGS: import traceback; traceback.print_exc()
         print(json.dumps({"error": type(error).__name__, "words": str(error)[:600]}), flush=True)
         os._exit(3)
     if trainer.is_global_zero:

@@ -15,26 +15,25 @@ from typing import Any
 
 from lightning.pytorch import strategies
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
 
 from holdfast import checkpoint
+from holdfast.checkpoint.errors import CheckpointMismatch
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.integrations.fsdp1 import StandIn, hand_back, stand_in
 from holdfast.integrations.saves import UnsuitableTrainer, save_again
 from holdfast.parallel.collectives import RankGroup
 
 _APART = ("state_dict", "optimizer_states")
 
 
-class ModelParallelStrategy(strategies.ModelParallelStrategy):  # type: ignore[misc]  # Lightning is untyped at our border
-    """FSDP2, with saves that are verified."""
+class _Saving:
+    """The methods that both strategies have in the place of Lightning's own."""
 
-    def __init__(self, *others: Any, rehearse: bool = True, **named: Any) -> None:
-        """Take the arguments of Lightning's own strategy.
-
-        Args:
-            others, named: Its own.
-            rehearse: Save, verify and load once before the first step, and leave nothing behind.
-        """
-        super().__init__(*others, **named)
-        self._rehearse = rehearse
+    _rehearse = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Gather nothing: `save_checkpoint` looks at the live tensors."""
@@ -61,50 +60,94 @@ class ModelParallelStrategy(strategies.ModelParallelStrategy):  # type: ignore[m
         return _load(self, checkpoint_path)
 
     def setup(self, trainer: Any) -> None:
-        """Set up, then rehearse a save."""
-        super().setup(trainer)
-        if self._rehearse and trainer.state.fn == TrainerFn.FITTING and self.optimizers:
-            rehearse(self, Path(trainer.default_root_dir))
+        """Set up, then rehearse a save.
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; `save_top_k` asks for it when a better one is on the disk."""
-        super().remove_checkpoint(filepath)
-
-
-def rehearse(strategy: Any, folder: Path) -> None:
-    """Save, verify and load once.
-
-    Raises:
-        RehearsalFailed: A checkpoint could not be made; nothing was trained.
-    """
-    place = strategy.broadcast(str(folder / ".holdfast-rehearsal"))
-    checkpoint.rehearse(place, strategy.model, _optimizer(strategy), {"weights_only": False})
-    RankGroup().on_first_rank(lambda: Path(place).rmdir() if Path(place).is_dir() else None)
+        Raises:
+            RehearsalFailed: A checkpoint could not be made; nothing was trained.
+        """
+        super().setup(trainer)  # type: ignore[misc]  # of Lightning's strategy beside this
+        strategy: Any = self
+        if self._rehearse and trainer.state.fn == TrainerFn.FITTING and strategy.optimizers:
+            _rehearse(strategy, Path(trainer.default_root_dir))
 
 
-def _optimizer(strategy: Any) -> Any:
+class ModelParallelStrategy(_Saving, strategies.ModelParallelStrategy):  # type: ignore[misc]  # Lightning is untyped here
+    """FSDP2, with saves that are verified."""
+
+    def __init__(self, *others: Any, rehearse: bool = True, **named: Any) -> None:
+        """Take the arguments of Lightning's own strategy.
+
+        Args:
+            others, named: Its own.
+            rehearse: Save, verify and load once before the first step, and leave nothing behind.
+        """
+        super().__init__(*others, **named)
+        self._rehearse = rehearse
+
+
+class FSDPStrategy(_Saving, strategies.FSDPStrategy):  # type: ignore[misc]  # as above
+    """FSDP1, with saves that are verified."""
+
+    def __init__(self, *others: Any, rehearse: bool = True, **named: Any) -> None:
+        """Take the arguments of Lightning's own strategy; as of `ModelParallelStrategy`."""
+        super().__init__(*others, **named)
+        self._rehearse = rehearse
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and give FSDP1 the mesh without which its shards cannot be saved by name."""
+        super().setup_environment()
+        if self.kwargs.get("device_mesh") is None:
+            mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shard",))
+            self.kwargs["device_mesh"] = mesh
+
+
+def _optimizer(strategy: Any) -> Optimizer:
     if len(strategy.optimizers) != 1:
         raise UnsuitableTrainer(
             f"This module has {len(strategy.optimizers)} optimizers, and one is saved. Give configure_optimizers one, with a "
             "param group for each part."
         )
-    return getattr(strategy.optimizers[0], "_optimizer", strategy.optimizers[0])
+    optimizer: Optimizer = getattr(strategy.optimizers[0], "_optimizer", strategy.optimizers[0])
+    return optimizer
+
+
+def _parts(model: nn.Module, optimizer: Optimizer | None) -> StandIn:
+    """Return what is saved: the live model and optimizer, or what stands for them where FSDP1 has them."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        return stand_in(model, optimizer)
+    return StandIn(model, optimizer, {})
+
+
+def _rehearse(strategy: Any, folder: Path) -> None:
+    place = strategy.broadcast(str(folder / ".holdfast-rehearsal"))
+    parts = _parts(strategy.model, _optimizer(strategy))
+    checkpoint.rehearse(place, parts.model, parts.optimizer, {"weights_only": False})
+    RankGroup().on_first_rank(lambda: Path(place).rmdir() if Path(place).is_dir() else None)
 
 
 def _save(strategy: Any, content: dict[str, Any], filepath: Any) -> None:
-    path = Path(strategy.broadcast(filepath))
     whole = "optimizer_states" in content  # save_weights_only leaves it out
     extra = {key: value for key, value in content.items() if key not in _APART} | {"weights_only": not whole}
-    save_again(path, strategy.model, _optimizer(strategy) if whole else None, strategy.broadcast(extra))
+    parts = _parts(strategy.model, _optimizer(strategy) if whole else None)
+    save_again(Path(strategy.broadcast(filepath)), parts.model, parts.optimizer, strategy.broadcast(extra))
     strategy.barrier()
 
 
 def _load(strategy: Any, checkpoint_path: Any) -> dict[str, Any]:
     path = strategy.broadcast(str(checkpoint_path))
     fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING and strategy.optimizers
-    restored = checkpoint.load(
-        path, strategy.model, _optimizer(strategy) if fitting else None, hyperparameters="checkpoint"
-    )
+    optimizer = _optimizer(strategy) if fitting else None
+    manifest: Manifest = RankGroup().on_first_rank(lambda: checkpoint.verify(path, "names"))
+    if fitting and "optimizer" not in manifest.contents:
+        raise CheckpointMismatch(
+            f"{path} was saved with save_weights_only, and going on needs the state of an optimizer. Nothing was changed. To "
+            "begin anew from its weights, leave ckpt_path out and call holdfast.checkpoint.load(path, module) at the end of "
+            "configure_model."
+        )
+    parts = _parts(strategy.model, optimizer)
+    restored = checkpoint.load(path, parts.model, parts.optimizer, hyperparameters="checkpoint")
+    if parts.names:
+        hand_back(strategy.model, optimizer, parts)
     content: dict[str, Any] = dict(restored.extra)
     # The connector looks for the key, and restores nothing from an empty list: the state is where it belongs already.
     return content if content.pop("weights_only") else content | {"optimizer_states": []}
