@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from holdfast.checkpoint.foreign.parameter_names import ordered_parameters
-from holdfast.checkpoint.foreign.parts import whole
+from holdfast.checkpoint.foreign.parts import piece, whole
 from holdfast.checkpoint.foreign.pickles import Sharded, StoredView
 from holdfast.checkpoint.foreign.record import (
     DamagedFile,
@@ -150,11 +150,12 @@ def _cut(
     naming: Naming, unit: Sequence[str], holders: Sequence[tuple[TorchFile, Any]], slot: str
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield what a flat tensor holds of each parameter."""
-    file, first = holders[0]
+    first = holders[0][1]
     shapes = {name: naming.checkpoint.weights[name].shape for name in unit}
     if not first.shape:
+        own, *others = (piece(each, view) for each, view in holders)
         for name in unit:
-            yield name, StoredTensor((), first.dtype, (Piece((), (), lambda: file.tensor(first), file.path.name),))
+            yield name, StoredTensor((), first.dtype, (own,), tuple(others))
         return
     needed = sum(math.prod(shape) for shape in shapes.values())
     sizes = [math.prod(view.shape) for _, view in holders]
