@@ -198,9 +198,13 @@ def flipped_shard(folder: Path) -> None:
 
 VERL, FLAT, ORIG = "verl-fsdp2", "verl-fsdp1-flat", "verl-fsdp1-orig"
 DAMAGES = {
-    "a rank's weights are missing": Damage(VERL, lambda f: rank_file(f).unlink(), r"model_world_size_2_rank_1\.pt is missing"),
+    "a rank's weights are missing": Damage(
+        VERL, lambda f: rank_file(f).unlink(), r"model_world_size_2_rank_1\.pt is missing"
+    ),
     "a rank's optimizer is missing": Damage(VERL, lambda f: rank_file(f, "optim").unlink(), r"optim_world.*is missing"),
-    "a rank's rest is missing": Damage(VERL, lambda f: rank_file(f, "extra_state").unlink(), r"extra_state.*is missing"),
+    "a rank's rest is missing": Damage(
+        VERL, lambda f: rank_file(f, "extra_state").unlink(), r"extra_state.*is missing"
+    ),
     "weights are cut short": Damage(VERL, lambda f: cut(rank_file(f)), r"model.*rank_1\.pt is cut short"),
     "an optimizer is cut short": Damage(FLAT, lambda f: cut(rank_file(f, "optim")), r"optim.*is cut short"),
     "weights are empty": Damage(VERL, lambda f: empty(rank_file(f)), r"rank_1\.pt is empty"),
@@ -225,49 +229,77 @@ DAMAGES = {
     "the tracker names no step": Damage(
         VERL, lambda f: (f / "latest_checkpointed_iteration.txt").write_text("9") and None, r"names step 9"
     ),
-    "a run of parameters is lost": Damage(ORIG, lambda f: pickled(rank_file(f, "optim"), pickle.dumps({"state": {}, "param_groups": []})), r"has .* numbers for|holds no state"),
-    "weights are another pickle": Damage(VERL, lambda f: pickled(rank_file(f), pickle.dumps([1, 2])), r"no state of a model"),
+    "a run of parameters is lost": Damage(
+        ORIG,
+        lambda f: pickled(rank_file(f, "optim"), pickle.dumps({"state": {}, "param_groups": []})),
+        r"has .* numbers for|holds no state",
+    ),
+    "weights are another pickle": Damage(
+        VERL, lambda f: pickled(rank_file(f), pickle.dumps([1, 2])), r"no state of a model"
+    ),
     "DCP's list is missing": Damage("dcp", lambda f: (f / ".metadata").unlink(), r"lacks \.metadata.*never ended"),
     "DCP's list is cut short": Damage("dcp", lambda f: cut(f / ".metadata"), r"\.metadata cannot be read"),
     "DCP's list is empty": Damage("dcp", lambda f: empty(f / ".metadata"), r"\.metadata is empty"),
     "DCP's list is another pickle": Damage("dcp", reset_metadata, r"\.metadata cannot be read"),
-    "a shard is missing": Damage("titan", lambda f: (f / "step-2" / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"),
-    "a shard is cut short": Damage("titan", lambda f: cut(f / "step-2" / "__1_0.distcp"), r"__1_0\.distcp has .* were written"),
+    "a shard is missing": Damage(
+        "titan", lambda f: (f / "step-2" / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"
+    ),
+    "a shard is cut short": Damage(
+        "titan", lambda f: cut(f / "step-2" / "__1_0.distcp"), r"__1_0\.distcp has .* were written"
+    ),
     "a shard of another save": Damage("dcp", stray_shard, r"__7_0\.distcp is not in \.metadata"),
     "a chunk is damaged": Damage("dcp", flipped_shard, r"__0_0\.distcp"),
     "the step in the name is another": Damage("titan", lambda f: (f / "step-2").rename(f / "step-4"), r"of step 2"),
     "the optimizer's DCP is missing a shard": Damage(
-        "accelerate-v2-sharded", lambda f: (f / "optimizer_0" / "__1_0.distcp").unlink(), r"optimizer_0/__1_0\.distcp is missing"
+        "accelerate-v2-sharded",
+        lambda f: (f / "optimizer_0" / "__1_0.distcp").unlink(),
+        r"optimizer_0/__1_0\.distcp is missing",
     ),
     "a rank's random state is missing": Damage(
         "accelerate-v2-sharded", lambda f: (f / "random_states_0.pkl").unlink(), r"random state of rank 0"
     ),
     "the full optimizer is cut short": Damage("accelerate-v2-full", lambda f: cut(f / "optimizer.bin"), r"cut short"),
-    "the weights are gone": Damage("accelerate-v2-full", lambda f: (f / "pytorch_model_fsdp.bin").unlink(), r"no weights"),
+    "the weights are gone": Damage(
+        "accelerate-v2-full", lambda f: (f / "pytorch_model_fsdp.bin").unlink(), r"no weights"
+    ),
     "progress and directory differ": Damage(
         "trainer-full", lambda f: changed_json(f / "trainer_state.json", global_step=4), r"is of step 4"
     ),
-    "progress is missing": Damage("trainer-sharded", lambda f: (f / "trainer_state.json").unlink(), r"trainer_state\.json is missing"),
-    "progress is cut short": Damage("trainer-full", lambda f: cut(f / "trainer_state.json"), r"trainer_state\.json cannot be read"),
+    "progress is missing": Damage(
+        "trainer-sharded", lambda f: (f / "trainer_state.json").unlink(), r"trainer_state\.json is missing"
+    ),
+    "progress is cut short": Damage(
+        "trainer-full", lambda f: cut(f / "trainer_state.json"), r"trainer_state\.json cannot be read"
+    ),
     "meta.pt is missing": Damage("lightning-mp-sharded", lambda f: (f / "meta.pt").unlink(), r"meta\.pt is missing"),
     "meta.pt is empty": Damage("lightning-fsdp-sharded", lambda f: empty(f / "meta.pt"), r"meta\.pt is empty"),
-    "one file is cut short": Damage("lightning-mp-full", lambda f: cut(f), r"cut short"),
-}  # fmt: skip
+    "one file is cut short": Damage("lightning-mp-full", cut, r"cut short"),
+}
 
 HOSTILE = {
     "a pickle that runs a command": Damage(VERL, lambda f: hostile(rank_file(f)), r"asks for (posix|os)\.system"),
-    "a pickle in the rest": Damage(VERL, lambda f: hostile(rank_file(f, "extra_state")), r"asks for (posix|os)\.system"),
-    "a pickle in the schedule": Damage("trainer-full", lambda f: hostile(f / "scheduler.pt"), r"asks for (posix|os)\.system"),
-    "a pickle in meta.pt": Damage("lightning-mp-sharded", lambda f: hostile(f / "meta.pt"), r"asks for (posix|os)\.system"),
-    "a pickle as one file": Damage("lightning-mp-full", lambda f: hostile(f), r"asks for (posix|os)\.system"),
-    "a pickle in DCP's list": Damage(
-        "dcp", lambda f: (f / ".metadata").write_bytes(pickle.dumps(_Runs(f"touch {f}/owned"))) and None, r"asks for posix\.system"
+    "a pickle in the rest": Damage(
+        VERL, lambda f: hostile(rank_file(f, "extra_state")), r"asks for (posix|os)\.system"
     ),
-    "a table of two thousand million entries": Damage(VERL, lambda f: huge_memo(rank_file(f)), r"more memory than goes"),
+    "a pickle in the schedule": Damage(
+        "trainer-full", lambda f: hostile(f / "scheduler.pt"), r"asks for (posix|os)\.system"
+    ),
+    "a pickle in meta.pt": Damage(
+        "lightning-mp-sharded", lambda f: hostile(f / "meta.pt"), r"asks for (posix|os)\.system"
+    ),
+    "a pickle as one file": Damage("lightning-mp-full", hostile, r"asks for (posix|os)\.system"),
+    "a pickle in DCP's list": Damage(
+        "dcp",
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps(_Runs(f"touch {f}/owned"))) and None,
+        r"asks for posix\.system",
+    ),
+    "a table of two thousand million entries": Damage(
+        VERL, lambda f: huge_memo(rank_file(f)), r"more memory than goes"
+    ),
     "a link out of the directory": Damage(VERL, lambda f: outside(rank_file(f)), r"link that leads out"),
     "a pipe in the place of a file": Damage(VERL, lambda f: fifo(rank_file(f)), r"is a pipe"),
     "a pipe in the place of DCP's list": Damage("dcp", lambda f: fifo(f / ".metadata"), r"is a pipe"),
-}  # fmt: skip
+}
 
 
 def bomb(path: Path) -> None:

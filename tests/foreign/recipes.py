@@ -6,8 +6,8 @@ Each writes its checkpoint of step 2 into OUT, and beside it truth.pt: the weigh
 and the losses of steps 3 and 4 after the system's own resume, of fixed batches. EasyR1 has no wheel: its fixtures were
 written once with a clone of commit b44b311 by the same steps, and are not written again.
 
-Shims, for hosts that refuse FSDP on a CPU: accelerate is told that it has several processes of FSDP; FSDP1 is given the CPU
-as its device; verl's `ray` is an empty module.
+Shims, for hosts that refuse FSDP on a CPU: accelerate is told that it has several processes of FSDP; FSDP1 is given the
+CPU as its device; verl's `ray` is an empty module.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-SIZES = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-         "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}  # fmt: skip
+SIZES = {
+    "vocab_size": 19,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "use_cache": False,
+}
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -89,7 +96,9 @@ def take(step: int, model: Any, *optimizers: Any) -> float:
 def full(model: Any, optimizer: Any) -> dict[str, Any]:
     """Return weights and optimizer state by name, gathered by torch from live FSDP2 tensors."""
     state = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
-    return copy.deepcopy({"model": get_model_state_dict(model, options=FULL), "optim": {k: v for k, v in state.items() if v}})
+    return copy.deepcopy(
+        {"model": get_model_state_dict(model, options=FULL), "optim": {k: v for k, v in state.items() if v}}
+    )
 
 
 def by_shards(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -144,7 +153,8 @@ class _Ray(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """An empty `ray`, which verl imports and this does not use."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "ray" else None
+        is_ray = name.split(".", maxsplit=1)[0] == "ray"
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_ray else None
 
     def create_module(self, spec: Any) -> Any:
         from unittest.mock import MagicMock
@@ -184,10 +194,18 @@ def verl(out: Path, kind: str) -> None:
             policy = get_fsdp_wrap_policy(model)
             named = {} if kind == "fsdp1-nomesh" else {"device_mesh": mesh}
             model = FullyShardedDataParallel(
-                model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=kind != "fsdp1-flat", **named
+                model,
+                auto_wrap_policy=policy,
+                device_id=torch.device("cpu"),
+                use_orig_params=kind != "fsdp1-flat",
+                **named,
             )
-            FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)  # verl does not filter
+            FullyShardedDataParallel.set_state_dict_type(
+                model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+            )
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1
+        )  # verl does not filter
         return model, optimizer, get_constant_schedule_with_warmup(optimizer, num_warmup_steps=3)
 
     model, optimizer, schedule = build()
@@ -219,9 +237,13 @@ def accelerate(out: Path, version: int, form: str) -> None:
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version, state_dict_type=form, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
-        transformer_cls_names_to_wrap=["Qwen2DecoderLayer"], use_orig_params=True if version == 1 else None,
-    )  # fmt: skip
+        fsdp_version=version,
+        state_dict_type=form,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=["Qwen2DecoderLayer"],
+        use_orig_params=True if version == 1 else None,
+    )
     accelerator = Accelerator(cpu=True)
     shared = AcceleratorState._shared_state
     shared["distributed_type"] = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
@@ -231,7 +253,9 @@ def accelerate(out: Path, version: int, form: str) -> None:
     def build() -> tuple[Any, Any, Any]:
         model = model_of(frozen=True)
         optimizer = optimizer_of(model)
-        return accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s)))
+        return accelerator.prepare(
+            model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s))
+        )
 
     model, optimizer, schedule = build()
     for step in range(2):
@@ -263,7 +287,9 @@ def trainer(out: Path, form: str) -> None:
     truth: dict[str, Any] = {}
 
     class Watch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        ) -> None:
             if state.global_step == 2 and not truth:
                 truth.update(full(model, optimizer.optimizer))
 
@@ -281,11 +307,24 @@ def trainer(out: Path, form: str) -> None:
 
     def build(steps: int, schedule: str) -> Any:
         arguments = TrainingArguments(
-            output_dir=str(out / "run"), max_steps=steps, save_steps=2, max_grad_norm=0.0, per_device_train_batch_size=2, use_cpu=True,
-            learning_rate=1e-2, report_to=[], disable_tqdm=True, lr_scheduler_type=schedule,
-            fsdp=True, fsdp_config={"version": 2, "state_dict_type": form, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                                    "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
-        )  # fmt: skip
+            output_dir=str(out / "run"),
+            max_steps=steps,
+            save_steps=2,
+            max_grad_norm=0.0,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            learning_rate=1e-2,
+            report_to=[],
+            disable_tqdm=True,
+            lr_scheduler_type=schedule,
+            fsdp=True,
+            fsdp_config={
+                "version": 2,
+                "state_dict_type": form,
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
+            },
+        )
         return Seeing(model=model_of(), args=arguments, train_dataset=rows, callbacks=[Watch()])
 
     build(2, "constant").train()
@@ -342,7 +381,10 @@ def lightning(out: Path, kind: str, form: str, *, weights: bool = False) -> None
                     truth.update(full(self.model, optimizer))
                 else:
                     gathered = by_shards(self.trainer.strategy.model, optimizer)
-                    plain = {key: {name.removeprefix("model."): value for name, value in part.items()} for key, part in gathered.items()}
+                    plain = {
+                        key: {name.removeprefix("model."): value for name, value in part.items()}
+                        for key, part in gathered.items()
+                    }
                     truth.update(plain)
 
         def configure_optimizers(self) -> Any:
@@ -364,9 +406,16 @@ def lightning(out: Path, kind: str, form: str, *, weights: bool = False) -> None
         saves = ModelCheckpoint(dirpath=out, filename="checkpoint", every_n_train_steps=2, save_weights_only=weights)
         module = Module()
         pl.Trainer(
-            accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=steps, callbacks=[saves] if resume is None else [],
-            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=resume is None,
-        ).fit(module, loader, ckpt_path=None if resume is None else str(resume))  # fmt: skip
+            accelerator="cpu",
+            devices=ranks,
+            strategy=strategy,
+            max_epochs=steps,
+            callbacks=[saves] if resume is None else [],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=resume is None,
+        ).fit(module, loader, ckpt_path=None if resume is None else str(resume))
         return module
 
     fit(2, None)
@@ -415,9 +464,13 @@ def titan(out: Path) -> None:
         manager = CheckpointManager(
             CheckpointManager.Config(enable=True, interval=2),
             dataloader=ParallelAwareDataloader(Rows(), dist.get_rank(), dist.get_world_size(), batch_size=1),
-            model_parts=[model], optimizers=optimizers, lr_schedulers=schedules, states={"train_state": progress},
-            sd_adapter=None, base_folder=str(out),
-        )  # fmt: skip
+            model_parts=[model],
+            optimizers=optimizers,
+            lr_schedulers=schedules,
+            states={"train_state": progress},
+            sd_adapter=None,
+            base_folder=str(out),
+        )
         return model, optimizers, schedules, progress, manager
 
     model, optimizers, schedules, progress, manager = build()
@@ -432,7 +485,7 @@ def titan(out: Path) -> None:
 
 
 RECIPES = {
-    "dcp": lambda out: plain_dcp(out),
+    "dcp": plain_dcp,
     "dcp-flat-tied": lambda out: plain_dcp(out, flat=True, tied=True),
     "verl-fsdp2": lambda out: verl(out, "fsdp2"),
     "verl-fsdp2-tied": lambda out: verl(out, "fsdp2-tied"),

@@ -1,4 +1,4 @@
-"""An import makes a checkpoint that its run continues, or a model directory; everything else is refused, with nothing written."""
+"""An import makes a checkpoint that its run continues, or a model directory; the rest is refused, with nothing written."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def imported(*words: Any) -> str:
     Raises:
         HoldfastError: What it refused.
     """
-    result = CliRunner().invoke(app, ["checkpoint", "import", *map(str, words)], catch_exceptions=False, standalone_mode=False)
+    result = CliRunner().invoke(
+        app, ["checkpoint", "import", *map(str, words)], catch_exceptions=False, standalone_mode=False
+    )
     return result.output
 
 
@@ -100,8 +102,19 @@ def test_a_run_continues_what_was_imported(fixtures: Path, tokens: Path, name: s
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize("name", ["verl-fsdp1-flat", "verl-fsdp2-tied", "dcp", "titan", "trainer-full", "lightning-mp-full",
-                                  "lightning-mp-weights", "accelerate-v1-sharded"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "verl-fsdp1-flat",
+        "verl-fsdp2-tied",
+        "dcp",
+        "titan",
+        "trainer-full",
+        "lightning-mp-full",
+        "lightning-mp-weights",
+        "accelerate-v1-sharded",
+    ],
+)
 def test_plain_transformers_loads_an_export(fixtures: Path, tokens: Path, name: str, tmp_path: Path) -> None:
     out = tmp_path / "model"
 

@@ -101,7 +101,11 @@ def test_the_next_losses_are_those_of_the_systems_own_resume(fixtures: Path, nam
         optimizer.state[parameters[parameter]] = {slot: value.read() for slot, value in slots.items()}
     losses = []
     for step in (2, 3):
-        rows = truth["batches"][step - 2].chunk(ranks) if "batches" in truth else [batch(step, rank) for rank in range(ranks)]
+        rows = (
+            truth["batches"][step - 2].chunk(ranks)
+            if "batches" in truth
+            else [batch(step, rank) for rank in range(ranks)]
+        )
         total = sum(model(input_ids=ids, labels=ids).loss for ids in rows) / ranks
         model.zero_grad()
         total.backward()

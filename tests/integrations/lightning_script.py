@@ -1,4 +1,4 @@
-"""A real Lightning `Trainer.fit` with our strategies on CPU ranks: `lightning_script.py OUT mp|fsdp [weights] [last] [frozen] [resume]`.
+"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [weights] [last] [frozen] [resume=]`.
 
 Prints one JSON line: the loss of every step of rank 0, and what lies in OUT.
 """
@@ -42,10 +42,16 @@ class Module(pl.LightningModule):
         torch.manual_seed(0)
         self.model = Qwen2ForCausalLM(
             Qwen2Config(
-                vocab_size=67, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, use_cache=False, attention_dropout=0.1,
+                vocab_size=67,
+                hidden_size=WIDTH,
+                intermediate_size=2 * WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                use_cache=False,
+                attention_dropout=0.1,
             )
-        )  # fmt: skip
+        )
         if "frozen" in FLAGS:
             self.model.model.layers[0].requires_grad_(False)
         if KIND == "mp":
@@ -74,31 +80,57 @@ def strategy(ranks: int):
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     from holdfast.integrations.lightning import FSDPStrategy
 
-    layer = type(Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=7, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-    )).model.layers[0])  # fmt: skip
+    layer = type(
+        Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=7,
+                hidden_size=8,
+                intermediate_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                num_key_value_heads=1,
+            )
+        ).model.layers[0]
+    )
     return FSDPStrategy(auto_wrap_policy={layer})
 
 
 def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
-    data = torch.stack([torch.randint(0, 67, (9,), generator=torch.Generator().manual_seed(row)) for row in range(4)])  # one step an epoch
+    data = torch.stack(
+        [torch.randint(0, 67, (9,), generator=torch.Generator().manual_seed(row)) for row in range(4)]
+    )  # one step an epoch
     loader = torch.utils.data.DataLoader(data, batch_size=2)
     module = Module()
     saves = ModelCheckpoint(
-        dirpath=OUT, filename="s{step}", every_n_train_steps=2, save_top_k=2 if "top2" in FLAGS else -1,
-        monitor="step" if "top2" in FLAGS else None, mode="max",
-        save_weights_only="weights" in FLAGS, save_last="last" in FLAGS or None,
-    )  # fmt: skip
+        dirpath=OUT,
+        filename="s{step}",
+        every_n_train_steps=2,
+        save_top_k=2 if "top2" in FLAGS else -1,
+        monitor="step" if "top2" in FLAGS else None,
+        mode="max",
+        save_weights_only="weights" in FLAGS,
+        save_last="last" in FLAGS or None,
+    )
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy(ranks), max_epochs=6, callbacks=[saves], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=OUT,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy(ranks),
+        max_epochs=6,
+        callbacks=[saves],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=OUT,
+    )
     resume = next((flag.removeprefix("resume=") for flag in FLAGS if flag.startswith("resume=")), None)
     try:
         trainer.fit(module, loader, ckpt_path=resume)
     except Exception as error:  # noqa: BLE001 - the test reads what it is
-        if "trace" in FLAGS: import traceback; traceback.print_exc()
+        if "trace" in FLAGS:
+            import traceback
+
+            traceback.print_exc()
         print(json.dumps({"error": type(error).__name__, "words": str(error)[:600]}), flush=True)
         os._exit(3)
     if trainer.is_global_zero:

@@ -17,8 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from holdfast.integrations.checks import recomputation_is_exact, reference_is_sharded
 
-SIZES: dict[str, Any] = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-                         "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": 19,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 def wrapped(implementation: CheckpointImpl, attention: str, *, use_cache: bool) -> nn.Module:

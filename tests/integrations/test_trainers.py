@@ -1,4 +1,4 @@
-"""Inside a Trainer, Lightning and TRL: a save that is killed leaves the one before whole, and the resume is bit for bit."""
+"""In a Trainer, Lightning and TRL: a save that is killed leaves the one before, and the resume is bit for bit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,28 @@ def started(script: str, *words: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-              "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(HERE.parents[1]),
-              "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(HERE.parents[1]),
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
     return [
         subprocess.Popen(
             [sys.executable, str(HERE / script), *words],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def result_of(script: str, *words: str) -> dict[str, Any]:
@@ -48,7 +59,7 @@ def result_of(script: str, *words: str) -> dict[str, Any]:
 
 
 def killed_in_save(script: str, folder: Path, step: str, *words: str) -> Path:
-    """Run two ranks, and send SIGKILL when the files of a step's save begin to appear; return what was being written."""
+    """Run two ranks, and send SIGKILL when a step's files begin to appear; return what was being written."""
     ranks = started(script, str(folder), *words)
     try:
         deadline = time.monotonic() + 120
@@ -108,7 +119,9 @@ def test_lightning_killed_in_a_save_continues_bit_for_bit(kind: str, tmp_path: P
 
     killed_in_save("lightning_script.py", tmp_path / "killed", "step=4", kind, "wide", "frozen")
     newest = next(
-        path for step in (4, 2) if (path := tmp_path / "killed" / f"sstep={step}.ckpt").exists() and (path / "manifest.json").exists()
+        path
+        for step in (4, 2)
+        if (path := tmp_path / "killed" / f"sstep={step}.ckpt").exists() and (path / "manifest.json").exists()
     )
     resumed = result_of("lightning_script.py", str(tmp_path / "killed"), kind, "wide", "frozen", f"resume={newest}")
 
@@ -121,7 +134,9 @@ def test_lightning_keeps_the_last_and_the_best_and_refuses_to_go_on_from_weights
     both = result_of("lightning_script.py", str(tmp_path / "both"), kind, "last", "top2")
     weights = result_of("lightning_script.py", str(tmp_path / "weights"), kind, "weights")
 
-    refused = result_of("lightning_script.py", str(tmp_path / "weights"), kind, f"resume={tmp_path}/weights/sstep=4.ckpt")
+    refused = result_of(
+        "lightning_script.py", str(tmp_path / "weights"), kind, f"resume={tmp_path}/weights/sstep=4.ckpt"
+    )
 
     assert both["there"] == ["last.ckpt", "sstep=4.ckpt", "sstep=6.ckpt"]
     assert weights["there"] == ["sstep=2.ckpt", "sstep=4.ckpt", "sstep=6.ckpt"]

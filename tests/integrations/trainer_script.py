@@ -1,4 +1,4 @@
-"""A real transformers Trainer (or TRL's SFTTrainer) under FSDP2 on CPU ranks: `trainer_script.py OUT [trl] [plain] [resume]`.
+"""A real Trainer, or TRL's SFTTrainer, under FSDP2 on CPU ranks: `trainer_script.py OUT [trl] [plain] [resume]`.
 
 Run by tests in processes of their own. accelerate makes FSDP of several GPUs only, so its state is told that there is
 one: the shim of the next lines. Prints one JSON line: losses and gradient norms by step.
@@ -48,20 +48,36 @@ def main() -> None:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=67, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, use_cache=False,
+            vocab_size=67,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
     rows = [torch.randint(0, 67, (9,), generator=torch.Generator().manual_seed(row)).tolist() for row in range(64)]
     watch = Watch()
     common = dict(
-        output_dir=str(out), max_steps=6, save_steps=2, logging_steps=1, per_device_train_batch_size=2, use_cpu=True,
-        learning_rate=1e-2, report_to=[], disable_tqdm=True, save_total_limit=2,
-        fsdp=True, fsdp_config={
-            "version": 2, "state_dict_type": "SHARDED_STATE_DICT", "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        output_dir=str(out),
+        max_steps=6,
+        save_steps=2,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        save_total_limit=2,
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
         },
-    )  # fmt: skip
+    )
     if "trl" in flags:
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
@@ -69,10 +85,12 @@ def main() -> None:
         from holdfast.data.tasks.synthetic import character_tokenizer
 
         trainer = SFTTrainer(
-            model=model, args=SFTConfig(**common, max_length=16), callbacks=[watch],
+            model=model,
+            args=SFTConfig(**common, max_length=16),
+            callbacks=[watch],
             train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
             processing_class=character_tokenizer(),
-        )  # fmt: skip
+        )
     else:
         data = [{"input_ids": row, "labels": row} for row in rows]
         trainer = Trainer(model=model, args=TrainingArguments(**common), train_dataset=data, callbacks=[watch])

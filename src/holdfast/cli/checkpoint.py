@@ -204,8 +204,8 @@ def check(
 ) -> None:
     """Say whose checkpoint it is, what is in it, what is damaged and what a resume would lose; exit 1 on damage.
 
-    Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face. Nothing
-    is written, and nothing that a pickle asks for is run.
+    Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face.
+    Nothing is written, and nothing that a pickle asks for is run.
     """
     from holdfast.cli import foreign_views
 

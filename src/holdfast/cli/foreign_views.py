@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import dtype
 
     from holdfast.checkpoint.foreign.examine import Level
-    from holdfast.checkpoint.foreign.record import ForeignCheckpoint
+    from holdfast.checkpoint.foreign.record import ForeignCheckpoint, Kind, StoredTensor
 
 _MOST = 12
 """Findings of one kind that a person is shown; a script gets all."""
@@ -37,8 +37,6 @@ def checked(path: Path, level: Level) -> ForeignCheckpoint:
 
 def summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
     """Return what is known, JSON-ready."""
-    weights = Counter(str(each.dtype).removeprefix("torch.") for each in checkpoint.weights.values())
-    states = [state for slots in checkpoint.states.values() for state in slots.values()]
     position = checkpoint.position
     return {
         "system": checkpoint.system,
@@ -48,27 +46,31 @@ def summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
         "step": checkpoint.step,
         "weights": {
             "tensors": len(checkpoint.weights),
-            "bytes": sum(each.nbytes for each in checkpoint.weights.values()),
-            "dtypes": dict(weights),
+            **_sizes(checkpoint.weights.values()),
             "tied": dict(checkpoint.tied_away),
         },
-        "optimizer": {
-            "parameters": len(checkpoint.states),
-            "keys": sorted({slot for slots in checkpoint.states.values() for slot in slots}),
-            "bytes": sum(each.nbytes for each in states),
-            "dtypes": dict(Counter(str(each.dtype).removeprefix("torch.") for each in states if each.shape)),
-        }
-        if checkpoint.has_optimizer
-        else None,
+        "optimizer": _optimizer(checkpoint) if checkpoint.has_optimizer else None,
         "schedule_step": (checkpoint.schedule or {}).get("last_epoch"),
         "random_state": checkpoint.random_state,
-        "position": None
-        if position is None
-        else {key: value for key, value in vars(position).items() if value is not None},
-        "configuration": None if checkpoint.model_files is None else str(checkpoint.model_files),
+        "position": position and {key: value for key, value in vars(position).items() if value is not None},
+        "configuration": checkpoint.model_files and str(checkpoint.model_files),
         "findings": [vars(each) for each in checkpoint.findings],
         "damaged": bool(checkpoint.of_kind("damage")),
     }
+
+
+def _optimizer(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
+    states = [state for slots in checkpoint.states.values() for state in slots.values()]
+    return {
+        "parameters": len(checkpoint.states),
+        "keys": sorted({slot for slots in checkpoint.states.values() for slot in slots}),
+        **_sizes(states),
+    }
+
+
+def _sizes(tensors: Collection[StoredTensor]) -> dict[str, Any]:
+    dtypes = Counter(str(each.dtype).removeprefix("torch.") for each in tensors if each.shape)
+    return {"bytes": sum(each.nbytes for each in tensors), "dtypes": dict(dtypes)}
 
 
 def as_json(checkpoint: ForeignCheckpoint) -> str:
@@ -83,27 +85,28 @@ def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     yield escaped(f"{checkpoint.path}: {checkpoint.system}{ranks}{step} ({checkpoint.form})")
     yield f"  weights    {_words(about['weights'], 'tensors')}"
-    optimizer = about["optimizer"]
-    if optimizer is not None:
+    if (optimizer := about["optimizer"]) is not None:
         yield f"  optimizer  {_words(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
-    if optimizer is not None and (
-        without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states)
-    ):
-        yield f"             {without} weights have no state: frozen, buffers, or without a gradient so far"
+        if without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states):
+            yield f"             {without} weights have no state: frozen, buffers, or without a gradient so far"
     if about["schedule_step"] is not None:
         yield f"  schedule   at {about['schedule_step']}"
-    for kind, heading in _HEADINGS.items():
-        chosen = checkpoint.of_kind(kind)  # type: ignore[arg-type]
-        for finding in chosen[:_MOST]:
-            here = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
-            yield escaped(f"  {heading:<10} {finding.text}{here}")
-        if len(chosen) > _MOST:
-            yield f"  {heading:<10} and {len(chosen) - _MOST} more (--json has all)"
+    for kind in _HEADINGS:
+        yield from _findings(checkpoint, kind)
     damage = len(checkpoint.of_kind("damage"))
     yield "whole" if not damage else f"damaged: {damage} finding{'s' if damage > 1 else ''}"
 
 
-_HEADINGS = {"note": "note", "repair": "repaired", "loss": "lost", "damage": "DAMAGED"}
+def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
+    chosen = checkpoint.of_kind(kind)
+    for finding in chosen[:_MOST]:
+        where = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
+        yield escaped(f"  {_HEADINGS[kind]:<10} {finding.text}{where}")
+    if len(chosen) > _MOST:
+        yield f"  {_HEADINGS[kind]:<10} and {len(chosen) - _MOST} more (--json has all)"
+
+
+_HEADINGS: dict[Kind, str] = {"note": "note", "repair": "repaired", "loss": "lost", "damage": "DAMAGED"}
 """By kind of a finding, in the order in which they are told."""
 
 

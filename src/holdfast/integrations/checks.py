@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,27 +47,32 @@ def reference_is_sharded(model: nn.Module) -> Answer:
         device = parameters[whole[0]].device
         return Answer(
             False,
-            f"{len(whole)} of {len(parameters)} parameters are whole on every rank, on {device}, such as {whole[0]}: the "
-            "model was not sharded, as with accelerate's prepare_model(evaluation_mode=True). Call fully_shard on its layers "
+            f"{len(whole)} of {len(parameters)} parameters are whole on every rank, on {device}, such as {whole[0]}: "
+            "the "
+            "model was not sharded, as with accelerate's prepare_model(evaluation_mode=True). Call fully_shard on its "
+            "layers "
             "and on itself, or TRL's prepare_fsdp.",
         )
     units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule | FullyShardedDataParallel)]
     if len(units) < 2 and len(list(model.modules())) > 3:
         return Answer(
             False,
-            "only the root is sharded, so that a forward pass gathers the whole model on every rank. Call fully_shard on "
+            "only the root is sharded, so that a forward pass gathers the whole model on every rank. Call fully_shard "
+            "on "
             "each layer first.",
         )
     trained = [name for name, value in parameters.items() if value.requires_grad]
     if trained:
-        return Answer(False, f"{len(trained)} parameters would be trained, such as {trained[0]}: call requires_grad_(False)")
+        return Answer(
+            False, f"{len(trained)} parameters would be trained, such as {trained[0]}: call requires_grad_(False)"
+        )
     return Answer(True, f"sharded in {len(units)} units, and frozen")
 
 
 def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> Answer:
     """Say whether the backward pass recomputes what the forward pass computed: the same gradients with and without.
 
-    Nothing in the model changes: gradients that it had come back. It is called on every rank, with the batch of the rank.
+    Nothing in the model changes: gradients that it had come back. Every rank calls it, with its own batch.
 
     Args:
         model: As it is trained, with activation checkpointing on; its output has a `loss`.
@@ -102,13 +108,13 @@ def _gradients(model: nn.Module, batch: Mapping[str, Any], state: Tensor) -> dic
 
 @contextmanager
 def _without_recomputation(model: nn.Module) -> Iterator[None]:
-    """Let every layer keep what it computes: torch's wrappers call their function once, transformers' layers do not wrap."""
+    """Let every layer keep what it computes, whether torch's wrappers or transformers' own layers recompute."""
     wrappers = [part for part in model.modules() if isinstance(part, CheckpointWrapper)]
     layers = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
     functions = [part.checkpoint_fn for part in wrappers]
     try:
         for part in wrappers:
-            part.checkpoint_fn = _called_once
+            part.checkpoint_fn = partial(_called_once)
         for layer in layers:
             layer.gradient_checkpointing = False  # type: ignore[assignment]
         yield
@@ -133,7 +139,8 @@ def _cause(model: nn.Module, error: Exception) -> str:
     if _caches(model) and ("different metadata" in text or "must match the size" in text or "must match" in text):
         return (
             "the recomputation appends keys and values to the cache a second time, so that they are twice as long "
-            f"({text}). Set model.config.use_cache = False. use_reentrant=True hides the error and makes gradients wrong."
+            f"({text}). Set model.config.use_cache = False. use_reentrant=True hides the error and makes gradients "
+            "wrong."
         )
     return f"the backward pass fails: {type(error).__name__}: {text}"
 
@@ -145,7 +152,9 @@ def _caches(model: nn.Module) -> bool:
 
 def _compared(model: nn.Module, with_it: Mapping[str, Tensor], without: Mapping[str, Tensor]) -> Answer:
     if missing := sorted(set(without) - set(with_it)):
-        return Answer(False, f"{missing[0]} gets no gradient with activation checkpointing, and does without: {_advice(model)}")
+        return Answer(
+            False, f"{missing[0]} gets no gradient with activation checkpointing, and does without: {_advice(model)}"
+        )
     wrong = [name for name, gradient in without.items() if not _close(with_it[name], gradient)]
     if not wrong:
         return Answer(True, f"the gradients of {len(without)} parameters are the same with and without recomputation")
@@ -162,7 +171,10 @@ def _advice(model: nn.Module) -> str:
             "model.config.use_cache = False, and use_reentrant=False."
         )
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        return "the routers' loss is taken from a pass without gradients, as use_reentrant=True makes it. Use use_reentrant=False."
+        return (
+            "the routers' loss is taken from a pass without gradients, as use_reentrant=True makes it. Set "
+            "use_reentrant=False."
+        )
     return "dropout drew other numbers (preserve_rng_state=False), or a layer keeps something between its calls."
 
 

@@ -37,7 +37,7 @@ class StandIn:
 
 
 def stand_in(model: nn.Module, optimizer: Optimizer | None) -> StandIn:
-    """Return modules that hold the shards of a model, and an optimizer with the shards of its state; all ranks call this.
+    """Return modules with the shards of a model, and an optimizer with those of its state; all ranks call this.
 
     Raises:
         UnsuitableTrainer: FSDP1 was given no mesh, without which its shards are of a class that cannot be saved.
@@ -50,7 +50,8 @@ def stand_in(model: nn.Module, optimizer: Optimizer | None) -> StandIn:
     odd = [name for name, value in state.items() if type(value).__name__ == "ShardedTensor"]
     if odd:
         raise UnsuitableTrainer(
-            f"FSDP1 gives {odd[0]} as a ShardedTensor, since it was made without a mesh. Give it device_mesh, or use FSDP2."
+            f"FSDP1 gives {odd[0]} as a ShardedTensor, since it was made without a mesh. Give it device_mesh, or use "
+            "FSDP2."
         )
     root = nn.Module()
     parameters: dict[str, nn.Parameter] = {}
@@ -89,10 +90,13 @@ def hand_back(model: nn.Module, optimizer: Optimizer | None, loaded: StandIn) ->
         if optimizer is None or loaded.optimizer is None:
             return
         groups = [
-            {**group, "params": [names[id(value)] for value in group["params"]]} for group in loaded.optimizer.param_groups
+            {**group, "params": [names[id(value)] for value in group["params"]]}
+            for group in loaded.optimizer.param_groups
         ]
         state = {names[id(value)]: dict(slots) for value, slots in loaded.optimizer.state.items()}
-        flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, {"state": state, "param_groups": groups})
+        flat = FullyShardedDataParallel.optim_state_dict_to_load(
+            model, optimizer, {"state": state, "param_groups": groups}
+        )
     optimizer.load_state_dict(flat)
 
 

@@ -3,8 +3,8 @@
     from holdfast.integrations.lightning import ModelParallelStrategy
     trainer = Trainer(strategy=ModelParallelStrategy(), callbacks=[ModelCheckpoint(...)])
 
-ModelCheckpoint decides when and where, as before; a checkpoint is a directory of Holdfast's. With save_weights_only it has
-no optimizer, and a resume that needs one is refused before anything is touched. Random state is saved too, which
+ModelCheckpoint decides when and where, as before; a checkpoint is a directory of Holdfast's. With save_weights_only it
+has no optimizer, and a resume that needs one is refused before anything is touched. Random state is saved too, which
 Lightning does not do.
 """
 
@@ -104,7 +104,8 @@ class FSDPStrategy(_Saving, strategies.FSDPStrategy):  # type: ignore[misc]  # a
 def _optimizer(strategy: Any) -> Optimizer:
     if len(strategy.optimizers) != 1:
         raise UnsuitableTrainer(
-            f"This module has {len(strategy.optimizers)} optimizers, and one is saved. Give configure_optimizers one, with a "
+            f"This module has {len(strategy.optimizers)} optimizers, and one is saved. Give configure_optimizers one, "
+            "with a "
             "param group for each part."
         )
     optimizer: Optimizer = getattr(strategy.optimizers[0], "_optimizer", strategy.optimizers[0])
@@ -140,8 +141,10 @@ def _load(strategy: Any, checkpoint_path: Any) -> dict[str, Any]:
     manifest: Manifest = RankGroup().on_first_rank(lambda: checkpoint.verify(path, "names"))
     if fitting and "optimizer" not in manifest.contents:
         raise CheckpointMismatch(
-            f"{path} was saved with save_weights_only, and going on needs the state of an optimizer. Nothing was changed. To "
-            "begin anew from its weights, leave ckpt_path out and call holdfast.checkpoint.load(path, module) at the end of "
+            f"{path} was saved with save_weights_only, and going on needs the state of an optimizer. Nothing was "
+            "changed. To "
+            "begin anew from its weights, leave ckpt_path out and call holdfast.checkpoint.load(path, module) at the "
+            "end of "
             "configure_model."
         )
     parts = _parts(strategy.model, optimizer)

@@ -1,4 +1,4 @@
-"""What the saves inside somebody else's trainer have in common: a name that is written again, and which save is whole."""
+"""What saves inside somebody else's trainer have in common: names that are written again, and which save is whole."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def is_first() -> bool:
 def save_again(path: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, **others: Any) -> Manifest:
     """Save, and put what had the name away once the new one is whole; all ranks call this.
 
-    A checkpoint of Holdfast is never written over. Where a trainer writes a name a second time, after a resume or as its
-    `last`, the new one is written beside and the two names are exchanged in one step.
+    A checkpoint of Holdfast is never written over. Where a trainer writes a name a second time, after a resume or as
+    its `last`, the new one is written beside and the two names are exchanged in one step.
 
     Args:
         path: The checkpoint's directory.

@@ -4,9 +4,9 @@
     protect(trainer)
     trainer.train(resume_from_checkpoint=True)
 
-A callback alone cannot do this: `on_save` comes after older checkpoints were deleted. So methods of this one trainer are
-replaced; its arguments, its retention, its logs and its model files stay its own. Weights, optimizer, schedule and random
-state of checkpoint-N lie in checkpoint-N/holdfast, the progress in trainer_state.json as always.
+A callback alone cannot do this: `on_save` comes after older checkpoints were deleted. So methods of this one trainer
+are replaced; its arguments, its retention, its logs and its model files stay its own. Weights, optimizer, schedule and
+random state of checkpoint-N lie in checkpoint-N/holdfast, the progress in trainer_state.json as always.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def protect(trainer: Trainer, *, rehearse: bool = True) -> Trainer:
         UnsuitableTrainer: It uses DeepSpeed, or FSDP1, whose state cannot be saved here.
     """
     if trainer.is_deepspeed_enabled:
-        raise UnsuitableTrainer("This trainer uses DeepSpeed, which keeps the state of its optimizer to itself. Use FSDP2.")
+        raise UnsuitableTrainer(
+            "This trainer uses DeepSpeed, which keeps the state of its optimizer to itself. Use FSDP2."
+        )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
         raise UnsuitableTrainer(
             "This trainer uses FSDP1, whose modules keep parts of their state flat. Set fsdp_config: {version: 2}."
         )
     saves = _Saves(trainer, trainer.train)
-    trainer.train = saves.train  # type: ignore[method-assign]
+    trainer.train = saves.train
     trainer._save_optimizer_and_scheduler = saves.save
     trainer._load_from_checkpoint = saves.load_model
     trainer._load_optimizer_and_scheduler = saves.load
@@ -152,7 +154,7 @@ class _Saves:
 def newest_whole(folder: Path) -> str | None:
     """Return the newest checkpoint-N of a directory that is whole; None where there is none.
 
-    What a save that was killed left is not whole, and is left where it is: a later save of the same step takes its place.
+    What a save that was killed left is not whole and stays: a later save of the same step takes its place.
     """
     steps = {int(match[1]): each for each in folder.glob("checkpoint-*") if (match := _STEP.match(each.name))}
     for step in sorted(steps, reverse=True):

@@ -105,27 +105,33 @@ def lay_small_files(folder: Path, checkpoint: ForeignCheckpoint, model: Path | N
     """
     places = [place for place in (checkpoint.model_files, model) if place is not None]
     configuration = next((place for place in places if (place / "config.json").is_file()), None)
-    if configuration is None:
-        raise UnreadableForeign(
-            f"{checkpoint.path} has no config.json beside it, as {checkpoint.system} writes none there. Name the directory "
-            "of the model that it began with: --model DIR."
-        )
     tokenizer = next((place for place in places if any((place / name).is_file() for name in _VOCABULARIES)), None)
-    if tokenizer is None:
+    if configuration is None or tokenizer is None:
+        what = "config.json" if configuration is None else "tokenizer"
         raise UnreadableForeign(
-            f"{checkpoint.path} has no tokenizer beside it, and an export has one. Name the directory of the model that it "
+            f"{checkpoint.path} has no {what} beside it, and an export has one. Name the directory of the model that "
+            "it "
             "began with: --model DIR."
         )
-    for place in (tokenizer, configuration):
-        for file in sorted(place.iterdir()):
-            of_tokens = "token" in file.name or file.name in {*_VOCABULARIES, "merges.txt", "chat_template.jinja"}
-            wanted_here = file.suffix in _SMALL and ".index." not in file.name and (of_tokens == (place == tokenizer)
-                                                                                 or tokenizer == configuration)  # fmt: skip
-            if wanted_here and file.is_file() and not file.name.startswith(("trainer_state", "optimizer", "scheduler")):
-                shutil.copyfile(file, folder / file.name)
+    for file in configuration.iterdir():
+        if _is_small(file) and (tokenizer == configuration or not _is_of_tokens(file)):
+            shutil.copyfile(file, folder / file.name)
+    for file in tokenizer.iterdir():
+        if _is_small(file) and _is_of_tokens(file):
+            shutil.copyfile(file, folder / file.name)
     generation = "generation_config.json"
     if not (folder / generation).exists() and model is not None and (model / generation).is_file():
         shutil.copyfile(model / generation, folder / generation)
+
+
+def _is_small(file: Path) -> bool:
+    """Return whether a file describes a model or its tokens: weights, progress and code do not."""
+    of_training = file.name.startswith(("trainer_state", "optimizer", "scheduler"))
+    return file.suffix in _SMALL and ".index." not in file.name and not of_training and file.is_file()
+
+
+def _is_of_tokens(file: Path) -> bool:
+    return "token" in file.name or file.name in {*_VOCABULARIES, "merges.txt", "chat_template.jinja"}
 
 
 class Tensors(Mapping[str, Tensor]):

@@ -51,14 +51,10 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
         checkpoint.add("loss", "there is no scheduler file: the schedule's place is not in it")
     else:
         _guarded(checkpoint, schedule, lambda: _add_schedule(checkpoint, folder / schedule))
-    if "trainer_state.json" in names:
+    if trainer:
         _add_trainer_state(checkpoint, folder / "trainer_state.json")
-    elif trainer:
-        checkpoint.add("damage", "trainer_state.json is missing: the step and the position in the data are in it")
     else:
-        checkpoint.step = None if checkpoint.schedule is None else checkpoint.schedule.get("last_epoch")
-        if checkpoint.world_size and checkpoint.step:
-            _note_steps_of_ranks(checkpoint)
+        _add_step(checkpoint)
     return checkpoint
 
 
@@ -144,11 +140,7 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
     """
     from holdfast.checkpoint.foreign.unnamed_states import Naming, named_states
 
-    match content:
-        case {"state": dict() as state, "param_groups": [*groups]}:
-            pass
-        case _:
-            raise DamagedFile(f"{file.path.name} holds no state of an optimizer")
+    state, groups = _parts(file, content)
     empty = [key for key, slots in state.items() if not slots]
     if empty:
         checkpoint.add("repair", f"{len(empty)} empty entries in the optimizer's state are dropped (report 000)")
@@ -158,10 +150,10 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
             checkpoint.states, checkpoint.groups = named
         return
     for key, slots in state.items():
-        for slot, value in slots.items():
-            if isinstance(value, StoredView):
-                made = StoredTensor(value.shape, value.dtype, (piece(file, value),))
-                checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = made
+        tensors = {slot: value for slot, value in slots.items() if isinstance(value, StoredView)}
+        for slot, view in tensors.items():
+            made = StoredTensor(view.shape, view.dtype, (piece(file, view),))
+            checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = made
     checkpoint.groups = [
         StoredGroup(
             tuple(canonical_name(str(name)) for name in group["params"]),
@@ -169,6 +161,13 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
         )
         for group in groups
     ]
+
+
+def _parts(file: TorchFile, content: Any) -> tuple[dict[Any, Any], list[Any]]:
+    match content:
+        case {"state": dict() as state, "param_groups": [*groups]}:
+            return state, groups
+    raise DamagedFile(f"{file.path.name} holds no state of an optimizer")
 
 
 def _add_schedule(checkpoint: ForeignCheckpoint, path: Path) -> None:
@@ -189,19 +188,28 @@ def _add_random(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
         checkpoint.add("damage", f"random state of rank {', '.join(map(str, missing))} is missing")
 
 
-def _note_steps_of_ranks(checkpoint: ForeignCheckpoint) -> None:
-    """Correct the step where accelerate's schedule counted one for every rank, as it does unless batches are split."""
-    counts = {int(value["step"].read()) for value in list(checkpoint.states.values())[:1] if "step" in value}
-    updates, ranks = (counts.pop() if counts else None), checkpoint.world_size or 1
-    if updates is not None and checkpoint.step == updates * ranks and ranks > 1:
-        checkpoint.add("note", f"accelerate's schedule counts {ranks} for each update, one per rank; {updates} updates "
-                               "were made")  # fmt: skip
-        checkpoint.step = updates
-    elif updates is not None and checkpoint.step != updates:
-        checkpoint.step = updates
+def _add_step(checkpoint: ForeignCheckpoint) -> None:
+    """Count updates by the optimizer: accelerate's schedule counts one for every rank, unless it splits batches."""
+    last = (checkpoint.schedule or {}).get("last_epoch")
+    checkpoint.step = last
+    counter = next((slots["step"] for slots in checkpoint.states.values() if "step" in slots), None)
+    if counter is None:
+        return
+    try:
+        checkpoint.step = int(counter.read())
+    except (DamagedFile, OSError):
+        return  # it is named when tensors are read
+    if last not in {None, checkpoint.step}:
+        words = (
+            f"accelerate's schedule stands at {last}, one for each rank and update; {checkpoint.step} updates were made"
+        )
+        checkpoint.add("note", words)
 
 
 def _add_trainer_state(checkpoint: ForeignCheckpoint, path: Path) -> None:
+    if not path.is_file():
+        checkpoint.add("damage", "trainer_state.json is missing: the step and the position in the data are in it")
+        return
     try:
         values = read_json(path)
         checkpoint.step = int(values["global_step"])

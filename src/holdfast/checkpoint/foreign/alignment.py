@@ -1,4 +1,4 @@
-"""Bring a checkpoint's names to those of a model: what its modules are called around, tied names, buffers beyond need."""
+"""Bring a checkpoint's names to those of a model: what stands around its modules, tied names, needless buffers."""
 
 from __future__ import annotations
 
@@ -75,14 +75,15 @@ def _merge_tied(checkpoint: ForeignCheckpoint, first: str, others: tuple[str, ..
         one = values[0].read()
         if not all(value.shape == values[0].shape and torch.equal(one, value.read()) for value in values[1:]):
             raise CheckpointMismatch(
-                f"{checkpoint.path} does not fit: {' and '.join(there)} are one tensor in this model (tie_word_embeddings) "
+                f"{checkpoint.path} does not fit: {' and '.join(there)} are one tensor in this model "
+                "(tie_word_embeddings) "
                 "and hold different numbers there. Set tie_word_embeddings to false, or mend the checkpoint."
             )
         checkpoint.add("repair", f"{' and '.join(there)} are tied and were saved twice; one of them is written")
     states = [checkpoint.states.pop(name) for name in (first, *others) if name in checkpoint.states]
     if states:
         checkpoint.states[first] = states[0]
-    members = {name: first for name in others}
+    members = dict.fromkeys(others, first)
     checkpoint.groups = [
         StoredGroup(tuple(dict.fromkeys(members.get(name, name) for name in group.names)), group.settings)
         for group in checkpoint.groups

@@ -1,4 +1,4 @@
-"""A directory of torch's distributed checkpoint that somebody else wrote: tensors in chunks, and pickles of the rest."""
+"""A directory of torch's distributed checkpoint of somebody else: tensors in chunks, and pickles of the rest."""
 
 from __future__ import annotations
 

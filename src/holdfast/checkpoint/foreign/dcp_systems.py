@@ -142,7 +142,8 @@ def _of_titan(checkpoint: ForeignCheckpoint, folder: Path, others: Mapping[str, 
         checkpoint.add("damage", f"the directory is called {folder.name}, what is in it is of step {checkpoint.step}")
     checkpoint.add(
         "loss",
-        f"the data's position is a pickle in a pickle, for {world} ranks alone: torchtitan itself reads it at that number "
+        f"the data's position is a pickle in a pickle, for {world} ranks alone: torchtitan itself reads it at that "
+        "number "
         "of ranks, here it is not read",
         there=False,
     )

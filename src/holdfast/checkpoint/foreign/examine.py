@@ -114,7 +114,7 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
     copies, rest = divmod(stored.shape[0], shape[0]) if shape[0] else (0, 1)
     if rest or copies < 2 or math.prod(stored.shape) > 2**24:
         return
-    parts = stored.read().split(shape[0])
+    parts = torch.split(stored.read(), shape[0])
     if not all(torch.equal(part, parts[0]) for part in parts[1:]):
         checkpoint.add(
             "damage", f"buffer {name} is {list(stored.shape)} and should be {list(shape)}, and its parts differ"
@@ -126,8 +126,8 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
 
     piece = Piece((0,) * len(shape), shape, one, stored.pieces[0].file)
     checkpoint.weights[name] = StoredTensor(shape, stored.dtype, (piece,))
-    checkpoint.add("repair", f"buffer {name} is there {copies} times, one copy behind another, as mergers write it; one "
-                             "of them is taken")  # fmt: skip
+    words = f"buffer {name} is there {copies} times, one copy behind another, as mergers write it"
+    checkpoint.add("repair", f"{words}; one of them is taken")
 
 
 def _compare_states(checkpoint: ForeignCheckpoint) -> None:
@@ -140,8 +140,8 @@ def _compare_states(checkpoint: ForeignCheckpoint) -> None:
             continue
         for slot, state in slots.items():
             if state.shape and state.shape != weight.shape:
-                checkpoint.add("damage", f"{slot} of {name} is {list(state.shape)}, the weight {list(weight.shape)}: they "
-                                         "are of two models or two steps")  # fmt: skip
+                words = f"{slot} of {name} is {list(state.shape)}, the weight {list(weight.shape)}"
+                checkpoint.add("damage", f"{words}: they are of two models or two steps")
             elif state.shape and state.dtype != weight.dtype:
                 dtypes[slot, _word(state.dtype), _word(weight.dtype)] += 1
     for (slot, dtype, other), count in dtypes.items():

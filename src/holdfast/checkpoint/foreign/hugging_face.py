@@ -65,6 +65,6 @@ def _add_file(checkpoint: ForeignCheckpoint, path: Path, listed: set[str] | None
 
 
 def _read(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor

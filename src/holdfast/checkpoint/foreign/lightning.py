@@ -36,7 +36,8 @@ def read_lightning(path: Path) -> ForeignCheckpoint:
     if not checkpoint.has_optimizer:
         checkpoint.add(
             "loss",
-            "it was saved with save_weights_only: Lightning's own resume ends with a KeyError or a missing key, after it "
+            "it was saved with save_weights_only: Lightning's own resume ends with a KeyError or a missing key, after "
+            "it "
             "has overwritten the model (report 003); here it begins a new run",
         )
     checkpoint.add("loss", _NO_RANDOM)
@@ -44,12 +45,12 @@ def read_lightning(path: Path) -> ForeignCheckpoint:
 
 
 def _sharded(checkpoint: ForeignCheckpoint, folder: Path) -> Mapping[str, Any] | None:
+    content: Mapping[str, Any] | None = None
     try:
         content = TorchFile(folder / META, within=folder).value()
     except (DamagedFile, OSError) as error:
         words = "is missing" if isinstance(error, FileNotFoundError) else str(error)
         checkpoint.add("damage", f"{META} {words}")
-        content = None
     add_contents(checkpoint, folder)
     return content
 

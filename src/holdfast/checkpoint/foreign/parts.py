@@ -23,10 +23,7 @@ def whole(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
         if any(copy.sizes != view.shape for copy in copies):
             raise DamagedFile("has another shape on another rank")
         return StoredTensor(view.shape, view.dtype, (piece(file, view),), copies)
-    if not all(isinstance(part, Sharded) for _, part in ranks):
-        raise DamagedFile("is a tensor on one rank and something else on another")
-    if {(part.shape, part.dtype, part.dim) for _, part in ranks} != {(first.shape, first.dtype, first.dim)}:
-        raise DamagedFile("has another shape, dtype or cut on another rank")
+    _refuse_unlike([part for _, part in ranks])
     if first.dim is None:
         own, *others = (piece(file, part.local) for file, part in ranks)
         return StoredTensor(first.shape, first.dtype, (own,), tuple(others))
@@ -34,6 +31,14 @@ def whole(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
         parts = [piece(file, part.local, part.offsets) for file, part in ranks if part.local is not None]
         return StoredTensor(first.shape, first.dtype, tuple(sorted(parts, key=lambda part: part.offsets)))
     return StoredTensor(first.shape, first.dtype, in_a_row(_along_axis(ranks, first.cut_axis), first.dim))
+
+
+def _refuse_unlike(parts: Sequence[Any]) -> None:
+    first = parts[0]
+    if not all(isinstance(part, Sharded) for part in parts):
+        raise DamagedFile("is a tensor on one rank and something else on another")
+    if {(part.shape, part.dtype, part.dim) for part in parts} != {(first.shape, first.dtype, first.dim)}:
+        raise DamagedFile("has another shape, dtype or cut on another rank")
 
 
 def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[Piece]:

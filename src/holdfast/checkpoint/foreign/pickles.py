@@ -213,7 +213,7 @@ def _builders() -> dict[str, Callable[..., Any]]:
     return {
         "collections.OrderedDict": type("StateDict", (StateDict,), {}),
         "collections.defaultdict": lambda *_: StateDict(),
-        "torch.Size": lambda values: tuple(values),
+        "torch.Size": tuple,
         # ShardedTensor's state asks for a class by its class: whatever it asks for, it is noted.
         "__builtin__.getattr": lambda *_: type("Noted", (Noted,), {}),
         "builtins.getattr": lambda *_: type("Noted", (Noted,), {}),
@@ -279,9 +279,9 @@ def unpickled(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     Raises:
         DamagedFile: It is damaged, or asks for a name that is not listed.
     """
+    if not _is_modest(data):
+        raise DamagedFile("asks for more memory than goes with its size")
     try:
-        if not _is_modest(data):
-            raise DamagedFile("asks for more memory than goes with its size")
         return _Unpickler(data, extra or {}).load()
     except DamagedFile:
         raise

@@ -191,17 +191,12 @@ def _add_weights(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
-    states: list[Mapping[Any, Any]] = []
-    for file, content in ranks:
-        match content:
-            case {"state": dict() as state, "param_groups": list()}:
-                states.append(state)
-            case _:
-                checkpoint.add("damage", f"{file.path.name} holds no state of an optimizer")
-                return
+    states = _states_of(checkpoint, ranks)
+    if states is None:
+        return
     groups = ranks[0][1]["param_groups"]
     keys = list(dict.fromkeys(key for state in states for key in state))
-    empty = [key for key in keys if all(not state.get(key) for state in states)]
+    empty = _without_state(states, keys)
     if empty:
         checkpoint.add(
             "repair",
@@ -211,13 +206,31 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None
     files = [file for file, _ in ranks]
     if all(isinstance(key, str) for key in keys) and keys:
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
-        checkpoint.groups = [_group(group, lambda name: str(name)) for group in groups]
+        checkpoint.groups = [_group(group, str) for group in groups]
     else:
         naming = Naming(checkpoint, files, states, groups)
         named = named_states(naming)
         if named is not None:
             checkpoint.states, checkpoint.groups = named
     _note_dtypes_in_groups(checkpoint, groups)
+
+
+def _without_state(states: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[Any]:
+    """Return the keys whose entry is empty on every rank."""
+    return [key for key in keys if all(not state.get(key) for state in states)]
+
+
+def _states_of(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> list[Mapping[Any, Any]] | None:
+    """Return the states of every rank's optimizer; None where one is none, which is noted."""
+    states: list[Mapping[Any, Any]] = []
+    for file, content in ranks:
+        match content:
+            case {"state": dict() as state, "param_groups": list()}:
+                states.append(state)
+            case _:
+                checkpoint.add("damage", f"{file.path.name} holds no state of an optimizer")
+                return None
+    return states
 
 
 def _add_named(
@@ -279,9 +292,10 @@ def _add_position(checkpoint: ForeignCheckpoint, actor: Path) -> None:
     path = next((actor.parent / name for name in _LOADERS if (actor.parent / name).is_file()), None)
     if path is None:
         return
+    if path.stat().st_size > MOST_TEXT_BYTES:
+        checkpoint.add("damage", f"{path.name} is larger than any state of a loader")
+        return
     try:
-        if path.stat().st_size > MOST_TEXT_BYTES:
-            raise DamagedFile("is larger than any state of a loader")
         content = TorchFile(path).value()
         checkpoint.position = position_of(content)
     except (DamagedFile, OSError) as error:

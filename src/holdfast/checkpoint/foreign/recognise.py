@@ -74,7 +74,8 @@ def recognise(path: Path) -> Place:
     systems = _systems(path, names)
     if len(systems) > 1:
         raise UnreadableForeign(
-            f"{path} holds checkpoints of two systems: {' and '.join(systems)}. Move one of them into a directory of its "
+            f"{path} holds checkpoints of two systems: {' and '.join(systems)}. Move one of them into a directory of "
+            "its "
             "own, and try again."
         )
     if systems:
@@ -118,13 +119,10 @@ def _below(path: Path, names: set[str]) -> Place:
         step, notes = newest_step(path)
         inner = recognise(step)
         return inner._replace(notes=(*notes, *inner.notes))
-    if "actor" in names and (path / "actor").is_dir():
-        return recognise(path / "actor")
     steps = {int(match[1]): name for name in names if (match := re.match(r"^(?:checkpoint|step)-(\d+)$", name))}
-    if steps:
-        return recognise(path / steps[max(steps)])
-    if "checkpoint" in names and (path / "checkpoint").is_dir():
-        return recognise(path / "checkpoint")
+    inner_name = "actor" if "actor" in names else steps[max(steps)] if steps else "checkpoint"
+    if inner_name in names and (path / inner_name).is_dir():
+        return recognise(path / inner_name)
     files = sorted(name for name in names if name.endswith(".ckpt"))
     if len(files) == 1:
         return recognise(path / files[0])

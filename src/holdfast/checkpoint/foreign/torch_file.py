@@ -1,4 +1,4 @@
-"""One file that torch.save wrote: a zip archive with a pickle and a member for each storage, none of them compressed."""
+"""One file that torch.save wrote: a zip archive of a pickle and a member for each storage, none compressed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TorchFile:
         if self._length == 0:
             raise DamagedFile("is empty")
         try:
-            with zipfile.ZipFile(_Window(file, self._begin, self._length)) as archive:  # type: ignore[arg-type]
+            with zipfile.ZipFile(_Window(file, self._begin, self._length)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
             raise DamagedFile(self._no_archive(file, error)) from None

@@ -53,27 +53,10 @@ class Naming:
 
 def named_states(naming: Naming) -> tuple[States, list[StoredGroup]] | None:
     """Return states and groups by parameter name; None where that cannot be, which is noted."""
-    checkpoint, numbers = naming.checkpoint, naming.numbers
-    names = ordered_parameters(checkpoint)
-    units = units_of(names)
     try:
-        if len(naming.groups) > 1:
-            raise DamagedFile("numbers its parameters in several groups, and nothing says which are in which")
-        if len(numbers) == len(names):
-            checkpoint.form += "; the optimizer's numbers follow the order of the model's parameters"
-            by_number = {number: (name,) for number, name in zip(numbers, names, strict=True)}
-            states = _of_parameters(naming, dict(zip(numbers, names, strict=True)))
-        elif len(numbers) == len(units):
-            checkpoint.form += "; flat parameters, one per layer"
-            by_number = {number: tuple(unit) for number, unit in zip(numbers, units, strict=True)}
-            states = _of_units(naming, by_number)
-        else:
-            raise DamagedFile(
-                f"numbers {len(numbers)} parameters, the model has {len(names)} in {len(units)} layers: which is which "
-                "cannot be known"
-            )
+        by_number, states = _named(naming)
     except DamagedFile as error:
-        checkpoint.add("damage", f"the optimizer's state {error}")
+        naming.checkpoint.add("damage", f"the optimizer's state {error}")
         return None
     groups = [
         StoredGroup(
@@ -83,6 +66,32 @@ def named_states(naming: Naming) -> tuple[States, list[StoredGroup]] | None:
         for group in naming.groups
     ]
     return states, groups
+
+
+def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
+    """Return the parameters of each number, and the states by name.
+
+    Raises:
+        DamagedFile: Nobody can know which is which, or the numbers are another model's.
+    """
+    checkpoint, numbers = naming.checkpoint, naming.numbers
+    names = ordered_parameters(checkpoint)
+    units = units_of(names)
+    if len(naming.groups) > 1:
+        raise DamagedFile("numbers its parameters in several groups, and nothing says which are in which")
+    if len(numbers) == len(names):
+        checkpoint.form += "; the optimizer's numbers follow the order of the model's parameters"
+        one_each = dict(zip(numbers, names, strict=True))
+        return {number: (name,) for number, name in one_each.items()}, _of_parameters(naming, one_each)
+    if len(numbers) == len(units):
+        checkpoint.form += "; flat parameters, one per layer"
+        by_number = {number: tuple(unit) for number, unit in zip(numbers, units, strict=True)}
+        return by_number, _of_units(naming, by_number)
+    raise DamagedFile(
+        f"numbers {len(numbers)} parameters, the model has {len(names)} in {len(units)} layers: which is which cannot "
+        "be "
+        "known"
+    )
 
 
 def units_of(names: Sequence[str]) -> list[list[str]]:

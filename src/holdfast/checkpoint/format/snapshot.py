@@ -60,7 +60,7 @@ class Snapshot:
     coordinate: Mapping[str, int] = field(default_factory=dict)
     """This rank's place on the mesh, by axis; empty on none."""
     readers: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
-    """Where tensors are read only as they are written: what reads each. Those in `tensors` have shapes and no memory."""
+    """What reads each tensor, where they are read as they are written; those in `tensors` have no memory then."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -40,8 +40,8 @@ from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, M
 from holdfast.checkpoint.format.snapshot import Described, Snapshot, describe_snapshot
 from holdfast.checkpoint.place.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.save.reading_planner import ReadingPlanner
 from holdfast.checkpoint.save.agreement import agree_on_save, described_optimizers, reason_of, together_in_phase
+from holdfast.checkpoint.save.reading_planner import ReadingPlanner
 from holdfast.errors import HoldfastError
 from holdfast.files import size_words
 from holdfast.parallel.collectives import RankGroup

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -70,7 +71,8 @@ def import_run(
     run = weightless_run(config, base, world)
     if directory.is_run(run.setting.directory):
         raise ConfigError(
-            f"{run.setting.directory} is a run already, and an import begins one. Give another name: run.name in the file."
+            f"{run.setting.directory} is a run already, and an import begins one. Give another name: run.name in the "
+            "file."
         )
     parts = hold(run.trained.model)
     align(checkpoint, {*parts.parameters, *parts.buffers}, tied_names(run.trained.model))
@@ -95,7 +97,8 @@ def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
 def _refuse_weights_only(checkpoint: ForeignCheckpoint) -> None:
     if not checkpoint.states:
         raise CheckpointMismatch(
-            f"{checkpoint.path} holds weights and no optimizer state, so no run can continue it. Begin a new one from its "
+            f"{checkpoint.path} holds weights and no optimizer state, so no run can continue it. Begin a new one from "
+            "its "
             "weights: `holdfast checkpoint import --export OUT`, then model.path: OUT."
         )
 
@@ -178,7 +181,8 @@ def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, wishes: Wishes)
         notes.append("data: the rows begin anew (--data-from-start)")
     elif checkpoint.position is None:
         raise ConfigError(
-            f"{checkpoint.path} does not state its position in the data. Give --data-from-start to begin the rows anew; rows "
+            f"{checkpoint.path} does not state its position in the data. Give --data-from-start to begin the rows "
+            "anew; rows "
             "that were trained on come again. Nothing was written."
         )
     else:
@@ -197,7 +201,8 @@ def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tupl
     whole = None if None in size else sum(size)
     if data.packing == "wrapped" or (whole is None and (position.epoch or position.share)):
         raise ConfigError(
-            f"{checkpoint.path} states its position in rows, and here windows are cut across rows or nobody knows how many "
+            f"{checkpoint.path} states its position in rows, and here windows are cut across rows or nobody knows how "
+            "many "
             "there are. Give --data-from-start to begin them anew. Nothing was written."
         )
     rows = position.rows
@@ -207,7 +212,8 @@ def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tupl
         rows = round((position.share or 0.0) * (whole or 0))
     if whole is not None and rows > whole:
         raise ConfigError(
-            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other rows. Name "
+            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other "
+            "rows. Name "
             "the same ones, or give --data-from-start. Nothing was written."
         )
     first = position.epoch * (whole or 0)

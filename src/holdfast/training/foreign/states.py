@@ -45,7 +45,8 @@ def planned_states(
     slots = _SLOTS.get(kind)
     if slots is None:
         raise CheckpointMismatch(
-            f"{checkpoint.path} holds states of {_adam_or(checkpoint)}, and this run's optimizer is {kind}, whose state is "
+            f"{checkpoint.path} holds states of {_adam_or(checkpoint)}, and this run's optimizer is {kind}, whose "
+            "state is "
             "kept in another form. Set optim.kind: adamw, or import with --export and begin anew."
         )
     _refuse_other_slots(checkpoint, slots, kind)
@@ -81,14 +82,16 @@ def _refuse_other_slots(checkpoint: ForeignCheckpoint, slots: tuple[str, ...], k
             checkpoint.add("loss", "what rounding left over (compensation): weights in float32 need none", there=False)
             return
         raise CheckpointMismatch(
-            f"{checkpoint.path} keeps what rounding left over (compensation), and {kind} has no place for it. Set optim.kind: "
+            f"{checkpoint.path} keeps what rounding left over (compensation), and {kind} has no place for it. Set "
+            "optim.kind: "
             "adamw_bf16."
         )
     if checkpoint.states and (lacking or extra):
         words = [f"it lacks {', '.join(sorted(lacking))}"] if lacking else []
         words += [f"it has {', '.join(sorted(extra))}"] if extra else []
         raise CheckpointMismatch(
-            f"{checkpoint.path} is not of this run's optimizer, {kind}: {' and '.join(words)}. Choose optim.kind as it was "
+            f"{checkpoint.path} is not of this run's optimizer, {kind}: {' and '.join(words)}. Choose optim.kind as "
+            "it was "
             "there, or import with --export and begin anew."
         )
 
@@ -107,7 +110,8 @@ def _slot(
     if tensor.dtype is torch.bfloat16 and dtype is torch.float32:  # every bfloat16 is a float32
         return Planned(tensor.shape, dtype, lambda: tensor.read().to(torch.float32))
     raise CheckpointMismatch(
-        f"{checkpoint.path}: {slot} is {_word(tensor.dtype)} there, and the parameters of this run are {_word(dtype)}: making "
+        f"{checkpoint.path}: {slot} is {_word(tensor.dtype)} there, and the parameters of this run are "
+        f"{_word(dtype)}: making "
         f"it {_word(dtype)} would lose digits. Set model.dtype: {_word(tensor.dtype)}."
     )
 
@@ -119,7 +123,7 @@ def _word(dtype: torch.dtype) -> str:
 def described_state(
     checkpoint: ForeignCheckpoint, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> OptimizerState:
-    """Return what a manifest says of the optimizer: the class is this run's, groups and settings are the foreign ones."""
+    """Return what a manifest says of the optimizer: this run's class, and the groups and settings of there."""
     own = {key for group in optimizer.param_groups for key in group} - {"params"}
     groups = tuple(
         GroupState(group.names, _settings({key: value for key, value in group.settings.items() if key in own}))

@@ -19,8 +19,8 @@ from holdfast.models.build.model import blueprint
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.build.losses import supervised_objective
 from holdfast.training.build.begin import Live, Started, begin
+from holdfast.training.build.losses import supervised_objective
 from holdfast.training.build.model import make_plan, unplaced_policy
 from holdfast.training.build.optimizers import optimizer_of
 from holdfast.training.build.rows import row_filter, training_reader
@@ -81,7 +81,8 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
 def _refuse_several(config: TrainingConfig) -> None:
     if not isinstance(config, _KINDS) or isinstance(config, ScorerConfig):
         raise ConfigError(
-            f"A run of `holdfast {config.verb}` does not continue another system's checkpoint; those of sft, dpo and grpo "
+            f"A run of `holdfast {config.verb}` does not continue another system's checkpoint; those of sft, dpo and "
+            "grpo "
             "do. Import it with --export, and name the result in model.path."
         )
     several = [
@@ -95,7 +96,8 @@ def _refuse_several(config: TrainingConfig) -> None:
     ]
     if several:
         raise ConfigError(
-            f"This run keeps the state of more than its model ({', '.join(several)}), which no other system's checkpoint "
+            f"This run keeps the state of more than its model ({', '.join(several)}), which no other system's "
+            "checkpoint "
             "has. Leave that out, or import with --export and begin anew from model.path."
         )
 
