@@ -1,4 +1,4 @@
-"""An import makes a checkpoint that its run continues, or a model directory; the rest is refused, with nothing written."""
+"""An import makes a checkpoint that its run continues, or a model directory; the rest is refused, unwritten."""
 
 from __future__ import annotations
 

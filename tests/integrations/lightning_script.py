@@ -1,4 +1,4 @@
-"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [weights] [last] [frozen] [resume=]`.
+"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [weights] [last] [resume=]`.
 
 Prints one JSON line: the loss of every step of rank 0, and what lies in OUT.
 """
@@ -127,10 +127,6 @@ def main() -> None:
     try:
         trainer.fit(module, loader, ckpt_path=resume)
     except Exception as error:  # noqa: BLE001 - the test reads what it is
-        if "trace" in FLAGS:
-            import traceback
-
-            traceback.print_exc()
         print(json.dumps({"error": type(error).__name__, "words": str(error)[:600]}), flush=True)
         os._exit(3)
     if trainer.is_global_zero:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def main() -> None:
     )
     rows = [torch.randint(0, 67, (9,), generator=torch.Generator().manual_seed(row)).tolist() for row in range(64)]
     watch = Watch()
-    common = dict(
+    common: dict[str, Any] = dict(  # noqa: C408 - as they stand in a call
         output_dir=str(out),
         max_steps=6,
         save_steps=2,

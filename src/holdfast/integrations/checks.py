@@ -48,18 +48,15 @@ def reference_is_sharded(model: nn.Module) -> Answer:
         return Answer(
             False,
             f"{len(whole)} of {len(parameters)} parameters are whole on every rank, on {device}, such as {whole[0]}: "
-            "the "
-            "model was not sharded, as with accelerate's prepare_model(evaluation_mode=True). Call fully_shard on its "
-            "layers "
-            "and on itself, or TRL's prepare_fsdp.",
+            "the model was not sharded, as with accelerate's prepare_model(evaluation_mode=True). Call fully_shard on "
+            "its layers and on itself, or TRL's prepare_fsdp.",
         )
     units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule | FullyShardedDataParallel)]
     if len(units) < 2 and len(list(model.modules())) > 3:
         return Answer(
             False,
             "only the root is sharded, so that a forward pass gathers the whole model on every rank. Call fully_shard "
-            "on "
-            "each layer first.",
+            "on each layer first.",
         )
     trained = [name for name, value in parameters.items() if value.requires_grad]
     if trained:

@@ -39,11 +39,11 @@ class _Saving:
         """Gather nothing: `save_checkpoint` looks at the live tensors."""
         return {}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning's own signature
         """Gather nothing, as above."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # noqa: ARG002
         """Write a checkpoint, whole or not at all; `last` and the like take the place of what had their name.
 
         Raises:
@@ -51,7 +51,7 @@ class _Saving:
         """
         _save(self, checkpoint, filepath)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ARG002
         """Read a checkpoint; nothing live is touched before everything was verified.
 
         Raises:
@@ -105,8 +105,7 @@ def _optimizer(strategy: Any) -> Optimizer:
     if len(strategy.optimizers) != 1:
         raise UnsuitableTrainer(
             f"This module has {len(strategy.optimizers)} optimizers, and one is saved. Give configure_optimizers one, "
-            "with a "
-            "param group for each part."
+            "with a param group for each part."
         )
     optimizer: Optimizer = getattr(strategy.optimizers[0], "_optimizer", strategy.optimizers[0])
     return optimizer
@@ -142,10 +141,8 @@ def _load(strategy: Any, checkpoint_path: Any) -> dict[str, Any]:
     if fitting and "optimizer" not in manifest.contents:
         raise CheckpointMismatch(
             f"{path} was saved with save_weights_only, and going on needs the state of an optimizer. Nothing was "
-            "changed. To "
-            "begin anew from its weights, leave ckpt_path out and call holdfast.checkpoint.load(path, module) at the "
-            "end of "
-            "configure_model."
+            "changed. To begin anew from its weights, leave ckpt_path out and call holdfast.checkpoint.load(path, "
+            "module) at the end of configure_model."
         )
     parts = _parts(strategy.model, optimizer)
     restored = checkpoint.load(path, parts.model, parts.optimizer, hyperparameters="checkpoint")

@@ -66,7 +66,7 @@ class _Rehearsal(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     def __init__(self, saves: _Saves) -> None:
         self._saves = saves
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - its signature
         """Save, verify and load once."""
         self._saves.rehearse()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -104,24 +104,25 @@ def lay_small_files(folder: Path, checkpoint: ForeignCheckpoint, model: Path | N
         UnreadableForeign: One of them is nowhere.
     """
     places = [place for place in (checkpoint.model_files, model) if place is not None]
-    configuration = next((place for place in places if (place / "config.json").is_file()), None)
-    tokenizer = next((place for place in places if any((place / name).is_file() for name in _VOCABULARIES)), None)
+    configuration, tokenizer = _with_one_of(places, ("config.json",)), _with_one_of(places, _VOCABULARIES)
     if configuration is None or tokenizer is None:
         what = "config.json" if configuration is None else "tokenizer"
         raise UnreadableForeign(
             f"{checkpoint.path} has no {what} beside it, and an export has one. Name the directory of the model that "
-            "it "
-            "began with: --model DIR."
+            "it began with: --model DIR."
         )
-    for file in configuration.iterdir():
-        if _is_small(file) and (tokenizer == configuration or not _is_of_tokens(file)):
-            shutil.copyfile(file, folder / file.name)
-    for file in tokenizer.iterdir():
-        if _is_small(file) and _is_of_tokens(file):
-            shutil.copyfile(file, folder / file.name)
+    chosen = [file for file in configuration.iterdir() if tokenizer == configuration or not _is_of_tokens(file)]
+    chosen += [file for file in tokenizer.iterdir() if _is_of_tokens(file)]
+    for file in filter(_is_small, chosen):
+        shutil.copyfile(file, folder / file.name)
     generation = "generation_config.json"
     if not (folder / generation).exists() and model is not None and (model / generation).is_file():
         shutil.copyfile(model / generation, folder / generation)
+
+
+def _with_one_of(places: Sequence[Path], names: Sequence[str]) -> Path | None:
+    """Return the first directory that holds a file of one of the names."""
+    return next((place for place in places if any((place / name).is_file() for name in names)), None)
 
 
 def _is_small(file: Path) -> bool:

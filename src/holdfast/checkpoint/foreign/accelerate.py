@@ -154,13 +154,12 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
         for slot, view in tensors.items():
             made = StoredTensor(view.shape, view.dtype, (piece(file, view),))
             checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = made
-    checkpoint.groups = [
-        StoredGroup(
-            tuple(canonical_name(str(name)) for name in group["params"]),
-            {key: value for key, value in group.items() if key != "params"},
-        )
-        for group in groups
-    ]
+    checkpoint.groups = [_group(group) for group in groups]
+
+
+def _group(group: dict[str, Any]) -> StoredGroup:
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return StoredGroup(tuple(canonical_name(str(name)) for name in group["params"]), settings)
 
 
 def _parts(file: TorchFile, content: Any) -> tuple[dict[Any, Any], list[Any]]:

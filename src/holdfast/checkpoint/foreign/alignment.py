@@ -76,8 +76,8 @@ def _merge_tied(checkpoint: ForeignCheckpoint, first: str, others: tuple[str, ..
         if not all(value.shape == values[0].shape and torch.equal(one, value.read()) for value in values[1:]):
             raise CheckpointMismatch(
                 f"{checkpoint.path} does not fit: {' and '.join(there)} are one tensor in this model "
-                "(tie_word_embeddings) "
-                "and hold different numbers there. Set tie_word_embeddings to false, or mend the checkpoint."
+                "(tie_word_embeddings) and hold different numbers there. Set tie_word_embeddings to false, or mend the "
+                "checkpoint."
             )
         checkpoint.add("repair", f"{' and '.join(there)} are tied and were saved twice; one of them is written")
     states = [checkpoint.states.pop(name) for name in (first, *others) if name in checkpoint.states]

@@ -143,7 +143,6 @@ def _of_titan(checkpoint: ForeignCheckpoint, folder: Path, others: Mapping[str, 
     checkpoint.add(
         "loss",
         f"the data's position is a pickle in a pickle, for {world} ranks alone: torchtitan itself reads it at that "
-        "number "
-        "of ranks, here it is not read",
+        "number of ranks, here it is not read",
         there=False,
     )

@@ -37,8 +37,7 @@ def read_lightning(path: Path) -> ForeignCheckpoint:
         checkpoint.add(
             "loss",
             "it was saved with save_weights_only: Lightning's own resume ends with a KeyError or a missing key, after "
-            "it "
-            "has overwritten the model (report 003); here it begins a new run",
+            "it has overwritten the model (report 003); here it begins a new run",
         )
     checkpoint.add("loss", _NO_RANDOM)
     return checkpoint

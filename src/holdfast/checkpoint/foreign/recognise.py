@@ -75,8 +75,7 @@ def recognise(path: Path) -> Place:
     if len(systems) > 1:
         raise UnreadableForeign(
             f"{path} holds checkpoints of two systems: {' and '.join(systems)}. Move one of them into a directory of "
-            "its "
-            "own, and try again."
+            "its own, and try again."
         )
     if systems:
         return next(iter(systems.values()))

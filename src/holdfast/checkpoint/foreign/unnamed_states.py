@@ -89,8 +89,7 @@ def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
         return by_number, _of_units(naming, by_number)
     raise DamagedFile(
         f"numbers {len(numbers)} parameters, the model has {len(names)} in {len(units)} layers: which is which cannot "
-        "be "
-        "known"
+        "be known"
     )
 
 

@@ -98,8 +98,7 @@ def _refuse_weights_only(checkpoint: ForeignCheckpoint) -> None:
     if not checkpoint.states:
         raise CheckpointMismatch(
             f"{checkpoint.path} holds weights and no optimizer state, so no run can continue it. Begin a new one from "
-            "its "
-            "weights: `holdfast checkpoint import --export OUT`, then model.path: OUT."
+            "its weights: `holdfast checkpoint import --export OUT`, then model.path: OUT."
         )
 
 
@@ -182,8 +181,7 @@ def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, wishes: Wishes)
     elif checkpoint.position is None:
         raise ConfigError(
             f"{checkpoint.path} does not state its position in the data. Give --data-from-start to begin the rows "
-            "anew; rows "
-            "that were trained on come again. Nothing was written."
+            "anew; rows that were trained on come again. Nothing was written."
         )
     else:
         run.stream.cursor, words = _cursor(run, checkpoint, checkpoint.position)
@@ -202,19 +200,13 @@ def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tupl
     if data.packing == "wrapped" or (whole is None and (position.epoch or position.share)):
         raise ConfigError(
             f"{checkpoint.path} states its position in rows, and here windows are cut across rows or nobody knows how "
-            "many "
-            "there are. Give --data-from-start to begin them anew. Nothing was written."
+            "many there are. Give --data-from-start to begin them anew. Nothing was written."
         )
-    rows = position.rows
-    if rows is None and position.batches is not None:
-        rows = position.batches * data.batch_size
-    if rows is None:
-        rows = round((position.share or 0.0) * (whole or 0))
+    rows = _rows_done(position, data.batch_size, whole or 0)
     if whole is not None and rows > whole:
         raise ConfigError(
-            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other "
-            "rows. Name "
-            "the same ones, or give --data-from-start. Nothing was written."
+            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other rows. "
+            "Name the same ones, or give --data-from-start. Nothing was written."
         )
     first = position.epoch * (whole or 0)
     cursor = Cursor(first + rows, position.epoch, first, math.ceil(rows / data.batch_size), rows, 0)
@@ -222,6 +214,15 @@ def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tupl
     if data.shuffle:
         words += ", in this run's own order: some of these come again, and as many that were not trained on do not come"
     return cursor, words
+
+
+def _rows_done(position: Position, batch_size: int, whole: int) -> int:
+    """Return the rows of the pass that were drawn, from whatever the system counts."""
+    if position.rows is not None:
+        return position.rows
+    if position.batches is not None:
+        return position.batches * batch_size
+    return round((position.share or 0.0) * whole)
 
 
 def _rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:

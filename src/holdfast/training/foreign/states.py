@@ -46,8 +46,7 @@ def planned_states(
     if slots is None:
         raise CheckpointMismatch(
             f"{checkpoint.path} holds states of {_adam_or(checkpoint)}, and this run's optimizer is {kind}, whose "
-            "state is "
-            "kept in another form. Set optim.kind: adamw, or import with --export and begin anew."
+            "state is kept in another form. Set optim.kind: adamw, or import with --export and begin anew."
         )
     _refuse_other_slots(checkpoint, slots, kind)
     planned: dict[str, dict[str, Planned]] = {}
@@ -70,30 +69,34 @@ def _refuse_other_slots(checkpoint: ForeignCheckpoint, slots: tuple[str, ...], k
     Raises:
         CheckpointMismatch: One is missing that cannot be made, or is there and has no place.
     """
+    if not checkpoint.states:
+        return
     keys = {slot for stored in checkpoint.states.values() for slot in stored}
-    lacking, extra = set(slots) - keys - {_COMPENSATION}, keys - set(slots)
-    if _COMPENSATION in slots and _COMPENSATION not in keys and checkpoint.states:
+    lacking, extra = set(slots) - keys, keys - set(slots)
+    if _COMPENSATION in lacking:
+        lacking.remove(_COMPENSATION)
         checkpoint.add("repair", "what rounding left over (compensation) begins at zero: there was none there")
+    if extra == {_COMPENSATION} and _is_wide(checkpoint):
+        extra.clear()
+        checkpoint.add("loss", "what rounding left over (compensation): weights in float32 need none", there=False)
     if extra == {_COMPENSATION}:
-        wide = all(
-            weight.dtype.itemsize >= 4 for name, weight in checkpoint.weights.items() if name in checkpoint.states
-        )
-        if wide:
-            checkpoint.add("loss", "what rounding left over (compensation): weights in float32 need none", there=False)
-            return
         raise CheckpointMismatch(
             f"{checkpoint.path} keeps what rounding left over (compensation), and {kind} has no place for it. Set "
-            "optim.kind: "
-            "adamw_bf16."
+            "optim.kind: adamw_bf16."
         )
-    if checkpoint.states and (lacking or extra):
-        words = [f"it lacks {', '.join(sorted(lacking))}"] if lacking else []
-        words += [f"it has {', '.join(sorted(extra))}"] if extra else []
+    if lacking or extra:
+        sides = {"lacks": lacking, "has": extra}
+        what = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in sides.items() if names)
         raise CheckpointMismatch(
-            f"{checkpoint.path} is not of this run's optimizer, {kind}: {' and '.join(words)}. Choose optim.kind as "
-            "it was "
-            "there, or import with --export and begin anew."
+            f"{checkpoint.path} is not of this run's optimizer, {kind}: it {what}. Choose optim.kind as it was there, or "
+            "import with --export and begin anew."
         )
+
+
+def _is_wide(checkpoint: ForeignCheckpoint) -> bool:
+    """Return whether no trained weight forgets small updates."""
+    weights = checkpoint.weights
+    return all(weights[name].dtype.itemsize >= 4 for name in checkpoint.states if name in weights)
 
 
 def _slot(
@@ -111,8 +114,7 @@ def _slot(
         return Planned(tensor.shape, dtype, lambda: tensor.read().to(torch.float32))
     raise CheckpointMismatch(
         f"{checkpoint.path}: {slot} is {_word(tensor.dtype)} there, and the parameters of this run are "
-        f"{_word(dtype)}: making "
-        f"it {_word(dtype)} would lose digits. Set model.dtype: {_word(tensor.dtype)}."
+        f"{_word(dtype)}: making it {_word(dtype)} would lose digits. Set model.dtype: {_word(tensor.dtype)}."
     )
 
 

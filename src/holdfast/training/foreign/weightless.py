@@ -82,8 +82,7 @@ def _refuse_several(config: TrainingConfig) -> None:
     if not isinstance(config, _KINDS) or isinstance(config, ScorerConfig):
         raise ConfigError(
             f"A run of `holdfast {config.verb}` does not continue another system's checkpoint; those of sft, dpo and "
-            "grpo "
-            "do. Import it with --export, and name the result in model.path."
+            "grpo do. Import it with --export, and name the result in model.path."
         )
     several = [
         key
@@ -97,8 +96,7 @@ def _refuse_several(config: TrainingConfig) -> None:
     if several:
         raise ConfigError(
             f"This run keeps the state of more than its model ({', '.join(several)}), which no other system's "
-            "checkpoint "
-            "has. Leave that out, or import with --export and begin anew from model.path."
+            "checkpoint has. Leave that out, or import with --export and begin anew from model.path."
         )
 
 
