@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,22 @@ class Watch(TrainerCallback):
             self.lines.append((state.global_step, logs["loss"], logs["grad_norm"]))
             if dist.get_rank() == 0:
                 print(f"at {state.global_step}", flush=True)
+
+
+def _time_saves(trainer: Trainer) -> None:
+    """Print at the end of each save how long all so far took, for benchmarks/rescue.py."""
+    first, spent = trainer._save_checkpoint, [0.0]
+
+    def timed(*arguments, **named):
+        dist.barrier()
+        began = time.perf_counter()
+        first(*arguments, **named)
+        dist.barrier()
+        spent[0] += time.perf_counter() - began
+        if dist.get_rank() == 0 and trainer.state.global_step == 6:
+            print(f"saves took {spent[0]:.4f}", flush=True)
+
+    trainer._save_checkpoint = timed
 
 
 def main() -> None:
@@ -99,6 +116,8 @@ def main() -> None:
         from holdfast.integrations.trl import protect
 
         protect(trainer)
+    if "timed" in flags:
+        _time_saves(trainer)
     trainer.train(resume_from_checkpoint=True if "resume" in flags else None)
     if dist.get_rank() == 0:
         print(json.dumps({"lines": watch.lines, "there": sorted(each.name for each in out.iterdir())}), flush=True)
