@@ -94,7 +94,9 @@ def headers() -> bool:
             seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             outputs = done.stdout + done.stderr
     print(outputs)
-    print(f"headers of {size / 1e9:.0f} GB on {RANKS} ranks: {median(seconds):.2f} CPU s ({min(seconds):.2f} to {max(seconds):.2f})")
+    print(
+        f"headers of {size / 1e9:.0f} GB on {RANKS} ranks: {median(seconds):.2f} CPU s ({min(seconds):.2f} to {max(seconds):.2f})"
+    )
     return median(seconds) < 5 and "whole" in outputs
 
 
@@ -157,7 +159,9 @@ def imports() -> bool:
             ratios.append(times["import"] / times["copy"])
         memory = _memory_of_an_import(source, Path(folder))
     extra = memory / (4 * largest)
-    print(f"import / plain copy of {count * largest * 4 / 1e9:.2f} GB: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"import / plain copy of {count * largest * 4 / 1e9:.2f} GB: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
     print(f"memory beyond the process before: {extra:.2f} tensors of {4 * largest / 1e6:.0f} MB")
     return median(ratios) <= 1.5 and extra <= 2
 
@@ -172,7 +176,12 @@ def _memory_of_an_import(source: Path, folder: Path) -> float:
         "rescue._import(folder / 'small', folder / 'warm'); before = rescue._peak()\n"
         "rescue._import(Path(sys.argv[1]), folder / 'measured'); print(rescue._peak() - before)\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(source), str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(source), str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return float(done.stdout.split()[-1])
 
 
