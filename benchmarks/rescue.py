@@ -2,8 +2,8 @@
 
     python benchmarks/rescue.py [headers] [import] [saves]
 
-headers   weights and two moments of a Llama of 70B parameters in rank files of 8 ranks, whose storages are holes: written
-          by torch.save without its data. Target: `checkpoint check --level headers` in less than 5 CPU seconds,
+headers   weights and two moments of a Llama of 70B parameters in rank files of 8 ranks, whose storages are holes:
+          written by torch.save without its data. Target: `checkpoint check --level headers` in less than 5 CPU seconds,
           Python's start and imports included.
 import    a DCP directory of 0.5 GB; a plain copy reads every file and writes it with fsync. Arms alternate.
           Target: 1.5 times its time, and at most two tensors of memory beyond the process before.
@@ -95,7 +95,8 @@ def headers() -> bool:
             outputs = done.stdout + done.stderr
     print(outputs)
     print(
-        f"headers of {size / 1e9:.0f} GB on {RANKS} ranks: {median(seconds):.2f} CPU s ({min(seconds):.2f} to {max(seconds):.2f})"
+        f"headers of {size / 1e9:.0f} GB on {RANKS} ranks: {median(seconds):.2f} CPU s "
+        f"({min(seconds):.2f} to {max(seconds):.2f})"
     )
     return median(seconds) < 5 and "whole" in outputs
 
@@ -128,8 +129,8 @@ def _import(source: Path, target: Path) -> None:
         trained=frozenset(planned), ties={}, optimizer=None, rank_state={}, shared={},
         readers={name: each.read for name, each in planned.items()},
     )  # fmt: skip
+    target.mkdir()
     storage = open_storage(str(target))
-    storage.make("")
     commit(snapshot, storage, About(run_id="", step=1), RankGroup(), name="step-00000001")
     verify_checkpoint(storage, "step-00000001", "files")
 
@@ -160,7 +161,8 @@ def imports() -> bool:
         memory = _memory_of_an_import(source, Path(folder))
     extra = memory / (4 * largest)
     print(
-        f"import / plain copy of {count * largest * 4 / 1e9:.2f} GB: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"import / plain copy of {count * largest * 4 / 1e9:.2f} GB: {median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f})"
     )
     print(f"memory beyond the process before: {extra:.2f} tensors of {4 * largest / 1e6:.0f} MB")
     return median(ratios) <= 1.5 and extra <= 2

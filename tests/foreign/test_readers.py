@@ -116,3 +116,20 @@ def test_the_next_losses_are_those_of_the_systems_own_resume(fixtures: Path, nam
         losses.append(float(total.detach()))
 
     assert losses == pytest.approx(truth["next"], abs=1e-6)
+
+
+def test_the_state_that_easyr1_kept_in_bfloat16_is_bitwise_that_of_its_ranks(fixtures: Path) -> None:
+    checkpoint, truth = opened(fixtures / "easyr1_adamw_bf16_frozen"), truth_of(fixtures / "easyr1_adamw_bf16_frozen")
+
+    assert checkpoint.system == "EasyR1"
+    assert not checkpoint.of_kind("damage")
+    for name, value in truth["model"].items():
+        assert torch.equal(checkpoint.weights[name].read(), value), name
+    assert set(checkpoint.states) == {name for rank in truth["raw"] for name in rank}
+    for name, slots in checkpoint.states.items():
+        assert set(slots) == {"step", "exp_avg", "exp_avg_sq", "compensation"}
+        for slot in ("exp_avg", "exp_avg_sq", "compensation"):
+            runs = [rank[name][slot].flatten() for rank in truth["raw"] if slot in rank.get(name, {})]
+            stored = slots[slot].read()
+            assert stored.dtype == torch.bfloat16
+            assert torch.equal(stored.flatten(), torch.cat(runs)), (name, slot)

@@ -93,6 +93,7 @@ def test_a_trainer_killed_in_a_save_continues_bit_for_bit(kind: str, tmp_path: P
     assert resumed["there"] == straight["there"]
 
 
+@pytest.mark.deep
 def test_a_trainer_without_the_plug_in_resumes_as_before(tmp_path: Path) -> None:
     straight = result_of("trainer_script.py", str(tmp_path), "plain")
     for file in (tmp_path / "checkpoint-6").iterdir():

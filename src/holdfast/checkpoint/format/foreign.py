@@ -66,7 +66,7 @@ _SYSTEMS: list[System] = [
     (
         lambda names, inner: _any(names | inner, r"world_size_\d+_rank_\d+\.pt$"),
         "it looks like a checkpoint of verl or EasyR1 (one pickle per rank). `holdfast checkpoint check` looks at it, "
-        "`holdfast checkpoint import` continues it or makes it a model.",
+        "`holdfast checkpoint import` goes on from it.",
     ),
     (
         lambda names, _: (
@@ -74,12 +74,12 @@ _SYSTEMS: list[System] = [
             or "checkpoint_tracker.json" in names
             or _any(names, r"^global_step_\d+$")
         ),
-        "it looks like a run of verl or EasyR1 with its checkpoints. `holdfast checkpoint import` continues one of them, "
-        "such as global_step_10/actor, or makes it a model.",
+        "it looks like a run of verl or EasyR1 with its checkpoints. `holdfast checkpoint import` goes on from one of "
+        "them, such as global_step_10/actor.",
     ),
     (
         lambda names, _: "meta.pt" in names and ".metadata" in names,
-        "it looks like a sharded checkpoint of Lightning. `holdfast checkpoint import` continues it or makes it a model.",
+        "it looks like a sharded checkpoint of Lightning. `holdfast checkpoint import` goes on from it.",
     ),
     (
         lambda names, _: _any(names, r"\.ckpt$"),
@@ -88,8 +88,8 @@ _SYSTEMS: list[System] = [
     ),
     (
         lambda names, _: _any(names, r"^(pytorch_model_fsdp|optimizer)_\d+$") or "random_states_0.pkl" in names,
-        "it looks like a checkpoint of accelerate or transformers' Trainer. `holdfast checkpoint import` continues it or "
-        "makes it a model.",
+        "it looks like a checkpoint of accelerate or transformers' Trainer. `holdfast checkpoint import` goes on "
+        "from it.",
     ),
     (
         lambda names, _: _any(names, r"^checkpoint-\d+$"),

@@ -88,8 +88,8 @@ def _refuse_other_slots(checkpoint: ForeignCheckpoint, slots: tuple[str, ...], k
         sides = {"lacks": lacking, "has": extra}
         what = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in sides.items() if names)
         raise CheckpointMismatch(
-            f"{checkpoint.path} is not of this run's optimizer, {kind}: it {what}. Choose optim.kind as it was there, or "
-            "import with --export and begin anew."
+            f"{checkpoint.path} is not of this run's optimizer, {kind}: it {what}. Choose optim.kind as it was "
+            "there, or import with --export and begin anew."
         )
 
 
