@@ -14,7 +14,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import learn
-from holdfast.training.directory import FOLDER
+from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
 from holdfast.training.saving.resume import resume
@@ -36,7 +36,7 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
         ConfigError: The step was not kept, or there is no checkpoint right before it.
     """
     record = read_record(directory, step)
-    storage, before = open_storage(config.checkpoint.storage or directory / FOLDER), step_name(step - 1)
+    storage, before = open_storage(config.checkpoint.storage or directory / CHECKPOINTS), step_name(step - 1)
     if step > 1 and not storage.exists(before):
         raise ConfigError(
             f"Step {step} is made again from the checkpoint of step {step - 1}, and {storage.root} has none. Keep "

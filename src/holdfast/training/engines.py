@@ -74,7 +74,7 @@ def build_engine(
         ConfigError: The engine that was asked for cannot decode this model.
     """
     origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
-    # Behind an image token that is no image's, training and sampling would read different things: it ends a completion.
+    # Behind an image token that is not an image's, training and sampling would read different things: it ends the text.
     marks = (origin.family.image_token_id, origin.family.video_token_id)
     ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
     stops = Stops(

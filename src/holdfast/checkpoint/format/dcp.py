@@ -198,7 +198,7 @@ def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Meta
         foreign: Whether it may list things that are no tensors, each of them a pickle; ours never does.
 
     Raises:
-        CheckpointCorrupt: The metadata is damaged, hostile, or lists something that is no tensor.
+        CheckpointCorrupt: The metadata is damaged, hostile, or lists something that is not a tensor.
         CheckpointUnreadable: This machine is short of memory.
     """
     try:
