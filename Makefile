@@ -63,6 +63,7 @@ test-all: checks
 	$(PYTEST) -m "not gpu"
 	tools/test_versions.sh
 	tools/test_trackers.sh
+	tools/test_rescue.sh
 
 # A searchable site that needs no network: site/index.html.
 docs: setup
@@ -71,7 +72,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint failures; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue failures; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

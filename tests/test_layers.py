@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("recipes",),
     ("launch", "report"),
-    ("cli", "api"),
+    ("cli", "api", "integrations"),
 )
 """From the lowest up. Those of one layer never import each other."""
 

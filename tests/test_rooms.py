@@ -52,7 +52,7 @@ ROOMS = {
         errors
         place
         format
-        background load
+        background foreign load
         inspect save
         calls export
         keep
@@ -66,7 +66,7 @@ ROOMS = {
         engines saving step
         evaluate
         build fit
-        scorers
+        foreign scorers
         policy preference
         distillation
     """,

@@ -29,7 +29,7 @@ FOREIGN = {
     "Lightning": ([".metadata", "__0_0.distcp", "meta.pt"], "it looks like a sharded checkpoint of Lightning."),
     "verl's run": (
         ["global_step_10/actor/model_world_size_2_rank_0.pt", "latest_checkpointed_iteration.txt"],
-        "it looks like a run of verl or EasyR1 with its checkpoints. Merge one of them, such as global_step_10/actor,",
+        "it looks like a run of verl or EasyR1 with its checkpoints. `holdfast checkpoint import` goes on from one of",
     ),
     "EasyR1's run": (
         ["global_step_5/actor/model_world_size_1_rank_0.pt", "global_step_5/dataloader.pt"],
