@@ -22,6 +22,7 @@ from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
+from holdfast.launch.slurm import become_launcher, become_rank, check_interfaces, current_step
 from holdfast.models.source.places import local_directory
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import find_script
@@ -95,7 +96,13 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
 
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
-    """Start the ranks, or be one of them under torchrun."""
+    """Start the ranks, or be one of them under torchrun; a task of `srun` is one rank, or torchrun on its node."""
+    step = None if under_torchrun() else current_step()
+    if step is not None:
+        check_interfaces()
+        if step.role(loaded.config.launch) == "launcher":
+            become_launcher(step, loaded.config.launch, loaded.config.checkpoint.grace_seconds)
+        become_rank(step)
     if under_torchrun():
         return work(verb, loaded.config, loaded.base)
     check_paths(verb, loaded.config, loaded.base)
