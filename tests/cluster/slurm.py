@@ -96,6 +96,8 @@ def _free_ports(count: int) -> list[int]:
 def slurm(base: Path) -> Iterator[Cluster]:
     """Start a controller and two nodes, yield when both are idle, and end all three however the block ends.
 
+    Daemons end with this process too; what a killed process had running as a job may stay.
+
     Args:
         base: An empty folder.
     """
@@ -111,7 +113,15 @@ def slurm(base: Path) -> Iterator[Cluster]:
         for command in (["slurmctld", "-i"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
             daemons.append(
                 subprocess.Popen(
-                    [*command, "-D", "-f", str(file)],
+                    [
+                        "setpriv",
+                        "--pdeathsig",
+                        "TERM",
+                        *command,
+                        "-D",
+                        "-f",
+                        str(file),
+                    ],  # also if this process is killed
                     env=cluster.environ,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -78,7 +78,7 @@ export MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed 's/.*NodeAddr=
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 {interface}
 # Shortly before the time limit Slurm signals this shell alone. It passes SIGTERM on: the run saves and stops.
-pass_on() {{ scancel --signal=TERM "$SLURM_JOB_ID"; }}
+pass_on() {{ timeout 10 scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null & }}
 trap pass_on TERM
 
 # One task a node; each starts the ranks of its node by torchrun.
@@ -86,13 +86,14 @@ srun --kill-on-bad-exit=1 {python} -m holdfast.cli.main {command} &
 step=$!
 wait $step; code=$?
 while kill -0 $step 2> /dev/null; do wait $step; code=$?; done  # a signal ends a wait early
+trap - TERM
 
 # A job that somebody cancels or requeues is not RUNNING any more, and is left alone.
 state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed 's/.*JobState=\\([^ ]*\\).*/\\1/')
 if [ $code -ne 0 ] && [ $code -ne 2 ] && [ "$state" = RUNNING ]; then  # 2: refused
     if {python} -m holdfast.cli.requeue {directory} "$SLURM_JOB_ID"; then
         scontrol requeue "$SLURM_JOB_ID"
-        sleep 60  # until Slurm ends this shell
+        exec sleep 60  # until Slurm ends this shell
     fi
 fi
 exit $code

@@ -17,7 +17,7 @@ def main() -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(sys.argv[1:]))
+        run(parse_args(sys.argv[1:]))  # type: ignore[no-untyped-call]  # torch's own lack annotations
     except SignalException:
         return RunStopped.exit_code
     except ChildFailedError as error:
