@@ -25,7 +25,8 @@ def test_a_stopped_run_is_requeued(tmp_path: Path) -> None:
 
     assert again
     assert (
-        words == "The run stopped at step 7: stopped by SIGTERM. Job 5 is requeued, 1 of at most 3 times at this step."
+        words
+        == "The run is stopped at step 7: stopped by SIGTERM. Job 5 is requeued, 1 of at most 3 times at this step."
     )
 
 

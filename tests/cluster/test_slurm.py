@@ -38,10 +38,9 @@ def submitted(cluster: Cluster, name: str, *overrides: str, nodes: int = 2) -> s
 
 
 def await_step(cluster: Cluster, job: str, name: str, step: int) -> None:
+    """Return when a run has a line for a step in its metrics; fail with the job's output if it ends before."""
     metrics, deadline = cluster.base / name / "metrics.jsonl", time.monotonic() + 90
-    while not metrics.exists() or f'"step": {step},' not in metrics.read_text().replace('":', '": ').replace(
-        ":  ", ": "
-    ):
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
         assert time.monotonic() < deadline, cluster.output(job)
         assert cluster.state(job) not in ENDED, cluster.output(job)
         time.sleep(0.2)
@@ -57,6 +56,7 @@ def saved_steps(cluster: Cluster, name: str) -> list[int]:
     return [event["saved"] for event in map(json.loads, lines) if event.get("event") == "checkpoint"]
 
 
+@pytest.mark.slow
 def test_a_requeued_job_ends_with_the_weights_of_a_straight_one(cluster: Cluster) -> None:
     straight = submitted(cluster, "straight", "steps=60")
     assert cluster.await_state(straight, ENDED, 120) == "COMPLETED", cluster.output(straight)
@@ -96,10 +96,11 @@ def test_a_mistaken_override_on_two_nodes_is_one_paragraph(cluster: Cluster) -> 
     answer = cluster.run("srun", "-N2", "-K1", *HOLDFAST, "sft", str(EXAMPLE), "optim.learning=1")
 
     assert answer.returncode != 0
-    assert answer.stderr.count("optim.learning") == 1, answer.stderr
+    assert answer.stderr.count("optim.learning: unknown key") == 1, answer.stderr
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.slow
 def test_as_many_tasks_as_ranks_are_one_rank_each(cluster: Cluster) -> None:
     values = [*SMALL, "launch.ranks=2", "launch.device=cpu", f"run.dir={cluster.base}", "run.name=tasks", "steps=4"]
 

@@ -35,7 +35,7 @@ def decide(place: Path, job: str) -> tuple[bool, str]:
     at = step or 0
     earlier = [event for event in events if event.get("event") == _EVENT and event.get("job") == job]
     here = sum(event.get("step") == at for event in earlier)
-    why = f"The run {state.name} at step {at}" + (f": {state.why}" if state.why else "") + "."
+    why = f"The run is {state.name} at step {at}" + (f": {state.why}" if state.why else "") + "."
     if here >= _MOST_AT_ONE_STEP:
         return False, f"{why} It was requeued {here} times at this step, so it is not again: the cause is not chance."
     line = {"event": _EVENT, "step": at, "job": job, "reason": state.why, "time": time.time()}
