@@ -133,3 +133,13 @@ def test_without_sbatch_nothing_is_submitted(cluster: Cluster) -> None:
     assert answer.returncode == 2
     assert "There is no sbatch on this machine" in answer.stderr
     assert shutil.which("sbatch") is not None
+
+
+@pytest.mark.slow
+def test_as_many_tasks_as_nodes_are_one_launcher_each(cluster: Cluster) -> None:
+    values = [*SMALL, "launch.ranks=2", "launch.device=cpu", f"run.dir={cluster.base}", "run.name=launchers", "steps=2"]
+
+    answer = cluster.run("srun", "-N2", *HOLDFAST, "sft", str(EXAMPLE), *values, GLOO_SOCKET_IFNAME="lo")
+
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("done after step 2") == 1
