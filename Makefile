@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-browser test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-browser test-slurm test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -47,6 +47,10 @@ checks: setup
 
 test: checks
 	$(PYTEST) -m "not slow and not gpu and not deep"
+
+# Two Slurm nodes on this host, the part that fits in a minute; tools/install_slurm.sh installs what it needs.
+test-slurm: setup
+	$(BIN)/python -m pytest -n 0 -m "not slow" tests/cluster
 
 test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu"

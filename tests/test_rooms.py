@@ -45,7 +45,7 @@ ROOMS = {
     "parallel": """
         collectives failure plan rendezvous
         shards
-        apply mesh stream
+        agent apply mesh stream
         host_memory
     """,
     "checkpoint": """

@@ -33,10 +33,12 @@ app = typer.Typer(
 )
 config_app = typer.Typer(cls=HintingGroup, help="Look at a run's configuration.", no_args_is_help=True)
 data_app = typer.Typer(cls=HintingGroup, help="Look at a run's data.", no_args_is_help=True)
+launch_app = typer.Typer(cls=HintingGroup, help="Hand a run to a scheduler.", no_args_is_help=True)
 model_app = typer.Typer(cls=HintingGroup, help="Look at a run's model.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(launch_app, name="launch")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
 for look in (report, watch, push):
@@ -226,6 +228,24 @@ def version() -> None:
 
     for name, number in versions().items():
         typer.echo(f"{name} {number}")
+
+
+@launch_app.command("slurm")
+def run_by_slurm(  # noqa: PLR0913, PLR0917 - each is an option of the command
+    run: RunFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs and ranks of each.", show_default="launch.ranks, and no GPUs")
+    ] = None,
+    time: Annotated[str | None, typer.Option(help="Limit, such as 12:00:00.", show_default="the partition's")] = None,
+    interface: Annotated[str | None, typer.Option(help="Network interface over which the machines talk.")] = None,
+    to_submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch instead of printing it.")] = False,
+) -> None:
+    """Print a batch job for Slurm that requeues itself until the run is done, or submit it."""
+    from holdfast.cli.launch import Ask, launch_slurm
+
+    launch_slurm(run, overrides or [], Ask(nodes, gpus_per_node, time, interface), to_submit=to_submit)
 
 
 @config_app.command("show")

@@ -135,7 +135,7 @@ def _looked_at(place: Path) -> tuple[float, RunLine]:
         ValueError: A file of it is damaged.
     """
     verb, run_id = _identity(place)
-    step, events = _last_step(place / METRICS), _events(place / EVENTS)
+    step, events = last_step(place / METRICS), read_events(place / EVENTS)
     state: State = state_of(place, events, step)
     names = (IDENTITY, METRICS, EVENTS, f"{CHECKPOINTS}/.lease.json")
     active = max((place / name).stat().st_mtime for name in names if (place / name).exists())
@@ -165,11 +165,12 @@ def _identity(place: Path) -> tuple[str, str]:
     return values["verb"], values["run_id"]
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of an events.jsonl, oldest first; none if it is not there."""
     return json_lines(read_text(path)) if path.exists() else []
 
 
-def _last_step(path: Path) -> int | None:
+def last_step(path: Path) -> int | None:
     """Return the step of the last line of metrics.jsonl, of which only the end is read; a resume may go back."""
     if not path.exists():
         return None

@@ -23,6 +23,7 @@ from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.launch.environment import is_first_rank, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
+from holdfast.launch.slurm import become_launcher, become_rank, check_interfaces, current_step
 from holdfast.models.source.places import local_directory
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import find_script
@@ -96,7 +97,13 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
 
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
-    """Start the ranks, or be one of them under torchrun."""
+    """Start the ranks, or be one of them under torchrun; a task of `srun` is one rank, or torchrun on its node."""
+    step = None if under_torchrun() else current_step()
+    if step is not None:
+        check_interfaces()
+        if step.role(loaded.config.launch) == "launcher":
+            become_launcher(step, loaded.config.launch, loaded.config.checkpoint.grace_seconds)
+        become_rank(step)
     directory = run_directory(loaded.config)
     before = starts(directory)
     code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
