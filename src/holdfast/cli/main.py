@@ -134,6 +134,14 @@ def distill(run: RunFile, overrides: Overrides = None) -> None:
     raise typer.Exit(train("distill", run, overrides or []))
 
 
+@app.command()
+def serve(run: RunFile, overrides: Overrides = None) -> None:
+    """Start the servers of vLLM that a run samples from, until Ctrl-C or SIGTERM; weights come from the run."""
+    from holdfast.cli.serve import serve as serve_run
+
+    raise typer.Exit(serve_run(run, overrides or []))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from holdfast.cli.serve import beside
 from holdfast.cli.worker import work
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
@@ -104,7 +105,8 @@ def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
         command = [sys.executable, "-m", "holdfast.cli.worker", verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
-        return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
+        with beside(loaded):
+            return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
 
 
 def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
