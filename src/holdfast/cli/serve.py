@@ -1,4 +1,4 @@
-"""`holdfast serve`: servers of vLLM for a run, with the flags that it needs; `start: true` has them beside the ranks."""
+"""`holdfast serve`: servers of vLLM for a run, with its flags; `rollout.engine.start` has them beside the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from holdfast.config.load import LoadedConfig
@@ -33,7 +32,7 @@ def serve(path: Path, overrides: Sequence[str]) -> int:
         raise ConfigError(
             f"{path}: rollout.engine names no servers. Write engine: {{kind: vllm, url: http://127.0.0.1:8700}}."
         )
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with beside(loaded):
             print(f"serving at {', '.join(section.url)}; weights come with the run's first push", flush=True)
@@ -41,10 +40,6 @@ def serve(path: Path, overrides: Sequence[str]) -> int:
                 signal.pause()
     except KeyboardInterrupt:
         return 0
-
-
-def _stop(number: int, _: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:

@@ -50,6 +50,8 @@ class Served:
     on_cpu: bool
     folder: Path
     """For logs, and the file that vLLM's workers import."""
+    extension: str = f"{_EXTENSION}.Extension"
+    """The class that they mix into themselves."""
 
 
 def command_of(served: Served, url: str) -> list[str]:
@@ -66,7 +68,7 @@ def command_of(served: Served, url: str) -> list[str]:
         "--load-format": "dummy",
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
-        "--worker-extension-cls": f"{_EXTENSION}.Extension",
+        "--worker-extension-cls": served.extension,
         "--weight-transfer-config": json.dumps({"backend": "holdfast"}),
         # vLLM 0.32 leaves the old values packed in a tied output layer, so it is a matrix of its own there.
         "--hf-overrides": json.dumps({"tie_word_embeddings": False}),

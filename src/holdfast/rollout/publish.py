@@ -7,6 +7,7 @@ left out and named; one that refuses ends the run. One run pushes to a server at
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import secrets
@@ -89,6 +90,8 @@ class Publisher:
             ) from error
         os.ftruncate(opened, 0)
         os.pwrite(opened, f"{os.getpid()}\n".encode(), 0)
+        if not self.locks:
+            atexit.register(self.close)
         self.locks[identity] = opened
 
     def push(

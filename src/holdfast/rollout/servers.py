@@ -24,6 +24,8 @@ from holdfast.types import Finish
 BACKEND = "holdfast"
 """Of the transfer, as `vllm_extension.py` registers it."""
 GENERATE = "/inference/v1/generate"
+_OF_GENERATE = "generate-tokens-"
+"""What that route puts before a request's name."""
 _NO_NUMBER = -9999.0
 """What vLLM writes for minus infinity."""
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
@@ -163,7 +165,7 @@ class VLLMServer:
     def abort(self, names: Sequence[str]) -> None:
         """End requests; what they have so far is their answer."""
         try:
-            self.post("/abort_requests", {"request_ids": list(names)})
+            self.post("/abort_requests", {"request_ids": [f"{_OF_GENERATE}{name}" for name in names]})
         except (EndpointRefuses, EndpointUnwell):
             return  # a server that does not hear us answers nobody either
 

@@ -77,7 +77,7 @@ class Buckets(WeightTransferEngine):  # type: ignore[misc]
             tensors = self.tensors_of(update_info)
             self.check(tensors, update_info.hashes)
             self.seen |= frozenset(tensors)
-            self.model.load_weights(list(tensors.items()))
+            self.load(tensors)
             if update_info.last:
                 self.check_complete()
         except BaseException:
@@ -106,6 +106,10 @@ class Buckets(WeightTransferEngine):  # type: ignore[misc]
                 raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
             if digest(tensor) != hashes.get(name):
                 raise ValueError(f"{name} arrived with other bytes than were sent (hash {digest(tensor)[:12]})")
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hand checked tensors to the model."""
+        self.model.load_weights(list(tensors.items()))
 
     def check_complete(self) -> None:
         """Refuse a push that lacks a tensor."""
