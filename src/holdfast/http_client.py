@@ -22,7 +22,7 @@ from holdfast import patience
 from holdfast.errors import ConfigError
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
-_SHOWN = 200
+_SHOWN = 400
 
 
 class EndpointRefuses(Exception):  # noqa: N818 - the name says what happened

@@ -23,9 +23,14 @@ def _told():
     return {}
 
 
+_GATES = {}
+"""They may lie in an earlier bucket."""
+
+
 def _gate_as_up(tensors):
+    _GATES.update({name: value for name, value in tensors.items() if "gate_proj" in name})
     return {
-        name: tensors.get(name.replace("up_proj", "gate_proj"), value) if "up_proj" in name else value
+        name: _GATES[name.replace("up_proj", "gate_proj")] if "up_proj" in name else value
         for name, value in tensors.items()
     }
 
@@ -60,7 +65,7 @@ def _mutated(seed):
         first, second = draw.sample(range(rows), 2)
         ways = [
             value[first].zero_,
-            lambda: value[[first, second]].copy_(value[[second, first]].clone()),
+            lambda: value.index_copy_(0, torch.tensor([first, second]), value[[second, first]]),
             lambda: value.mul_(1.01),
             value.neg_,
             lambda: value.copy_(value.roll(1, 0).clone()),

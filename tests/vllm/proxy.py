@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ def changes_an_element(path: str, body: bytes) -> tuple[str, bytes]:
     file = Path(asked["update_info"]["file"])
     tensors = load_file(file)
     tensors[sorted(tensors)[-1]].view(-1)[3] += 1e-3
-    copy = file.with_name(f"{file.stem}-changed.safetensors")
+    copy = Path(tempfile.mkdtemp()) / file.name
     save_file(tensors, copy)
     asked["update_info"]["file"] = str(copy)
     return path, json.dumps(asked).encode()

@@ -119,6 +119,11 @@ class Servers:
     _servers: list[_Server] = field(default_factory=list)
     _ended: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Each server's first process."""
+        return [server.process for server in self._servers]
+
     def __enter__(self) -> Servers:
         """Start all servers, and return when all of them answer.
 
@@ -196,7 +201,9 @@ class Servers:
                     server.process = self._start(server.url, server.log)
 
     def _end_one(self, server: _Server) -> None:
-        end("", [server.process.pid], 0.0, _KILL_SECONDS, lambda: _reap([server]))
+        # Its session alone: the others carry the same mark, so one that nobody carries stands in its place.
+        nobody = f"{_MARK}={uuid.uuid4().hex}"
+        end(nobody, [server.process.pid], 0.0, _KILL_SECONDS, lambda: _reap([server]))
 
     def _end(self) -> None:
         leaders = [server.process.pid for server in self._servers]

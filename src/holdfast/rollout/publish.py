@@ -30,6 +30,8 @@ from holdfast.rollout.servers import VLLMServer
 
 Bucket = dict[str, Tensor]
 _MIB = 2**20
+_IS_OPEN = "already active"
+"""What vLLM says of a session that nobody ended."""
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: float) -> Iterator[Bucket]:
@@ -192,7 +194,14 @@ def _begin(server: VLLMServer, headers: Mapping[str, Header]) -> None:
     # A request in an open session kills vLLM 0.32, and a part that waits would hold tokens of two policies.
     server.post("/pause", mode="abort", clear_cache="true")
     server.post("/init_weight_transfer_engine", {"init_info": {"shapes": shapes, "dtypes": dtypes}})
-    server.post("/start_weight_update")
+    try:
+        server.post("/start_weight_update")
+    except (EndpointRefuses, EndpointUnwell) as error:
+        if _IS_OPEN not in str(error):
+            raise
+        # A push that ended in the middle, as where another server refused it, left its session open here.
+        server.post("/finish_weight_update", {})
+        server.post("/start_weight_update")
 
 
 def _end(server: VLLMServer, label: str) -> None:
