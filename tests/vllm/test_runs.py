@@ -16,7 +16,10 @@ import yaml
 
 from tests.vllm.conftest import Fleet, tree_of
 
-REWARD = "def even(completion_tokens, **_):\n    return sum(t % 2 == 0 for t in completion_tokens) / len(completion_tokens)\n"
+REWARD = """
+def even(completion_tokens, **_):
+    return sum(token % 2 == 0 for token in completion_tokens) / len(completion_tokens)
+"""
 
 
 def start(file: Path) -> subprocess.Popen[str]:
