@@ -60,7 +60,7 @@ deep-tests: setup
 	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu"
 
 test-all: checks
-	$(PYTEST) -m "not gpu and not vllm"
+	$(PYTEST) -m "not gpu"
 	tools/test_versions.sh
 	tools/test_trackers.sh
 

@@ -30,16 +30,23 @@ from holdfast.training.engines import open_engine
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.serving.publish import ServedEngine
 
-PYTHON = os.environ.get("HOLDFAST_VLLM_PYTHON", ".venv-vllm/bin/python")
+PYTHON = os.environ.get("HOLDFAST_VLLM_PYTHON", "")
+"""That of an environment with vLLM, where `make test-vllm` runs."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave these to `make test-vllm`."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("vllm")
-            item.add_marker("slow")
-            item.add_marker(pytest.mark.timeout(1200))
+    """Leave these to `make test-vllm`, and let those with servers of their own run before the session's two start."""
+    own = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in own:
+        item.add_marker("vllm")
+        item.add_marker("slow")
+        item.add_marker(pytest.mark.timeout(1200))
+        if not PYTHON:
+            item.add_marker(pytest.mark.skip(reason="needs a vLLM; make test-vllm installs one"))
+    places = [number for number, item in enumerate(items) if item in own]
+    ordered = sorted(own, key=lambda item: "fleet" in getattr(item, "fixturenames", ()))
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
 
 
 def free_port() -> int:

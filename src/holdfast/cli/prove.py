@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.serve import engine_of
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError, HoldfastError
@@ -66,6 +67,12 @@ def prove(
     if not 2 <= kill_at <= steps:
         raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
     loaded = load_run(path, [*overrides, f"steps={steps}"])
+    if engine_of(loaded.config) is not None:
+        raise ConfigError(
+            "rollout.engine: vllm is outside of what can be proved: what a server computes together depends on the "
+            "clock, so two runs sample differently. Updates are repeatable from what was sampled (rollout.record, "
+            "`holdfast replay`); to prove a whole run, use rollout.engine: auto."
+        )
     ranks = resolve_ranks(loaded.config.launch)
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)

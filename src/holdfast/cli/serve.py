@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
-from holdfast.launch.environment import cuda_devices
+from holdfast.launch.environment import computes_on_cpu
 from holdfast.launch.servers import Served, Servers
 
 
@@ -66,7 +65,7 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
             raise ConfigError(made.stderr.strip().splitlines()[-1] if made.stderr.strip() else "No model for servers.")
-        on_cpu = config.launch.device == "cpu" or not cuda_devices(os.environ)
+        on_cpu = computes_on_cpu(config.launch)
         dtype = config.parallel.compute_dtype
         if dtype == "auto":
             dtype = "float32" if on_cpu else "bfloat16"

@@ -236,8 +236,13 @@ def sample_groups(
         # What ends an engine outside of this process for one rank ends the step on all.
         sampled = setting.ranks.on_all_ranks(lambda: generate(sampler.engine, requests, sampling, setting.interrupted))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
-        if any(setting.ranks.gather(aborted)):
+        everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled)))
+        if any(gone for gone, _ in everyone):
             raise StepAbandoned
+        if unscored := sum(count for _, count in everyone):
+            setting.log.messages.append(
+                f"warning: the engine tells no log-probability of {unscored} sampled tokens; nothing corrects them"
+            )
         _refuse_nan(sharded, sampled)
         by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
         of_id = {prompt.prompt_id: prompt for prompt in prompts}
