@@ -22,6 +22,8 @@ class Patience:
 
     server_start_seconds: float = 900.0
     """For a server that we start to load its model and answer."""
+    server_restart_seconds: float = 180.0
+    """For ranks to see a server again that died, where we start servers."""
     server_look_seconds: float = 0.5
     """Between two looks whether it does, or still lives."""
 

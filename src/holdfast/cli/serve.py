@@ -48,6 +48,20 @@ def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:
     return engine if isinstance(engine, VLLMEngineConfig) else None
 
 
+def refuse_starting(config: TrainingConfig) -> None:
+    """Refuse servers beside ranks that somebody else has started: nobody here would end them.
+
+    Raises:
+        ConfigError: The run asks for some.
+    """
+    section = engine_of(config)
+    if section is not None and section.start:
+        raise ConfigError(
+            "rollout.engine.start: these ranks were started by torchrun or a scheduler, and servers are started by "
+            "our launcher alone. Run `holdfast serve RUN.yaml` first, and set rollout.engine.start: false."
+        )
+
+
 def beside(loaded: LoadedConfig[TrainingConfig]) -> Any:
     """Return a context in which the servers of a run live, if it asks for that."""
     section = engine_of(loaded.config)

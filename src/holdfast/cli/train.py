@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.cli.serve import beside
+from holdfast.cli.serve import beside, refuse_starting
 from holdfast.cli.worker import work
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
@@ -98,6 +98,7 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     """Start the ranks, or be one of them under torchrun."""
     if under_torchrun():
+        refuse_starting(loaded.config)
         return work(verb, loaded.config, loaded.base)
     check_paths(verb, loaded.config, loaded.base)
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:

@@ -20,7 +20,7 @@ def met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngin
         ConfigError: One does not, or serves something else.
     """
     patience = holdfast.patience.current
-    deadline = time.monotonic() + (patience.server_start_seconds if section.start else 0.0)
+    deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
     for server in servers:
         while not server.is_well():
             if time.monotonic() >= deadline:
@@ -37,7 +37,7 @@ def living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[
         RunStopped: None is.
     """
     patience = holdfast.patience.current
-    deadline = time.monotonic() + (patience.server_start_seconds if section.start else 0.0)
+    deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
     while True:
         present = [server for server in servers if server.is_well()]
         for server in servers if present else ():
