@@ -190,6 +190,17 @@ def replay(
     raise typer.Exit(replay_step(directory, step))
 
 
+@app.command("explain-mismatch")
+def explain_mismatch(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
+    step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
+) -> None:
+    """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
+    from holdfast.cli.prove import explain
+
+    raise typer.Exit(explain(directory, step))
+
+
 @app.command()
 def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     target: Annotated[str, typer.Argument(metavar="EXPORT|CHECKPOINT|RUN", help="Of a run: its newest checkpoint.")],
