@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-browser test-slurm test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-browser test-slurm test-vllm test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -48,12 +48,18 @@ checks: setup
 test: checks
 	$(PYTEST) -m "not slow and not gpu and not deep"
 
-# Two Slurm nodes on this host, the part that fits in a minute; tools/install_slurm.sh installs what it needs.
+# Two Slurm nodes on this host, in some minutes; tools/install_slurm.sh installs what it needs.
 test-slurm: setup
-	$(BIN)/python -m pytest -n 0 -m "not slow" tests/cluster
+	$(BIN)/python -m pytest -n 0 -rs tests/cluster
 
 test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu"
+
+# With a real vLLM, which has an environment of its own; two servers of 3 GiB at a time, so one worker.
+VLLM_VENV ?= .venv-vllm
+test-vllm: setup
+	tools/install_vllm.sh $(VLLM_VENV)
+	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/vllm
 
 deep-tests: setup
 	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu"

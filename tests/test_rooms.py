@@ -61,7 +61,7 @@ ROOMS = {
     "training": """
         directory observe randomness
         run
-        watched
+        serving watched
         control fingerprints journal profiling stragglers
         engines saving step
         evaluate

@@ -20,6 +20,13 @@ class Patience:
     """Before a request is tried again; doubled each time."""
     http_longest_pause_seconds: float = 4.0
 
+    server_start_seconds: float = 900.0
+    """For a server that we start to load its model and answer."""
+    server_restart_seconds: float = 180.0
+    """For ranks to see a server again that died, where we start servers."""
+    server_look_seconds: float = 0.5
+    """Between two looks whether it does, or still lives."""
+
     code_grace_seconds: float = 3.0
     """Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
     scorer_grace_seconds: float = 5.0

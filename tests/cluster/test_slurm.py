@@ -13,9 +13,12 @@ import pytest
 
 from tests.cluster.slurm import Cluster, missing_programs, slurm
 
-pytestmark = pytest.mark.skipif(
-    bool(missing_programs()), reason="Slurm is not installed here: tools/install_slurm.sh installs it"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(missing_programs()), reason="Slurm is not installed here: tools/install_slurm.sh installs it"
+    ),
+]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_sort.yaml"
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 SMALL = ["data.synthetic.rows=512", "data.batch_size=8", "evaluation.sets={}", "evaluation.completions=null"]
@@ -56,7 +59,6 @@ def saved_steps(cluster: Cluster, name: str) -> list[int]:
     return [event["saved"] for event in map(json.loads, lines) if event.get("event") == "checkpoint"]
 
 
-@pytest.mark.slow
 def test_a_requeued_job_ends_with_the_weights_of_a_straight_one(cluster: Cluster) -> None:
     straight = submitted(cluster, "straight", "steps=60")
     assert cluster.await_state(straight, ENDED, 120) == "COMPLETED", cluster.output(straight)
@@ -100,7 +102,6 @@ def test_a_mistaken_override_on_two_nodes_is_one_paragraph(cluster: Cluster) -> 
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.slow
 def test_as_many_tasks_as_ranks_are_one_rank_each(cluster: Cluster) -> None:
     values = [*SMALL, "launch.ranks=2", "launch.device=cpu", f"run.dir={cluster.base}", "run.name=tasks", "steps=4"]
 
@@ -135,7 +136,6 @@ def test_without_sbatch_nothing_is_submitted(cluster: Cluster) -> None:
     assert shutil.which("sbatch") is not None
 
 
-@pytest.mark.slow
 def test_as_many_tasks_as_nodes_are_one_launcher_each(cluster: Cluster) -> None:
     values = [*SMALL, "launch.ranks=2", "launch.device=cpu", f"run.dir={cluster.base}", "run.name=launchers", "steps=2"]
 

@@ -138,6 +138,14 @@ def distill(run: RunFile, overrides: Overrides = None) -> None:
     raise typer.Exit(train("distill", run, overrides or []))
 
 
+@app.command()
+def serve(run: RunFile, overrides: Overrides = None) -> None:
+    """Start the servers of vLLM that a run samples from, until Ctrl-C or SIGTERM; weights come from the run."""
+    from holdfast.cli.serve import serve as serve_run
+
+    raise typer.Exit(serve_run(run, overrides or []))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],
@@ -184,6 +192,17 @@ def replay(
     from holdfast.cli.prove import replay as replay_step
 
     raise typer.Exit(replay_step(directory, step))
+
+
+@app.command("explain-mismatch")
+def explain_mismatch(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
+    step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
+) -> None:
+    """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
+    from holdfast.cli.prove import explain
+
+    raise typer.Exit(explain(directory, step))
 
 
 @app.command()

@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.cli.runs import last_step, read_events, state_of
+from holdfast.cli.runs import last_step, read_events
 from holdfast.files import append_text
 from holdfast.metrics.sink import METRICS
+from holdfast.report.state import state_of
 from holdfast.training.directory import EVENTS, IDENTITY
 
 _MOST_AT_ONE_STEP = 3

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.cli.run_page import starts, write_at_end
+from holdfast.cli.serve import beside, refuse_starting
 from holdfast.cli.worker import work
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
@@ -104,6 +105,8 @@ def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
         if step.role(loaded.config.launch) == "launcher":
             become_launcher(step, loaded.config.launch, loaded.config.checkpoint.grace_seconds)
         become_rank(step)
+    if under_torchrun():
+        refuse_starting(loaded.config)
     directory = run_directory(loaded.config)
     before = starts(directory)
     code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
@@ -119,7 +122,8 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
         command = [sys.executable, "-m", "holdfast.cli.worker", verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
-        return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
+        with beside(loaded):
+            return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
 
 
 def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:

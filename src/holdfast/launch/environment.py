@@ -39,6 +39,11 @@ def resolve_ranks(launch: LaunchConfig, environ: Mapping[str, str] | None = None
     return max(1, cuda_devices(os.environ if environ is None else environ))
 
 
+def computes_on_cpu(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether what a run starts has no GPU to compute on."""
+    return launch.device == "cpu" or not cuda_devices(os.environ if environ is None else environ)
+
+
 def cuda_devices(environ: Mapping[str, str]) -> int:
     """Count the GPUs CUDA would show to a process with this environment, without importing torch."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")

@@ -69,7 +69,8 @@ class Samples:
         if self.total <= len(self.items):
             return SAMPLE_RULE
         steps = len({item.step for item in self.items})
-        return f"Of {self.total:,} completions those of {steps:,} steps, spread evenly over the run, are here. {SAMPLE_RULE}"
+        spread = f"those of {steps:,} steps, spread evenly over the run, are here"
+        return f"Of {self.total:,} completions {spread}. {SAMPLE_RULE}"
 
 
 def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_SAMPLES) -> Samples:
