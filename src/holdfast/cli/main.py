@@ -224,12 +224,15 @@ def run_doctor(
     no_code: Annotated[
         bool, typer.Option("--no-code", help="Run no code of yours: rewards, tests of rows, code of a model.")
     ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CHECK", help="Look at this alone; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
     from holdfast.cli.doctor import doctor
 
-    raise typer.Exit(doctor(run, overrides or [], runs_code=not no_code, as_json=as_json))
+    raise typer.Exit(doctor(run, overrides or [], runs_code=not no_code, as_json=as_json, only=only or []))
 
 
 @app.command("env")
