@@ -34,12 +34,7 @@ def doctor(
 
     counts: Counter[Grade] = Counter()
     findings: list[Finding] = []
-    checks = list(_checks(path, overrides, runs_code=runs_code))
-    names = {check.name: None for check in checks}
-    if unknown := [name for name in only if name not in names]:
-        message = f"--only {unknown[0]}: there is no such check here; there are {', '.join(names)}."
-        raise ConfigError(message)
-    checks = [check for check in checks if check.name in (only or names)]
+    checks = _chosen(list(_checks(path, overrides, runs_code=runs_code)), only)
     if not is_first_rank():  # under torchrun: it is there to be met
         findings = list(findings_of([check for check in checks if check.name == RANKS]))
         return int(any(finding.grade is Grade.fail for finding in findings))
@@ -53,6 +48,14 @@ def doctor(
     else:
         typer.echo(", ".join(f"{count} {grade.value}" for grade, count in sorted(counts.items())))
     return int(counts[Grade.fail] > 0)
+
+
+def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
+    names = {check.name: None for check in checks}
+    if unknown := [name for name in only if name not in names]:
+        message = f"--only {unknown[0]}: there is no such check here; there are {', '.join(names)}."
+        raise ConfigError(message)
+    return [check for check in checks if check.name in (only or names)]
 
 
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
