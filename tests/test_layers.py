@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("escaping", "patience", "quiet"),
-    ("errors", "types", "files"),
+    ("errors", "types", "files", "host_values"),
     ("http_client",),
     ("config",),
     ("data", "objectives", "advantages", "rewards", "metrics"),
@@ -25,7 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout", "checkpoint"),
     ("training",),
     ("recipes",),
-    ("launch", "report"),
+    ("launch",),
+    ("plan", "report"),
     ("cli", "api", "integrations"),
 )
 """From the lowest up. Those of one layer never import each other."""

@@ -36,7 +36,8 @@ ROOMS = {
         serving
     """,
     "models": """
-        names scores
+        known_gradients names
+        scores
         layers source weights
         heads
         adapters check
@@ -59,7 +60,7 @@ ROOMS = {
         interface session
     """,
     "training": """
-        directory observe randomness
+        directory observe peaks randomness
         run
         serving watched
         control fingerprints journal profiling stragglers

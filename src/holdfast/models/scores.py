@@ -18,7 +18,7 @@ keeps only log-probabilities and computes each chunk again in the backward pass:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.models.known_gradients import WithGradients, add_product, narrowed
 from holdfast.types import Scores
 
 TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
@@ -116,7 +117,7 @@ def separable_loss(  # noqa: PLR0913 - the operands of a formula
             if gradients.wanted:
                 gradients.add(chunk, states[rows], product_head, targets[rows], rows, by_logprob, by_entropy)
             del chunk  # or two chunks of logits would be alive at once
-    total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.as_inputs(hidden, head))  # type: ignore[no-untyped-call]
+    total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.parts())  # type: ignore[no-untyped-call]
     return total, Scores(outputs.logprobs, outputs.is_top, outputs.entropy if entropy else None)
 
 
@@ -276,20 +277,13 @@ class _HeadGradients:
         if self.hidden is not None:
             self.hidden[rows] = (narrow @ head.weight).mul_(row_factor[:, None].to(hidden.dtype))
         if self.weight is not None:
-            scaled = hidden * row_factor[:, None].to(hidden.dtype)
-            if self.weight.dtype == hidden.dtype:
-                self.weight.addmm_(narrow.t(), scaled)
-            else:
-                self.weight += narrow.t() @ scaled
+            add_product(self.weight, narrow, hidden * row_factor[:, None].to(hidden.dtype))
         if self.bias is not None:
             self.bias += (exponentials * row_factor[:, None]).sum(0)
 
-    def as_inputs(self, states: Tensor, head: HeadWeights) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the dtypes of the inputs."""
-        hidden = None if self.hidden is None else self.hidden.to(states.dtype)
-        weight = None if self.weight is None else self.weight.to(head.weight.dtype)
-        bias = None if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype)
-        return hidden, weight, bias
+    def parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of hidden states, weight and bias, the sums as wide as they were added up."""
+        return self.hidden, self.weight, self.bias
 
 
 def _prepared(hidden: Tensor, head: HeadWeights, how: _How) -> tuple[Tensor, HeadWeights]:
@@ -306,30 +300,6 @@ def _chunks(states: Tensor, head: HeadWeights, how: _How) -> Iterator[slice]:
     size = chunk_tokens(how.spec, head.weight.shape[0], states.device)
     for start in range(0, states.shape[0], size):
         yield slice(start, min(start + size, states.shape[0]))
-
-
-class WithGradients(torch.autograd.Function):
-    """A loss whose gradients by hidden states, weight and bias are known already."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
-        ctx: Any,
-        hidden: Tensor,  # noqa: ARG004
-        weight: Tensor,  # noqa: ARG004
-        bias: Tensor | None,  # noqa: ARG004
-        loss: Tensor,
-        gradients: Sequence[Tensor | None],
-    ) -> Tensor:
-        """Return the loss, and note its gradients."""
-        ctx.parts = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
-        """Return the gradients that were noted, times the loss's own."""
-        parts = [None if part is None else part.mul_(by_loss.to(part.dtype)) for part in ctx.parts]
-        ctx.parts = ()
-        return (*parts, None, None)
 
 
 class _Recompute(torch.autograd.Function):
@@ -350,6 +320,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_logprobs: Tensor, by_entropy: Tensor, _: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
+        assert weight.untyped_storage().size(), "FSDP2 freed the head, and its loss computes from it again"
         how: _How = ctx.how
         states, head = _prepared(hidden, HeadWeights(weight, bias), how)
         gradients = _HeadGradients(states, head, how)
@@ -359,7 +330,8 @@ class _Recompute(torch.autograd.Function):
                 by_chunk_entropy = by_entropy[rows] if how.want_entropy else None
                 gradients.add(chunk, states[rows], head, targets[rows], rows, by_logprobs[rows], by_chunk_entropy)
                 del chunk
-        return (*gradients.as_inputs(hidden, HeadWeights(weight, bias)), None, None)
+        dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
+        return (*narrowed(list(gradients.parts()), dtypes), None, None)
 
 
 class _Outputs:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from holdfast.host_values import host_value
 from holdfast.parallel.shards import local_part, local_rows
 from holdfast.parallel.stream import full_tensor
 
@@ -129,7 +130,7 @@ class Muon(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
-        step, gradient = float(state["step"]), local_part(parameter.grad)
+        step, gradient = float(host_value(state["step"], "steps of a parameter")), local_part(parameter.grad)
         first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.host_values import host_value
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import reader_of
@@ -82,9 +83,10 @@ class TransformersEngine(ReplicaEngine):
                 logits_processor=[drawing],
                 stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
             )
-        logprobs = torch.stack(drawing.logprobs, 1).tolist()
+        logprobs = host_value(torch.stack(drawing.logprobs, 1), "drawn tokens").tolist()
+        drawn_tokens = host_value(out[:, width:], "drawn tokens").tolist()
         done = [
-            self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
+            self._sampled(request, place, drawn_tokens[number], logprobs[number], stops)
             for number, (request, place) in enumerate(rows)
         ]
         return self._with_choices(done, rows, chosen)
@@ -109,7 +111,9 @@ class TransformersEngine(ReplicaEngine):
             return done
         layers = self._routers.layers
         passes = [torch.stack(list(chosen[start : start + layers]), 1) for start in range(0, len(chosen), layers)]
-        prompts, *own = (part.view(len(rows), -1, *part.shape[1:]).cpu().numpy() for part in passes)
+        prompts, *own = (
+            host_value(part.view(len(rows), -1, *part.shape[1:]), "experts of drawn tokens") for part in passes
+        )
         drawn = np.concatenate(own, 1) if own else prompts[:, :0]  # [rows, tokens, layers, k]
         with_choices = []
         for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):

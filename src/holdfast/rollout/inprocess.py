@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.host_values import host_value
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import column
@@ -171,7 +172,7 @@ def _compute_prompts(
     ends = np.cumsum(lengths).tolist()
     spans = [(ends[number] - lengths[number], ends[number]) for number in of_row]
     if met is not None:
-        of_prompts = met.cpu().numpy()
+        of_prompts = host_value(met, "experts of prompts")
         for row, (start, end) in zip(rows, spans, strict=True):
             row.prompt_choices = of_prompts[start:end]
     last = torch.tensor([end - 1 for _, end in spans]).to(device)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.host_values import host_value
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.layers.routers import Routers
@@ -190,8 +191,10 @@ class EagerRows:
 
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
-        tokens, logprobs = (torch.stack(several, 1).tolist() for several in zip(*self._pending, strict=True))
-        met = torch.stack(self._unnoted, 1).cpu().numpy() if self._unnoted else None
+        tokens, logprobs = (
+            host_value(torch.stack(several, 1), "drawn tokens").tolist() for several in zip(*self._pending, strict=True)
+        )
+        met = host_value(torch.stack(self._unnoted, 1), "experts of drawn tokens") if self._unnoted else None
         self._pending.clear()
         self._unnoted.clear()
         return Drawn(tokens, logprobs, met)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.host_values import host_value
 from holdfast.rollout.cache import HeldCache, KeysAndValues, RowCache, View
 from holdfast.rollout.graphs import CHECKED_STEPS, DrawToken, Recorder, recorded_graph
 from holdfast.rollout.predictor import Drawn, EagerRows, Predictor, RowState
@@ -207,7 +208,7 @@ class StaticRows:
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
         tokens, logprobs = self.written(self._unseen)
-        drawn = Drawn(tokens.tolist(), logprobs.tolist(), None)
+        drawn = Drawn(*(host_value(part, "drawn tokens").tolist() for part in (tokens, logprobs)), None)
         self._unseen = 0
         self._now.cursor.zero_()
         return drawn

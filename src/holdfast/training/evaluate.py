@@ -15,6 +15,7 @@ from holdfast.config.sections.metrics import CompletionsConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.packing import to_device
 from holdfast.data.batches.stream import SampleStream
+from holdfast.host_values import host_value
 from holdfast.objectives.base import ratio
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.rollout.engine import Request, RolloutEngine, generate
@@ -101,7 +102,9 @@ def evaluate_loss(
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
         step += 1
     model.train()
-    numbers = {name: value.tolist() for name, value in reduce_sums(sums, device).items()}
+    reduced = reduce_sums(sums, device)
+    totals = host_value(torch.stack(list(reduced.values())), "sums of an evaluation").tolist() if reduced else []
+    numbers = dict(zip(reduced, totals, strict=True))
     return {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +37,7 @@ from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
+from holdfast.training.peaks import PhasePeaks
 from holdfast.types import Batch, Example
 
 
@@ -83,6 +84,7 @@ class Logbook:
     """What this rank trained on in this step, for the record of a spike."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
     """Of the checkpoint that the run continues from."""
+    peaks: PhasePeaks = field(default_factory=PhasePeaks)
 
 
 @dataclass(kw_only=True)
@@ -112,6 +114,9 @@ class Setting(ConfiguredRun):
     log: Logbook = field(default_factory=Logbook)
     interrupted: Callable[[], bool] = lambda: False
     """Whether this rank was asked to stop; long work may be left for it."""
+    without_numbers: Callable[[], AbstractContextManager[object]] | None = None
+    """Within what a model gets its memory in a plan, where tensors hold no numbers: no weight is read, and nothing is
+    compared with its files. None where they do."""
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
@@ -120,8 +125,8 @@ class Setting(ConfiguredRun):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time towards a phase, and name the phase if this rank fails in it."""
-        with self.log.clock.phase(name), self.world.failure.phase(name):
+        """Count the block's time and memory towards a phase, and name the phase if this rank fails in it."""
+        with self.log.clock.phase(name), self.log.peaks.phase(name), self.world.failure.phase(name):
             yield
 
 

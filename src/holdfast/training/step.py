@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.host_values import host_value
 from holdfast.models.layers.routers import global_loads
 from holdfast.objectives.base import Objective, ratio
 from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
@@ -102,7 +103,8 @@ def _update(
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
     own = squared_norm(gradients, device) / trained.plan.replicate
     reduced = reduce_sums({**sums, "grad_norm": ratio(own, 0.0)}, device)
-    numbers = {name: value.tolist() for name, value in reduced.items()}  # the step's one wait for the device
+    totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
+    numbers = dict(zip(reduced, totals.tolist(), strict=True))
     norm = math.sqrt(numbers.pop("grad_norm")[0])
     state = trained.state
     if norm == 0.0:
@@ -206,7 +208,9 @@ def load_metrics(loads: Tensor | None) -> dict[str, float]:
         return {}
     total = add_over_ranks(loads)
     relative = total * total.shape[1] / total.sum(1, keepdim=True).clamp(min=1.0)
-    largest, smallest, idle = torch.stack([relative.max(), relative.min(), (total == 0).sum()]).tolist()
+    largest, smallest, idle = host_value(
+        torch.stack([relative.max(), relative.min(), (total == 0).sum()]), "loads of experts"
+    ).tolist()
     return {"router/load_max": largest, "router/load_min": smallest, "router/idle_experts": idle}
 
 

@@ -21,6 +21,7 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
+from holdfast.host_values import host_value
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.layers.rotary import RotaryAngles
@@ -51,6 +52,9 @@ class ScoreModel(PolicyModel):
         loss = (terms * tokens.weights.to(scored.logprobs.dtype)).sum()
         detached = scored._replace(logprobs=scores.detach())
         return LossSum(loss, detached, objective.sums(detached, tokens))
+
+    def readable_head(self) -> None:
+        """Return None: the root reads the layer of scores by itself, a row of numbers."""
 
     def _places(self, batch: Batch) -> Tensor:
         """Return [N] flat positions of the hidden states that are scored."""
@@ -253,8 +257,8 @@ class Reading:
     def numbers(self, outputs: Tensor) -> list[float]:
         """Return [N] numbers of [N, outputs]."""
         chosen = outputs.double()[:, self._section.output or 0]
-        scores: list[float] = (chosen.sigmoid() if self._section.sigmoid else chosen).tolist()
-        return scores
+        scores = host_value(chosen.sigmoid() if self._section.sigmoid else chosen, "scores of texts")
+        return [float(score) for score in scores]
 
 
 class TextScorer(Protocol):

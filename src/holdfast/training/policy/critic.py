@@ -21,6 +21,7 @@ from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError, RunStopped
+from holdfast.host_values import host_value
 from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
@@ -220,7 +221,7 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
 
 def _judged(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
     values, rewards = (_numbers(each) for each in (_at(batch, "values"), _token_rewards(objective, batch)))
-    sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
+    sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for advantages")
     advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
     return _Judged(advantages, advantages + values, values, sequence)
 
@@ -240,7 +241,7 @@ def _at(batch: Batch, name: str) -> Tensor:
 
 
 def _numbers(values: Tensor) -> _Numbers:
-    numbers: _Numbers = values.cpu().numpy()
+    numbers: _Numbers = host_value(values, "values and rewards of tokens, for advantages")
     return numbers
 
 

@@ -21,6 +21,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.tokens.vision import ImageSide
+from holdfast.host_values import host_value
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
@@ -222,7 +223,7 @@ def _with_covariance_mask(run: PolicyRun, mini_batch: MiniBatch, section: ByCova
 
 def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
     """Return [N] random numbers that follow from a token's sequence and place alone, whatever packs it lies in."""
-    sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
+    sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for their masks")
     drawn = np.zeros(sequence.size)
     for index, sample_id in enumerate(batch.sample_ids):
         own = sequence == index
@@ -233,7 +234,9 @@ def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
 def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
     """Return what scored tokens carry, for each micro-batch of this rank; one without tokens carries nothing."""
     return [
-        batch.per_token[name].flatten()[batch.scored].cpu().numpy() if batch.scored.numel() else np.zeros(0)
+        host_value(batch.per_token[name].flatten()[batch.scored], f"{name} of tokens, for their masks")
+        if batch.scored.numel()
+        else np.zeros(0)
         for batch in mini_batch.micro_batches
     ]
 

@@ -86,7 +86,8 @@ def build_reference(
     if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
-        _check_off(policy, ranks)
+        if policy.setting.without_numbers is None:
+            _check_off(policy, ranks)
         return AdapterOff(policy.model)
     offload = config.parallel.cpu_offload or kind == "offloaded"
     twin = policy.setting.with_sections(parallel=config.parallel.model_copy(update={"cpu_offload": offload}))
@@ -102,7 +103,8 @@ def build_reference(
     reference.model.padded = policy.model.padded
     reference.model.eval()
     ranks.on_all_ranks(lambda: check_place(reference, "reference policy"))
-    _check_numbers(reference.model, policy, ranks)
+    if policy.setting.without_numbers is None:
+        _check_numbers(reference.model, policy, ranks)
     return reference.model
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from holdfast.config.sections.server import ServerConfig
 from holdfast.data.batches.packing import places, to_device
 from holdfast.errors import ConfigError, ModelError, RunStopped
+from holdfast.host_values import host_value
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.build.model import probe_logprobs
@@ -96,7 +97,9 @@ class ScoringServer:
         """Return [B, T] for every batch, 0 where nothing is trained."""
         asked: list[tuple[int, int, Any, list[int], NDArray[np.bool_]]] = []
         for number, batch in enumerate(batches):
-            tokens, trained = batch.tokens.cpu(), batch.loss_mask.cpu()
+            tokens, trained = (
+                torch.from_numpy(host_value(part, "tokens for a server")) for part in (batch.tokens, batch.loss_mask)
+            )
             for row, place in places(batch):
                 mask = trained[row, place].numpy()
                 length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0

@@ -1,0 +1,193 @@
+"""Execute two steps of a run as one of its ranks, on devices that compute nothing, and note what they take."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from holdfast.checkpoint.format.snapshot import Snapshot, hold, staged, tensors_of
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ConfigError
+from holdfast.host_values import answered_by
+from holdfast.models.weights.four_bit import check_library
+from holdfast.plan.fake_devices import fake_devices
+from holdfast.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS
+from holdfast.plan.memory import Ledger, Peak, watched_storages
+from holdfast.plan.observe import Observer
+from holdfast.plan.origin import without_files
+from holdfast.plan.ranks import alike, alone_among
+from holdfast.plan.records import Execution, HostValue, Place
+from holdfast.plan.steps import Step, step_of
+from holdfast.plan.traffic import Traffic
+from holdfast.training.build.optimizers import LOW_BIT, build_optimizer
+from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
+
+
+class _Phases(PhaseClock):
+    """Tells the ledger which phase a step is in."""
+
+    def __init__(self, ledger: Ledger, traffic: Traffic) -> None:
+        super().__init__()
+        self._ledger, self._traffic = ledger, traffic
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what the block takes towards a phase."""
+        before, self._ledger.phase = self._ledger.phase, name
+        self._traffic.begin_phase()
+        try:
+            yield
+        finally:
+            self._ledger.phase = before
+            self._traffic.begin_phase()
+
+
+def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
+    """Build the run's models, optimizers and batches, and make two steps and a save; nothing is read but shapes.
+
+    Args:
+        config: The user's own.
+        base: The directory of its YAML.
+        place: Which rank, among how many, on what.
+
+    Raises:
+        UserError: The run could not start.
+    """
+    shapes, notes = without_files(config, base)
+    _refuse_more_ranks_than_rows(shapes, place.ranks)
+    _import_first(shapes)
+    ledger = Ledger()
+    traffic = Traffic(lambda: ledger.moment)
+    values: list[HostValue] = []
+
+    def answer(tensor: Tensor, reason: str) -> NDArray[Any]:
+        if tensor.device.type != "cpu" or place.device == "cpu":
+            values.append(HostValue(ledger.moment, reason, tensor.numel()))
+        kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
+
+    with contextlib.ExitStack() as stack:
+        mode = stack.enter_context(fake_devices(lambda: max(0, place.memory - ledger.totals["cuda"])))
+        world = stack.enter_context(alone_among(place.ranks, place.rank, place.torch_device))
+        log = Logbook(clock=_Phases(ledger, traffic))
+        observer = Observer(ledger, traffic, answer)
+
+        @contextlib.contextmanager
+        def without_numbers() -> Iterator[None]:
+            with mode, observer:
+                yield
+
+        setting = Setting(
+            config=shapes, base=base, world=world, ranks=alike(world), log=log, without_numbers=without_numbers
+        )
+        stack.enter_context(answered_by(answer))
+        stack.enter_context(watched_storages(ledger))
+        stack.enter_context(contextlib.redirect_stdout(_Nowhere()))  # type: ignore[type-var]  # all that print needs
+        step = step_of(setting, ledger, traffic)
+        ledger.phase = "step"
+        stack.enter_context(without_numbers())
+        step.make()
+        _name_states(ledger, step)
+        first, ledger.peaks = dict(ledger.peaks), type(ledger.peaks)(Peak)
+        traffic.restart()
+        values.clear()
+        step.make()
+        _save(ledger, step)
+        for phase, factor in step.repeats.items():
+            traffic.scale(phase, factor)
+    trained = step.trained
+    return Execution(
+        place=place,
+        plan=trained.plan,
+        first=first,
+        steady=dict(ledger.peaks),
+        host_values=values,
+        messages={key: (note.count, note.bytes) for key, note in traffic.messages.items()},
+        flops=dict(traffic.flops),
+        checkpoint_bytes=step.checkpoint_bytes,
+        micro_batches=step.micro_batches,
+        tokens=step.tokens,
+        parameters=trained.plan.parameters,
+        read=_read(ledger, step),
+        notes=[*notes, *step.notes],
+    )
+
+
+def _import_first(config: TrainingConfig) -> None:
+    """Let other packages look for a GPU, and compute their tables, while tensors have numbers and nothing is pretended.
+
+    What they would find later are stand-ins: kernels of theirs are not there.
+    """
+    if config.model.lora is not None:
+        check_library("nf4") if config.model.lora.quantize else None
+        importlib.import_module("peft")
+    if config.optim.kind in LOW_BIT:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        weight.grad = torch.zeros_like(weight)
+        build_optimizer(config.optim, {"weight": weight}).step()
+
+
+class _Nowhere:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def _refuse_more_ranks_than_rows(config: TrainingConfig, ranks: int) -> None:
+    rows = config.data.batch_size
+    if ranks > rows:
+        raise ConfigError(
+            f"{ranks} ranks share data.batch_size={rows} rows of an update, so {ranks - rows} of them would have none "
+            "and wait for the others. Raise data.batch_size, or plan for fewer ranks."
+        )
+
+
+def _name_states(ledger: Ledger, step: Step) -> None:
+    for trained in step.all_trained:
+        ledger.name(states_of(trained), OPTIMIZER)
+
+
+def states_of(trained: Trained, *, averages: bool = True) -> list[Tensor]:
+    """Return the tensors of a model's optimizer, and averages beside them."""
+    states = [value for state in trained.optimizer.state.values() for value in state.values()]
+    beside = [*trained.averages.tensors.values()] if averages and trained.averages is not None else []
+    return [value for value in (*states, *beside) if isinstance(value, Tensor)]
+
+
+def _read(ledger: Ledger, step: Step) -> dict[str, float]:
+    """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
+    parts = ledger.peaks["optimizer", step.setting.world.device.type].parts
+    states = 2 * (parts.get(PARAMETERS, 0) + parts.get(OPTIMIZER, 0)) + parts.get(GRADIENTS, 0)
+    return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
+
+
+def _save(ledger: Ledger, step: Step) -> None:
+    """Copy a snapshot of every model to the host, as a save does before training goes on."""
+    before, ledger.phase = ledger.phase, "save"
+    buffers: list[dict[str, Tensor]] = []
+    for trained in step.all_trained:
+        averages = {} if trained.averages is None else trained.averages.tensors
+        frozen = trained.setting.config.checkpoint.frozen == "save"
+        tensors = tensors_of(hold(trained.model, frozen=frozen, averages=averages))
+        tensors |= {f"optimizer {number}": value for number, value in enumerate(states_of(trained, averages=False))}
+        snapshot = Snapshot(tensors, frozenset(), {}, None, {}, {}, {}, ())
+        buffers.append({})
+        with ledger.scope(CHECKPOINT):
+            staged(snapshot, buffers[-1])
+        step.checkpoint_bytes += sum(_whole_bytes(tensor) for tensor in snapshot.tensors.values())
+    ledger.phase = before
+
+
+def _whole_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).element_size()

@@ -1,0 +1,110 @@
+"""An execution as numbers for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.plan.devices import Device
+from holdfast.plan.kinds import KINDS, ORDER, PHASES, RESUME
+from holdfast.plan.memory import Peak
+from holdfast.plan.records import Execution
+
+GIB = 2**30
+FORMAT = 1
+CONTEXT, NCCL, FRAGMENTATION = 0.7 * GIB, 1.0 * GIB, 0.05
+"""What no tensor holds: the context and workspaces of a process, buffers of collectives where there are several ranks,
+and the share of the peak that the allocator cannot use. Stated, since no GPU of ours has measured them."""
+
+
+def allowance(peak: int, ranks: int) -> int:
+    """Return the bytes to be left beside tensors."""
+    return int(CONTEXT + (NCCL if ranks > 1 else 0) + FRAGMENTATION * peak)
+
+
+def rows_of(peaks: Mapping[tuple[str, str], Peak], device: str) -> dict[str, Peak]:
+    """Return the peak of each row of the table, on one type of device."""
+    rows: dict[str, Peak] = {}
+    for (phase, place), peak in peaks.items():
+        row = PHASES.get(phase, phase)
+        if place == device and (row not in rows or peak.total > rows[row].total):
+            rows[row] = peak
+    return {row: rows[row] for row in (*ORDER, *sorted(set(rows) - set(ORDER))) if row in rows}
+
+
+def as_plain(made: Execution, device: Device | None, memory: int) -> dict[str, Any]:
+    """Return everything that a plan says, JSON-ready; bytes and floating-point operations are of one rank."""
+    kind = made.place.device
+    steady, first = rows_of(made.steady, kind), rows_of(made.first, kind)
+    phases = {"load": first["load"], **steady} if "load" in first else steady
+    steps = [peak for row, peak in phases.items() if row not in {"load", "save"}]
+    phases[RESUME] = max(steps, key=lambda peak: peak.total, default=Peak())
+    total = max((peak.total for peak in phases.values()), default=0)
+    spare = allowance(total, made.place.ranks) if kind == "cuda" else 0
+    return {
+        "format": FORMAT,
+        "executed": made.executed,
+        "ranks": made.place.ranks,
+        "rank": made.place.rank,
+        "device": None if device is None else device.name,
+        "memory_bytes": memory,
+        "parameters": made.parameters,
+        "units": [
+            {"name": unit.name, "bytes": unit.bytes_, "bytes_per_rank": -(-unit.bytes_ // made.plan.shard)}
+            for unit in made.plan.units
+        ],
+        "micro_batches": made.micro_batches,
+        "tokens_per_micro_batch": made.tokens,
+        "phases": {row: _plain(peak) for row, peak in phases.items()},
+        "clock_phases": clock_phases(made),
+        "host": {row: _plain(peak) for row, peak in rows_of(made.steady, "cpu").items()} if kind != "cpu" else {},
+        "peak_bytes": total,
+        "allowance_bytes": spare,
+        "fits": total + spare <= memory,
+        "checkpoint_bytes": made.checkpoint_bytes,
+        "flops": _summed(made.flops),
+        "messages": [
+            {"phase": phase, "kind": name, "count": count, "bytes": sent}
+            for (phase, name), (count, sent) in sorted(made.messages.items())
+        ],
+        "host_values": [vars(value) for value in made.host_values],
+        "bounds_seconds": {} if device is None else bounds(made, device),
+        "notes": made.notes,
+    }
+
+
+def clock_phases(made: Execution) -> dict[str, int]:
+    """Return the peak of each phase that a run's clock knows, in bytes: what a measurement is compared with."""
+    peaks: dict[str, int] = {}
+    for (phase, place), peak in made.steady.items():
+        if place == made.place.device:
+            name = "forward_backward" if phase in {"forward", "backward"} else phase
+            peaks[name] = max(peaks.get(name, 0), peak.total)
+    return peaks
+
+
+def _plain(peak: Peak) -> dict[str, Any]:
+    return {"total": peak.total, "parts": {kind: peak.parts[kind] for kind in KINDS if peak.parts.get(kind)}}
+
+
+def _summed(values: Mapping[str, float]) -> dict[str, float]:
+    rows: dict[str, float] = {}
+    for phase, value in values.items():
+        row = PHASES.get(phase, phase)
+        rows[row] = rows.get(row, 0.0) + value
+    return rows
+
+
+def bounds(made: Execution, device: Device) -> dict[str, float]:
+    """Return seconds that each row takes at least: by products, by messages, by reading memory, whichever is longest."""
+    flops, wire = _summed(made.flops), {}
+    for (phase, _), (_, sent) in made.messages.items():
+        row = PHASES.get(phase, phase)
+        wire[row] = wire.get(row, 0.0) + sent
+    result = {}
+    for row in dict.fromkeys((*flops, *wire, *_summed(made.read))):
+        products = flops.get(row, 0.0) / device.flops
+        messages = wire.get(row, 0.0) / device.wire(made.place.ranks)
+        reading = _summed(made.read).get(row, 0.0) / device.bytes_per_second
+        result[row] = max(products, messages, reading)
+    return result
