@@ -184,7 +184,7 @@ def _choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None
             f"Rows for `holdfast {verb}` need {' and '.join(names)}; there are the columns {', '.join(columns)}. Write "
             f"a file by hand and name them, as in data.columns={{{missing[0]}: {columns[0]}}}."
         )
-    renamed = {ours: theirs for ours, theirs in columns_of_file.items() if theirs != ours}
+    renamed = _renamed(columns_of_file)
     if verb == "dpo":
         labelled = "label" in names
         reason = "rows have one answer and a label each, not pairs" if labelled else "rows have two answers each"
@@ -209,21 +209,22 @@ def _choose_turns(draft: FirstFile, verb: str, base: Path, rows: Sequence[Row]) 
         return
     if not load_tokenizer(ModelConfig(**draft.tree["model"]), base).chat_template:
         return
-    turns = {"instruction": called["prompt"], "output": called.get("completion")}
-    renamed = {ours: theirs for ours, theirs in turns.items() if theirs is not None and theirs != ours}
-    changed = {key: value for key, value in draft.tree["data"].items() if key != "columns"}
-    tree = {**draft.tree, "data": changed | ({"columns": renamed} if renamed else {})}
+    data = {key: value for key, value in draft.tree["data"].items() if key != "columns"}
+    renamed = _renamed({"instruction": called["prompt"], "output": called.get("completion")})
     try:
-        _survey(tree, verb, base)
+        _survey({**draft.tree, "data": data | ({"columns": renamed} if renamed else {})}, verb, base)
     except DataError:  # a template that cannot be taken apart into turns
         return
-    draft.tree["data"] = changed
+    draft.tree["data"] = data
     draft.reasons.pop("data.columns", None)
     if renamed:
-        reason = (
-            f"the rows have {', '.join(columns)}; the tokenizer has a chat template, so a question is a user's turn"
-        )
-        draft.put("data.columns", renamed, reason)
+        why = "the tokenizer has a chat template, so a question is a user's turn"
+        draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}; {why}")
+
+
+def _renamed(theirs: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the columns that the file calls otherwise."""
+    return {ours: name for ours, name in theirs.items() if name is not None and name != ours}
 
 
 def _needed(verb: str, columns: Sequence[str]) -> list[str]:
