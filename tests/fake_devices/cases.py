@@ -83,7 +83,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "grpo reference": policy(kl={"coefficient": 0.1}, updates={"mini_batches": 2}),
     "grpo experts": policy(model={"config": EXPERTS}),
     "grpo experts replayed": policy(model={"config": EXPERTS}, rollout={"replay_routing": True}),
-    "grpo resting": policy(residency={"optimizer": "host", "parameters": "host"}),
+    "grpo offloaded": policy(residency={"optimizer": "host", "parameters": "host"}),
     "grpo truncated sampling": policy(
         rollout={"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}, correction="truncate"
     ),
@@ -102,5 +102,5 @@ RUNS: dict[str, dict[str, Any]] = {
 
 ONE_RANK_LESS = {"sft copies"}
 """Runs that one rank cannot make."""
-NOT_SHARDED_ALONE = {"grpo resting"}
+NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.host_values import host_value
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
@@ -237,7 +236,7 @@ def _update(
 
 def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a moment stands for; `to` alone would give a quantised one another face."""
-    return (moment.dequantize() if is_traceable_wrapper_subclass(moment) else moment).to(dtype)
+    return (moment.dequantize() if hasattr(moment, "__tensor_flatten__") else moment).to(dtype)
 
 
 def _local(moment: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.format.snapshot import Snapshot, hold, staged, tensors_of
+from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.host_values import answered_by
@@ -65,59 +68,81 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
     shapes, notes = without_files(config, base)
     _refuse_more_ranks_than_rows(shapes, place.ranks)
     _import_first(shapes)
-    ledger = Ledger()
-    traffic = Traffic(lambda: ledger.moment)
-    values: list[HostValue] = []
+    counts = _Counts(place)
+    with contextlib.ExitStack() as stack:
+        free = lambda: max(0, place.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
+        mode = stack.enter_context(fake_devices(place.device, free))
+        world = stack.enter_context(alone_among(place.ranks, place.rank, place.torch_device))
+        setting = Setting(
+            config=shapes,
+            base=base,
+            world=world,
+            ranks=alike(world),
+            log=Logbook(clock=_Phases(counts.ledger, counts.traffic)),
+            without_numbers=partial(counts.without_numbers, mode),
+        )
+        stack.enter_context(answered_by(counts.answer))
+        stack.enter_context(watched_storages(counts.ledger))
+        stack.enter_context(contextlib.redirect_stdout(_Nowhere()))
+        step = step_of(setting, counts.ledger, counts.traffic)
+        counts.ledger.phase = "step"
+        with counts.without_numbers(mode):
+            first = _two_steps(counts, step)
+    return _execution(counts, step, first, notes)
 
-    def answer(tensor: Tensor, reason: str) -> NDArray[Any]:
-        if tensor.device.type != "cpu" or place.device == "cpu":
-            values.append(HostValue(ledger.moment, reason, tensor.numel()))
+
+class _Counts:
+    """What is counted while a step runs."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.ledger = place, Ledger()
+        self.traffic = Traffic(lambda: self.ledger.moment)
+        self.values: list[HostValue] = []
+        self._observer = Observer(self.ledger, self.traffic, self.answer)
+
+    @contextlib.contextmanager
+    def without_numbers(self, mode: FakeTensorMode) -> Iterator[None]:
+        """Let tensors hold no numbers within the block, and count them."""
+        with mode, self._observer:
+            yield
+
+    def answer(self, tensor: Tensor, reason: str) -> NDArray[Any]:
+        """Note what the host waits for, and return numbers in the place of those that are not there."""
+        if tensor.device.type != "cpu" or self.place.device == "cpu":
+            self.values.append(HostValue(self.ledger.moment, reason, tensor.numel()))
         kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
         return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
 
-    with contextlib.ExitStack() as stack:
-        mode = stack.enter_context(fake_devices(lambda: max(0, place.memory - ledger.totals["cuda"])))
-        world = stack.enter_context(alone_among(place.ranks, place.rank, place.torch_device))
-        log = Logbook(clock=_Phases(ledger, traffic))
-        observer = Observer(ledger, traffic, answer)
 
-        @contextlib.contextmanager
-        def without_numbers() -> Iterator[None]:
-            with mode, observer:
-                yield
+def _two_steps(counts: _Counts, step: Step) -> dict[tuple[str, str], Peak]:
+    """Make a first step, and one that comes after others, with a save; return the peaks until the end of the first."""
+    step.make()
+    _name_states(counts.ledger, step)
+    first = dict(counts.ledger.peaks)
+    counts.ledger.restart()
+    counts.traffic.restart()
+    counts.values.clear()
+    step.make()
+    _save(counts.ledger, step)
+    for phase, factor in step.repeats.items():
+        counts.traffic.scale(phase, factor)
+    return first
 
-        setting = Setting(
-            config=shapes, base=base, world=world, ranks=alike(world), log=log, without_numbers=without_numbers
-        )
-        stack.enter_context(answered_by(answer))
-        stack.enter_context(watched_storages(ledger))
-        stack.enter_context(contextlib.redirect_stdout(_Nowhere()))  # type: ignore[type-var]  # all that print needs
-        step = step_of(setting, ledger, traffic)
-        ledger.phase = "step"
-        stack.enter_context(without_numbers())
-        step.make()
-        _name_states(ledger, step)
-        first, ledger.peaks = dict(ledger.peaks), type(ledger.peaks)(Peak)
-        traffic.restart()
-        values.clear()
-        step.make()
-        _save(ledger, step)
-        for phase, factor in step.repeats.items():
-            traffic.scale(phase, factor)
-    trained = step.trained
+
+def _execution(counts: _Counts, step: Step, first: dict[tuple[str, str], Peak], notes: Sequence[str]) -> Execution:
     return Execution(
-        place=place,
-        plan=trained.plan,
+        place=counts.place,
+        plan=step.trained.plan,
         first=first,
-        steady=dict(ledger.peaks),
-        host_values=values,
-        messages={key: (note.count, note.bytes) for key, note in traffic.messages.items()},
-        flops=dict(traffic.flops),
+        steady=dict(counts.ledger.peaks),
+        host_values=counts.values,
+        messages={key: (note.count, note.bytes) for key, note in counts.traffic.messages.items()},
+        flops=dict(counts.traffic.flops),
         checkpoint_bytes=step.checkpoint_bytes,
         micro_batches=step.micro_batches,
         tokens=step.tokens,
-        parameters=trained.plan.parameters,
-        read=_read(ledger, step),
+        parameters=step.trained.plan.parameters,
+        read=_read(counts.ledger, step),
         notes=[*notes, *step.notes],
     )
 
@@ -128,9 +153,10 @@ def _import_first(config: TrainingConfig) -> None:
     What they would find later are stand-ins: kernels of theirs are not there.
     """
     if config.model.lora is not None:
-        check_library("nf4") if config.model.lora.quantize else None
+        if config.model.lora.quantize:
+            check_library(config.model.lora.quantize)
         importlib.import_module("peft")
-    if config.optim.kind in LOW_BIT:
+    if not isinstance(config.optim, UserOptimizerConfig) and config.optim.kind in LOW_BIT:
         weight = nn.Parameter(torch.zeros(64, 64))
         weight.grad = torch.zeros_like(weight)
         build_optimizer(config.optim, {"weight": weight}).step()

@@ -1,7 +1,7 @@
 """Stand-ins that let CUDA branches run where there is no GPU: tensors have shapes and devices, and hold no numbers.
 
-Every private name of torch that the house leans on for this stands in `REPLACED`; `absent_names` says which of them a
-version of torch no longer has. A build without CUDA needs the guard besides (`plan/guard.py`), loaded before torch.
+Every name of torch that is replaced for this, the private ones among them, stands in `REPLACED`; `absent_names` says
+which of them a torch does not have. A build without CUDA needs the guard besides, loaded before torch (`guard.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-CAPABILITY = (9, 0)
-"""Of the devices that are stood in for: Hopper, whose kernels our branches ask for."""
-
 
 class Idle:
     """Stands for a stream, an event and a device context: nothing is ever waited for."""
@@ -29,17 +26,15 @@ class Idle:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, *_: Any) -> Idle:
-        """Return itself, as it may be waited for."""
-        return self
-
-    record_event = record
-
-    def __enter__(self) -> Idle:
-        return self
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def record_event(self, *_: Any) -> Idle:
+        """Return what may be waited for."""
+        return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -50,10 +45,9 @@ class Idle:
 class AnyGenerator(torch.Generator):
     """A generator of any device, made on the CPU: no numbers are drawn."""
 
-    def __new__(cls, device: object = None) -> AnyGenerator:
+    def __new__(cls, _: object = None) -> AnyGenerator:
         """Leave the device out."""
-        del device
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch's stub has none
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -64,42 +58,25 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _idle(*_: Any, **__: Any) -> Idle:
-    return Idle()
-
-
-def _same(self: Tensor, *_: Any, **__: Any) -> Tensor:
-    return self
-
-
-def _attention(  # noqa: PLR0913, PLR0917 - torch's own form
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
     """Call the kernel that a GPU would get; without one, torch picks the form that lays out all [T, T] scores."""
-    repeats = query.shape[1] // key.shape[1] if enable_gqa else 1
+    repeats = query.shape[1] // key.shape[1] if options.pop("enable_gqa", False) else 1
     key, value = (part.repeat_interleave(repeats, 1) if repeats > 1 else part for part in (key, value))
+    rest = (options.pop("dropout_p", 0.0), options.pop("is_causal", False))
     out: Tensor
     if attn_mask is None and query.dtype in {torch.bfloat16, torch.float16}:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        out = flash(query, key, value, *rest, **options)[0]
         return out
     if attn_mask is not None:
-        if attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        kind = query.dtype if attn_mask.dtype is torch.bool else attn_mask.dtype
+        attn_mask = attn_mask.to(kind).expand(*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out = efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
+    out = efficient(query, key, value, attn_mask, query.requires_grad, *rest, **options)[0]
     return out
 
 
-def _shapes_unseen(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unseen(original: Callable[..., Any]) -> Callable[..., Any]:
     """DTensor infers shapes by running operations on whole tensors: these are no memory and no work of a rank."""
 
     @functools.wraps(original)
@@ -110,33 +87,33 @@ def _shapes_unseen(original: Callable[..., Any]) -> Callable[..., Any]:
     return inferred
 
 
+def _of_cuda(value: Any, *names: str) -> dict[str, Any]:
+    return {f"torch.cuda:{name}": value for name in names}
+
+
 _PROPAGATOR = "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
+_FREE = "torch.cuda:mem_get_info"
 REPLACED: dict[str, Any] = {
     "torch:Generator": AnyGenerator,
     "torch:Tensor.record_stream": _nothing,
-    "torch:Tensor.pin_memory": _same,
+    "torch:Tensor.pin_memory": lambda tensor, *_, **__: tensor,
     "torch:Tensor.is_pinned": _always(True),
-    "torch.cuda:is_available": _always(True),
-    "torch.cuda:device_count": _always(8),
-    "torch.cuda:current_device": _always(0),
-    "torch.cuda:get_device_name": _always("a device that computes nothing"),
-    "torch.cuda:get_device_capability": _always(CAPABILITY),
-    "torch.cuda:is_bf16_supported": _always(True),
-    "torch.cuda:device": Idle,
-    **dict.fromkeys((f"torch.cuda:{name}" for name in ("Stream", "Event", "current_stream", "default_stream")), _idle),
-    "torch.accelerator:current_stream": _idle,
-    **dict.fromkeys((f"torch.cuda:{name}" for name in ("set_device", "synchronize", "empty_cache")), _nothing),
-    **dict.fromkeys((f"torch.cuda:{name}" for name in ("memory_reserved", "memory_allocated")), _always(0)),
-    "torch.cuda:mem_get_info": _always((2**50, 2**50)),
-    "torch.cuda:_lazy_init": _nothing,
-    "torch.cuda:stream": lambda _: contextlib.nullcontext(),
     "torch.nn.functional:scaled_dot_product_attention": _attention,
+    "torch.accelerator:current_stream": _always(Idle()),
+    **_of_cuda(Idle, "Stream", "Event", "device"),
+    **_of_cuda(_always(Idle()), "current_stream", "default_stream"),
+    **_of_cuda(_nothing, "set_device", "synchronize", "empty_cache", "_lazy_init"),
+    **_of_cuda(_always(0), "current_device", "memory_reserved", "memory_allocated"),
+    **_of_cuda(_always(True), "is_available", "is_bf16_supported"),
+    "torch.cuda:stream": lambda _: contextlib.nullcontext(),
+    "torch.cuda:device_count": _always(8),
+    "torch.cuda:get_device_name": _always("a device that computes nothing"),
+    "torch.cuda:get_device_capability": _always((9, 0)),
+    _FREE: _always((2**50, 2**50)),
     "torch._subclasses.fake_tensor:FakeTensorMode.avoid_device_init": True,
-    _PROPAGATOR: _shapes_unseen,
+    _PROPAGATOR: _unseen,
 }
-"""Module and path in it -> what stands there meanwhile; of a name in `_WRAPPED`, what is made of what was there."""
-_WRAPPED = {_PROPAGATOR}
-_STREAM_CLASSES = {"torch.cuda:Stream", "torch.cuda:Event"}
+"""Module and path in it -> what stands there meanwhile; of the propagator, what is made of what was there."""
 
 
 def _place(name: str) -> tuple[Any, str]:
@@ -148,37 +125,28 @@ def _place(name: str) -> tuple[Any, str]:
 def absent_names() -> list[str]:
     """Return the names in `REPLACED` that this torch does not have, for which nothing can stand in."""
 
-    def absent(name: str) -> bool:
+    absent = []
+    for name in REPLACED:
         try:
-            owner, last = _place(name)
+            getattr(*_place(name))
         except (ImportError, AttributeError):
-            return True
-        return not hasattr(owner, last)
-
-    return [name for name in REPLACED if absent(name)]
+            absent.append(name)
+    return absent
 
 
 @contextlib.contextmanager
-def fake_devices(free: Callable[[], int] = lambda: 2**50) -> Iterator[FakeTensorMode]:
-    """Stand in for eight GPUs within the block, and yield the mode under which tensors hold no numbers.
+def fake_devices(kind: str = "cuda", free: Callable[[], int] = lambda: 2**50) -> Iterator[FakeTensorMode]:
+    """Yield the mode under which tensors hold no numbers; of cuda, stand in for eight GPUs within the block.
 
-    Only one block at a time, and nothing else in the process may use torch meanwhile.
-
-    Args:
-        free: Bytes that a device has left, for who asks.
+    Only one block at a time, and nothing else in the process may use torch meanwhile. `free`: bytes that a device has.
     """
-    before, told = {}, {"torch.cuda:mem_get_info": lambda *_: (free(), free())}
-    for name, value in (REPLACED | told).items():
-        owner, last = _place(name)
-        before[name] = owner.__dict__.get(last, before)
-        made = Idle if name in _STREAM_CLASSES else value(getattr(owner, last)) if name in _WRAPPED else value
-        setattr(owner, last, made)
-    try:
-        yield FakeTensorMode(allow_non_fake_inputs=True)
-    finally:
-        for name, value in before.items():
+    replaced = REPLACED | {_FREE: lambda *_: (free(), free())} if kind == "cuda" else {_PROPAGATOR: _unseen}
+    with contextlib.ExitStack() as stack:
+        for name, value in replaced.items():
             owner, last = _place(name)
-            if value is before:
-                delattr(owner, last)
-            else:
-                setattr(owner, last, value)
+            inherited = last not in vars(owner)
+            stack.callback(delattr, owner, last) if inherited else stack.callback(
+                setattr, owner, last, vars(owner)[last]
+            )
+            setattr(owner, last, value(getattr(owner, last)) if name == _PROPAGATOR else value)
+        yield FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,4 +1,4 @@
-"""What a step takes by formulas, where nothing can be executed: without a compiler, or of a model that cannot be traced.
+"""What a step takes by formulas, where nothing can be executed: no compiler, or a model that asks for numbers.
 
 They hold to a tenth or so for language models of blocks; a plan says when it is made of them.
 """
@@ -21,7 +21,7 @@ from holdfast.training.build.model import make_plan, policy_model
 STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 6.0, "adamw_8bit": 2.1, "adamw_4bit": 1.1, "adamw_fp8": 2.1, "muon": 4.0}
 """Of an optimizer per trained parameter; sgd has none without momentum."""
 _KEPT = {"none": 34.0, "selective": 18.0, "full": 2.0}
-"""Bytes that a block keeps for each token and each number of the hidden state (Korthikanti et al., arXiv:2205.05198)."""
+"""Bytes that a block keeps for each number of the hidden state of a token (Korthikanti et al., arXiv:2205.05198)."""
 
 
 def by_formulas(config: TrainingConfig, base: Path, place: Place, reason: str) -> Execution:

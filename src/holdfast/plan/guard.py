@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -76,7 +75,7 @@ def _built(torch: Path, place: Path) -> Path:
         if done.returncode:
             reason = (done.stderr.strip() or "it says nothing").splitlines()[0]
             raise NoGuard(f"{compiler} does not build the guard of fake devices ({SOURCE}): {reason}")
-        os.replace(made, place)  # whoever builds it beside us makes the same
+        made.replace(place)  # whoever builds it beside us makes the same
     return place
 
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
 
@@ -140,7 +139,7 @@ class Ledger:
         if torch.is_grad_enabled() and self.phase not in {"optimizer", "save"}:
             return ACTIVATIONS  # of a forward pass, or made again in a backward pass
         if size >= _LARGE and torch._C._current_graph_task_id() != -1:
-            node = torch._C._current_autograd_node()  # type: ignore[attr-defined]  # private, no stub
+            node: Any = torch._C._current_autograd_node()
             if node is not None and node.name() in _HEAD_NODES:
                 return HEAD
         return TEMPORARY
@@ -150,7 +149,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
     """Yield what really has memory: the local part of a DTensor, the parts of a quantised tensor."""
     if isinstance(tensor, DTensor):
         yield from plain_tensors(tensor._local_tensor)
-    elif isinstance(tensor, Tensor) and is_traceable_wrapper_subclass(tensor):
+    elif isinstance(tensor, Tensor) and hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
     elif isinstance(tensor, Tensor):

@@ -28,11 +28,11 @@ def _asked_by_transformers() -> str | None:
     return f"transformers checks its inputs in {frame.f_code.co_name}"
 
 
-class Observer(TorchDispatchMode):
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Tells a ledger of tensors, and counts work and messages."""
 
     def __init__(self, ledger: Ledger, traffic: Traffic, asked: Callable[[Tensor, str], object]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._ledger, self._traffic, self._asked = ledger, traffic, asked
 
     def __torch_dispatch__(  # noqa: D105, PLW3201 - torch's form

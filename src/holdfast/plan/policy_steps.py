@@ -30,7 +30,14 @@ from holdfast.training.policy.critic import add_critic, train_critic, with_value
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, Sampler, awake_afterwards, is_warming_up, resting
+from holdfast.training.policy.run import (
+    PolicyEvaluation,
+    PolicyRun,
+    Sampler,
+    is_warming_up,
+    offloaded,
+    restored_afterwards,
+)
 from holdfast.training.run import Run
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
@@ -56,8 +63,8 @@ def policy_step(step: Step, config: GRPOConfig) -> Callable[[], object]:
     step.repeats |= dict.fromkeys(_TRAINING, scoring * config.updates.passes)
 
     def make() -> object:
-        with awake_afterwards(run.trained):
-            with resting(run):
+        with restored_afterwards(run.trained):
+            with offloaded(run):
                 decode()
             return _learn(step, run, rollout)
 
@@ -172,7 +179,7 @@ def sampling_of(
             now = step.ledger.peaks["rollout", step.setting.world.device.type].parts
             read = now.get(ROLLOUT_WEIGHTS, 0) + now.get(CACHE, 0) / 4
             step.read_by_rollout = read * section.max_new_tokens * step.repeats["rollout"]
-            sampler.rest(step.trained)
+            sampler.release(step.trained)
 
     return make
 
@@ -222,16 +229,16 @@ class PlannedEngine:
             on_device.look()
             lengths = [len(request.prompt) for request in requests for _ in request.seeds]
             for length, times in _visited(lengths[0], most):
-                self._stretch(on_device, length)
+                self._stretch(on_device, lengths[0], length)
                 with self._traffic.times(times):
                     on_device.run(1)
                 on_device.look()
         self._engine._waiting.clear()
 
-    def _stretch(self, on_device: EagerRows, length: int) -> None:
+    def _stretch(self, on_device: EagerRows, prompt: int, length: int) -> None:
         """Let every row have this many tokens, and the cache the room it would have then."""
         cache = on_device.cache
-        room = _rooms(min(cache.lengths), length)[-1]
+        room = _rooms(prompt, length)[-1]
         pairs, cache.pairs = cache.pairs, {}
         with self._ledger.scope(CACHE):
             for layer in list(pairs):
@@ -276,7 +283,7 @@ def counted_cache(ledger: Ledger) -> Iterator[None]:
             before["begin_step"](cache)
 
     RowCache.of = classmethod(of)  # type: ignore[assignment,method-assign]
-    RowCache.begin_step = begin_step  # type: ignore[method-assign]
+    RowCache.begin_step = begin_step  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -34,11 +34,8 @@ def rows_of(peaks: Mapping[tuple[str, str], Peak], device: str) -> dict[str, Pea
 
 def as_plain(made: Execution, device: Device | None, memory: int) -> dict[str, Any]:
     """Return everything that a plan says, JSON-ready; bytes and floating-point operations are of one rank."""
+    phases = phases_of(made)
     kind = made.place.device
-    steady, first = rows_of(made.steady, kind), rows_of(made.first, kind)
-    phases = {"load": first["load"], **steady} if "load" in first else steady
-    steps = [peak for row, peak in phases.items() if row not in {"load", "save"}]
-    phases[RESUME] = max(steps, key=lambda peak: peak.total, default=Peak())
     total = max((peak.total for peak in phases.values()), default=0)
     spare = allowance(total, made.place.ranks) if kind == "cuda" else 0
     return {
@@ -49,10 +46,7 @@ def as_plain(made: Execution, device: Device | None, memory: int) -> dict[str, A
         "device": None if device is None else device.name,
         "memory_bytes": memory,
         "parameters": made.parameters,
-        "units": [
-            {"name": unit.name, "bytes": unit.bytes_, "bytes_per_rank": -(-unit.bytes_ // made.plan.shard)}
-            for unit in made.plan.units
-        ],
+        "units": _units(made),
         "micro_batches": made.micro_batches,
         "tokens_per_micro_batch": made.tokens,
         "phases": {row: _plain(peak) for row, peak in phases.items()},
@@ -63,14 +57,34 @@ def as_plain(made: Execution, device: Device | None, memory: int) -> dict[str, A
         "fits": total + spare <= memory,
         "checkpoint_bytes": made.checkpoint_bytes,
         "flops": _summed(made.flops),
-        "messages": [
-            {"phase": phase, "kind": name, "count": count, "bytes": sent}
-            for (phase, name), (count, sent) in sorted(made.messages.items())
-        ],
+        "messages": _messages(made),
         "host_values": [vars(value) for value in made.host_values],
         "bounds_seconds": {} if device is None else bounds(made, device),
         "notes": made.notes,
     }
+
+
+def phases_of(made: Execution) -> dict[str, Peak]:
+    """Return the rows of the table: a step that comes after others, loading, and a step after a resume."""
+    kind = made.place.device
+    steady, first = rows_of(made.steady, kind), rows_of(made.first, kind)
+    phases = {"load": first["load"], **steady} if "load" in first else steady
+    steps = [peak for row, peak in phases.items() if row not in {"load", "save"}]
+    return {**phases, RESUME: max(steps, key=lambda peak: peak.total, default=Peak())}
+
+
+def _units(made: Execution) -> list[dict[str, Any]]:
+    return [
+        {"name": unit.name, "bytes": unit.bytes_, "bytes_per_rank": -(-unit.bytes_ // made.plan.shard)}
+        for unit in made.plan.units
+    ]
+
+
+def _messages(made: Execution) -> list[dict[str, Any]]:
+    return [
+        {"phase": phase, "kind": name, "count": count, "bytes": sent}
+        for (phase, name), (count, sent) in sorted(made.messages.items())
+    ]
 
 
 def clock_phases(made: Execution) -> dict[str, int]:
@@ -96,8 +110,9 @@ def _summed(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def bounds(made: Execution, device: Device) -> dict[str, float]:
-    """Return seconds that each row takes at least: by products, by messages, by reading memory, whichever is longest."""
-    flops, wire = _summed(made.flops), {}
+    """Return seconds that each row takes at least: by products, messages or reads of memory, the longest of them."""
+    flops = _summed(made.flops)
+    wire: dict[str, float] = {}
     for (phase, _), (_, sent) in made.messages.items():
         row = PHASES.get(phase, phase)
         wire[row] = wire.get(row, 0.0) + sent
@@ -106,5 +121,6 @@ def bounds(made: Execution, device: Device) -> dict[str, float]:
         products = flops.get(row, 0.0) / device.flops
         messages = wire.get(row, 0.0) / device.wire(made.place.ranks)
         reading = _summed(made.read).get(row, 0.0) / device.bytes_per_second
-        result[row] = max(products, messages, reading)
+        if longest := max(products, messages, reading):
+            result[row] = longest
     return result

@@ -6,10 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.errors import HoldfastError
 from holdfast.plan.devices import Device, device_named
 from holdfast.plan.execute import execute
 from holdfast.plan.formulas import by_formulas
@@ -45,9 +46,10 @@ def _made(config: TrainingConfig, base: Path, place: Place, no_guard: str) -> Ex
         return by_formulas(config, base, place, no_guard)
     try:
         return execute(config, base, place)
-    except HoldfastError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever an architecture does that holds no numbers
+    except (
+        RuntimeError,
+        DynamicOutputShapeException,
+    ) as error:  # what an architecture asks of numbers that are not there
         words = (str(error).strip() or "no reason given").splitlines()[0]
         return by_formulas(config, base, place, f"its step cannot be executed without numbers ({words[:160]})")
 

@@ -146,7 +146,7 @@ def _preferences(step: Step, config: DPOConfig) -> Callable[[], object]:
         mini_batch = _with_column(mini_batch, "reference_logprobs")
 
     others = [] if section.takes_pairs else mini_batch.micro_batches
-    if layout.brings_other_answers or not others:
+    if not others:
 
         def make() -> object:
             return train_step(trained, compared_with_reference(evaluation, mini_batch), objective)
@@ -185,7 +185,7 @@ def _distillation(step: Step, config: DistillConfig) -> Callable[[], object]:
     objective: Objective = objective_of_rows(config, Teacher(teacher, teacher, ""))
     student.temperature = config.distill.temperature
     mini_batch = step.shortened(_rows(step, layout_of(student, "a distillation reads text alone"), ""))
-    decode: Callable[[], object] = lambda: None  # noqa: E731 - what is called where nothing is sampled
+    decode: Callable[[], object] = dict  # what is called where nothing is sampled
     if config.rollout is not None:
         from holdfast.plan.policy_steps import sampling_of
 
@@ -217,7 +217,7 @@ def reference_of(step: Step, section: ReferenceConfig | ServerReferenceConfig, w
         step.notes.append("reference: behind a server, which is not part of this plan")
         return None
     reference = build_reference(step.trained, Live(), section, why=why)
-    if reference is not None and hasattr(reference, "parameters"):
+    if hasattr(reference, "parameters"):
         step.watch(reference, REFERENCE)
     return reference
 

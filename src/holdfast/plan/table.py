@@ -25,41 +25,49 @@ _SHORT = {
 
 def table(plan: Mapping[str, Any]) -> list[str]:
     """Return the lines that people read."""
-    device = plan["device"] or "cpu"
-    lines = [
-        f"plan of rank {plan['rank']} of {plan['ranks']} on {device}, {plan['parameters']:,} parameters in "
-        f"{len(plan['units'])} units, {plan['micro_batches']} micro-batches of up to {plan['tokens_per_micro_batch']} "
-        "tokens in an update",
-        "executed on devices that compute nothing"
-        if plan["executed"]
-        else "BY FORMULAS: nothing could be executed here, see the notes",
+    how = "executed on devices that compute nothing"
+    if not plan["executed"]:
+        how = "BY FORMULAS: nothing could be executed here, see the notes"
+    waits = _counted(f"{value['phase']}: {value['reason']}" for value in plan["host_values"])
+    return [
+        f"plan of rank {plan['rank']} of {plan['ranks']} on {plan['device'] or 'cpu'}, {plan['parameters']:,} "
+        f"parameters in {len(plan['units'])} units, {plan['micro_batches']} micro-batches of up to "
+        f"{plan['tokens_per_micro_batch']} tokens in an update",
+        how,
         "",
+        *_memory_lines(plan),
+        *_host_lines(plan),
+        "",
+        *_work_lines(plan),
+        "",
+        *([f"the host waits {len(plan['host_values'])} times: {'; '.join(waits)}"] if waits else []),
+        f"a checkpoint takes {plan['checkpoint_bytes'] / GIB:.1f} GiB",
+        *(f"note: {note}" for note in plan["notes"]),
+        *verdict_lines(plan),
     ]
+
+
+def _memory_lines(plan: Mapping[str, Any]) -> list[str]:
     kinds = [kind for kind in KINDS if any(phase["parts"].get(kind, 0) >= 2**20 for phase in plan["phases"].values())]
-    lines.append(_line("GiB at the peak", ["total", *(_SHORT[kind] for kind in kinds)]))
+    lines = [_line("GiB at the peak", ["total", *(_SHORT[kind] for kind in kinds)])]
     for row, phase in plan["phases"].items():
         cells = [f"{phase['total'] / GIB:.2f}", *(_cell(phase["parts"].get(kind, 0)) for kind in kinds)]
         lines.append(_line("load + step, resumed" if row == RESUME else row, cells))
-    lines += _host_lines(plan)
-    lines += ["", _line("in a step, per rank", ["TFLOP", "GiB sent", "s at least"])]
+    return lines
+
+
+def _work_lines(plan: Mapping[str, Any]) -> list[str]:
     sent: dict[str, int] = {}
     for note in plan["messages"]:
         row = PHASES.get(note["phase"], note["phase"])
         sent[row] = sent.get(row, 0) + note["bytes"]
-    for row in (row for row in ORDER if row in plan["flops"] or row in sent or row in plan["bounds_seconds"]):
-        seconds = plan["bounds_seconds"].get(row)
-        cells = [
-            _cell(plan["flops"].get(row, 0.0), 1e12),
-            _cell(sent.get(row, 0)),
-            "" if seconds is None else f"{seconds:.3f}",
-        ]
-        lines.append(_line(row, cells))
-    lines += ["(seconds are lower bounds from the maker's peaks, not predictions)", ""]
-    waits = _counted(f"{value['phase']}: {value['reason']}" for value in plan["host_values"])
-    lines += [f"the host waits {len(plan['host_values'])} times: {'; '.join(waits)}"] if waits else []
-    lines.append(f"a checkpoint takes {plan['checkpoint_bytes'] / GIB:.1f} GiB")
-    lines += [f"note: {note}" for note in plan["notes"]]
-    return [*lines, *verdict_lines(plan)]
+    bounds, flops = plan["bounds_seconds"], plan["flops"]
+    lines = [_line("in a step, per rank", ["TFLOP", "GiB sent", "s at least"])]
+    for row in ORDER:
+        if row in flops or row in sent or row in bounds:
+            seconds = f"{bounds[row]:.3f}" if row in bounds else ""
+            lines.append(_line(row, [_cell(flops.get(row, 0.0), 1e12), _cell(sent.get(row, 0)), seconds]))
+    return [*lines, "(seconds are lower bounds from the maker's peaks, not predictions)"]
 
 
 def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
@@ -78,7 +86,7 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _host_lines(plan: Mapping[str, Any]) -> list[str]:
-    peaks = [(row, phase) for row, phase in plan["host"].items() if phase["total"] >= 2**20]
+    peaks = [(row, phase) for row, phase in plan["host"].items() if phase["total"] >= 2**26]
     return [f"on the host, {row}: {phase['total'] / GIB:.2f} GiB" for row, phase in peaks]
 
 

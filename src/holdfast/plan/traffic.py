@@ -119,30 +119,40 @@ def _ranks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
             except (RuntimeError, TypeError, AttributeError):
                 continue
         if isinstance(value, str):
-            group = torch.distributed.distributed_c10d._resolve_process_group(value)
-            return int(group.size())
+            return _group_named(value)
     return None
+
+
+def _group_named(name: Any) -> int:
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # private
+
+    return int(_resolve_process_group(name).size())
 
 
 def _varlen(args: tuple[Any, ...], _: Any) -> float:
     """Products of causal attention over documents of the longest length; their real lengths are numbers on a device."""
     query, key, longest = args[0], args[1], args[6]
-    return 2 * 2 * query.shape[0] * min(longest, key.shape[0]) * query.shape[1] * query.shape[2] / 2
+    return _products(query, min(longest, key.shape[0]))
 
 
 def _varlen_backward(args: tuple[Any, ...], _: Any) -> float:
     """Five products for the two of a forward pass."""
     query, key = args[1], args[2]
     longest = next(value for value in args[8:] if isinstance(value, int))
-    return 2.5 * 2 * 2 * query.shape[0] * min(longest, key.shape[0]) * query.shape[1] * query.shape[2] / 2
+    return 2.5 * _products(query, min(longest, key.shape[0]))
 
 
-def _grouped(args: tuple[Any, ...], result: Tensor) -> float:
+def _products(query: Tensor, seen: int) -> float:
+    """Return the operations of scores and of what they weigh, [T, heads, size] queries on half of `seen` keys each."""
+    return 2.0 * 2.0 * query.numel() * seen / 2
+
+
+def _grouped(args: tuple[Any, ...], _: Any) -> float:
     """One product for every row, whichever expert's matrix it meets."""
     left, right = args[0], args[1]
     if left.ndim == 2 and right.ndim == 3:
-        return 2.0 * left.shape[0] * left.shape[1] * right.shape[2]
-    return 2.0 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+        return float(2 * left.shape[0] * left.shape[1] * right.shape[2])
+    return float(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
 _OWN_FLOPS: dict[str, Callable[[tuple[Any, ...], Any], float]] = {

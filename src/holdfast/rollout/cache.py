@@ -125,9 +125,8 @@ class RowCache(HeldCache):
         longest = max(self.lengths) + 1
         if longest > self._room:
             more = max(ROOM, self._room // 2)
-            self.pairs = {
-                layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self.pairs.items()
-            }
+            for layer, (keys, values) in self.pairs.items():  # one by one: both sizes of all layers have no room
+                self.pairs[layer] = (_grown(keys, more), _grown(values, more))
             self._room += more
         self._view = View.of(self.lengths, next(iter(self.pairs.values()))[0].device)
         self.lengths = [length + 1 for length in self.lengths]

@@ -208,7 +208,8 @@ class StaticRows:
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
         tokens, logprobs = self.written(self._unseen)
-        drawn = Drawn(*(host_value(part, "drawn tokens").tolist() for part in (tokens, logprobs)), None)
+        on_host = [host_value(part, "drawn tokens").tolist() for part in (tokens, logprobs)]
+        drawn = Drawn(on_host[0], on_host[1], None)
         self._unseen = 0
         self._now.cursor.zero_()
         return drawn

@@ -208,9 +208,8 @@ def load_metrics(loads: Tensor | None) -> dict[str, float]:
         return {}
     total = add_over_ranks(loads)
     relative = total * total.shape[1] / total.sum(1, keepdim=True).clamp(min=1.0)
-    largest, smallest, idle = host_value(
-        torch.stack([relative.max(), relative.min(), (total == 0).sum()]), "loads of experts"
-    ).tolist()
+    measured = torch.stack([relative.max(), relative.min(), (total == 0).sum()])
+    largest, smallest, idle = host_value(measured, "loads of experts").tolist()
     return {"router/load_max": largest, "router/load_min": smallest, "router/idle_experts": idle}
 
 

@@ -93,6 +93,7 @@ def unplaced_policy(setting: Setting, origin: Blueprint, *, trained: bool = True
 
 
 def policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
+    """Return the model of a configuration as a policy, a scorer or a student, on the meta device."""
     packed = origin.packed and config.data.packing != "none"
     if not packed and origin.packed:
         eager = config.model.attention == "eager"

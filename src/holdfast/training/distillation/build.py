@@ -70,10 +70,8 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     }
     run = DistillRun(common=common, evaluation=evaluation)
     if config.rollout is not None:
-        sampler, of_samples = (
-            Sampler(open_engine(student, config.rollout)),
-            objective_of_samples(config, evaluation.teacher),
-        )
+        sampler = Sampler(open_engine(student, config.rollout))
+        of_samples = objective_of_samples(config, evaluation.teacher)
         run.writing = Writing(sampler, config.rollout, _sampling_seed(config, config.rollout), layout, of_samples)
     return run
 

@@ -233,10 +233,9 @@ def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
 
 def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
     """Return what scored tokens carry, for each micro-batch of this rank; one without tokens carries nothing."""
+    reason = f"{name} of tokens, for their masks"
     return [
-        host_value(batch.per_token[name].flatten()[batch.scored], f"{name} of tokens, for their masks")
-        if batch.scored.numel()
-        else np.zeros(0)
+        host_value(batch.per_token[name].flatten()[batch.scored], reason) if batch.scored.numel() else np.zeros(0)
         for batch in mini_batch.micro_batches
     ]
 
