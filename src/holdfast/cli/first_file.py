@@ -135,6 +135,8 @@ def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> F
     _choose_columns(draft, verb, columns)
     if verb == "grpo":
         _choose_reward(draft, columns, rows)
+    if verb in {"sft", "grpo"}:
+        _choose_turns(draft, verb, base, rows)
     weights = _count_weights(model, base)
     _choose_method(draft, verb, weights)
     _choose_length(draft, verb, base, len(rows))
@@ -182,7 +184,7 @@ def _choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None
             f"Rows for `holdfast {verb}` need {' and '.join(names)}; there are the columns {', '.join(columns)}. Write "
             f"a file by hand and name them, as in data.columns={{{missing[0]}: {columns[0]}}}."
         )
-    renamed = {ours: theirs for ours, theirs in columns_of_file.items() if theirs != ours}
+    renamed = _renamed(columns_of_file)
     if verb == "dpo":
         labelled = "label" in names
         reason = "rows have one answer and a label each, not pairs" if labelled else "rows have two answers each"
@@ -191,6 +193,38 @@ def _choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None
         draft.put("preference.loss", "bradley_terry", "the answer that is preferred is to score higher")
     if renamed:
         draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}")
+
+
+def _choose_turns(draft: FirstFile, verb: str, base: Path, rows: Sequence[Row]) -> None:
+    """Make questions a user's turns where the tokenizer has a chat template that can write them.
+
+    Texts called prompt and completion are plain by the name's own convention; a policy is asked by the template anyway.
+    """
+    from holdfast.models.source.origin import load_tokenizer
+
+    columns = list(rows[0])
+    called = {ours: _column(columns, ours) for ours in _needed(verb, columns)}
+    plain = verb == "sft" and called == {"prompt": "prompt", "completion": "completion"}
+    if plain or not isinstance(rows[0].get(called.get("prompt") or ""), str):
+        return
+    if not load_tokenizer(ModelConfig(**draft.tree["model"]), base).chat_template:
+        return
+    data = {key: value for key, value in draft.tree["data"].items() if key != "columns"}
+    renamed = _renamed({"instruction": called["prompt"], "output": called.get("completion")})
+    try:
+        _survey({**draft.tree, "data": data | ({"columns": renamed} if renamed else {})}, verb, base)
+    except DataError:  # a template that cannot be taken apart into turns
+        return
+    draft.tree["data"] = data
+    draft.reasons.pop("data.columns", None)
+    if renamed:
+        why = "the tokenizer has a chat template, so a question is a user's turn"
+        draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}; {why}")
+
+
+def _renamed(theirs: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the columns that the file calls otherwise."""
+    return {ours: name for ours, name in theirs.items() if name is not None and name != ours}
 
 
 def _needed(verb: str, columns: Sequence[str]) -> list[str]:
