@@ -22,7 +22,7 @@ from holdfast.training.run import Setting
 from tests.vllm.conftest import MODEL, PYTHON, free_port, tree_of
 
 EXPERTS: dict[str, Any] = {
-    **MODEL,
+    **{name: value for name, value in MODEL.items() if name != "head_dim"},
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 32,
     "num_experts": 4,
