@@ -33,6 +33,7 @@ lint: setup
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/python tools/links.py
 	$(BIN)/python tools/names.py
+	$(BIN)/python tools/importers.py
 
 types: setup
 	$(BIN)/mypy
@@ -67,7 +68,7 @@ test-all: checks
 # A searchable site that needs no network: site/index.html.
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	DISABLE_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/python -m mkdocs build
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'

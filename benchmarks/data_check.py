@@ -44,13 +44,13 @@ def tokenise_alone(run: Path) -> None:
     from holdfast.data.rows.rows import open_source
     from holdfast.models.source.origin import load_tokenizer
     from holdfast.training.build.rows import row_tokeniser
-    from holdfast.training.run import RunFile
+    from holdfast.training.run import ConfiguredRun
 
     loaded = load_run(run, [])
     section = loaded.config.data.all_sources()[0]
     source = open_source(section, loaded.base)
     tokenizer = load_tokenizer(loaded.config.model, loaded.base)
-    setting = RunFile(config=loaded.config, base=loaded.base)
+    setting = ConfiguredRun(config=loaded.config, base=loaded.base)
     tokenise = row_tokeniser(setting, tokenizer, {source.name: section.rows})
     for index in range(source.size or 0):
         tokenise(source.row(index), index, source.name, f"{source.name} row {index}")

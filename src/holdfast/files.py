@@ -182,7 +182,7 @@ def read_text(path: Path, at_most: int = MOST_TEXT_BYTES) -> str:
 
     Raises:
         OSError: As `read_bytes`.
-        UnicodeDecodeError: It is no UTF-8.
+        UnicodeDecodeError: It is not UTF-8.
     """
     return read_bytes(path, at_most).decode("utf-8")
 
@@ -192,7 +192,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: As `read_bytes`.
-        ValueError: It is no JSON, or nested beyond reason.
+        ValueError: It is not JSON, or nested beyond reason.
     """
     return parse_json(read_bytes(path))
 

@@ -72,7 +72,7 @@ class Patience:
     session_look_seconds: float = 0.005
     """Between two looks at a save that must end."""
     late_rank_seconds: float = 1.0
-    """A rank that is later in a save than the others by less is no news."""
+    """A rank that is later in a save than the others by less is not worth a word."""
     save_look_seconds: float = 0.01
     """Between two collective looks at a save that ranks wait for together."""
     save_slack_seconds: float = 30.0
@@ -82,6 +82,23 @@ class Patience:
     emergency_look_seconds: float = 0.5
     """Between two looks whether a rank that fails asks for a save."""
     emergency_retry_seconds: float = 0.1
+
+    tracker_close_seconds: float = 4.0
+    """For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""
+    tracker_reap_seconds: float = 0.5
+    """For a killed tracker to go."""
+    tracker_silent_seconds: float = 60.0
+    """After which a tracker without a sign of life is named."""
+    tracker_look_seconds: float = 1.0
+    """Between two looks of a run at its trackers."""
+    tracker_read_seconds: float = 0.5
+    """Between two looks of a tracker at what the run wrote."""
+    tracker_group_seconds: float = 2.0
+    """A step's completions are whole when another step's follow, or none did for so long."""
+    tracker_note_seconds: float = 1.0
+    """Between two notes of what a tracker has sent."""
+    tracker_last_seconds: float = 5.0
+    """For a tracker to end whose run is gone."""
 
     launcher_poll_seconds: float = 0.05
     """Between two looks of the launcher at its processes."""

@@ -195,9 +195,6 @@ class MiniBatch:
     """Trained tokens over all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What reading the data counted, over all ranks: truncated, dropped, fill and the like."""
-    other_answers: tuple[Batch, ...] = ()
-    """The samples' prompts with answers of other rows, where the data brings them; of no loss, and in no number above.
-    As many on every rank."""
 
 
 class Scores(NamedTuple):

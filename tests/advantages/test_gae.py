@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
+from holdfast.advantages.group import explained_variance, generalised_advantages, spread_of, whitened
 from tests.oracle import critic as oracle
 
 LENGTHS = (1, 7, 3, 12, 1, 5)

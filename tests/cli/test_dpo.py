@@ -79,9 +79,6 @@ def test_a_run_leaves_metrics_completions_and_a_model(warm: WarmPython, tmp_path
     [
         pytest.param({"reference": {"precompute": True}}, marks=pytest.mark.slow, id="dpo, reference asked before"),
         pytest.param(KTO, id="kto, reference beside the policy"),
-        pytest.param(
-            KTO | {"reference": {"precompute": True}}, marks=pytest.mark.slow, id="kto, reference asked before"
-        ),
     ],
 )
 def test_a_killed_run_that_goes_on_is_identical(
@@ -190,24 +187,6 @@ def bad_row_before_the_pass(folder: Path, tree: dict[str, Any]) -> None:
     tree["reference"] = {"precompute": True}
 
 
-def asked_once_of(prompts: list[str], **data: Any) -> Any:
-    """Return what makes of a run one of KTO, on such rows, whose reference is asked before the first step."""
-
-    def spoil(folder: Path, tree: dict[str, Any]) -> None:
-        rows = [{"prompt": prompt, "completion": "2", "label": True} for prompt in prompts]
-        write_rows(folder / "rows.jsonl", rows)
-        tree |= {"preference": {"loss": "kto"}, "reference": {"precompute": True}}
-        tree["data"] |= data
-
-    return spoil
-
-
-def asked_once_of_a_set_of_one(folder: Path, tree: dict[str, Any]) -> None:
-    asked_once_of([f"add {n}=" for n in range(12)])(folder, tree)
-    write_rows(folder / "held.jsonl", [{"prompt": "add 1=", "completion": "2", "label": True}])
-    tree["evaluation"] = {"sets": {"held": {"path": "held.jsonl"}}}
-
-
 def shared_but_padded(folder: Path, tree: dict[str, Any]) -> None:
     tree["data"] |= {"packing": "none", "shared_prompt": "on"}
 
@@ -221,15 +200,6 @@ BAD = [
     (labels_missing, "has no column 'label': kto takes prompt, completion and label."),
     (foreign_cache, "said is not a whole file of reference log-probabilities ("),
     (bad_row_before_the_pass, "has no column 'rejected': a pair has prompt, chosen and rejected."),
-    (asked_once_of(["add 1="] * 12), "rows row 0: with reference.precompute, kto puts the answer of another row of"),
-    (
-        asked_once_of([f"add {n}=" for n in range(12)], streaming=True),
-        "and rows is streamed, so its rows cannot be read by number. Set streaming: false for it, or leave",
-    ),
-    (
-        asked_once_of_a_set_of_one,
-        "and the evaluation set held has a single row. Add rows to it, or leave reference.precompute out",
-    ),
     (shared_but_padded, "data.shared_prompt: on, but llama is trained with one sequence per row"),
 ]
 

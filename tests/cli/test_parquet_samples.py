@@ -8,7 +8,7 @@ from typing import Any
 
 from pyarrow import parquet
 
-from holdfast.metrics.sample_files import SampleFiles
+from holdfast.metrics.sink import SampleFiles
 from tests.cli.conftest import write_rows, write_run
 from tests.cli.warm import WarmPython
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.interface import verify
+from holdfast.checkpoint import verify
 from holdfast.metrics.sink import read_metrics
 from tests.cli.conftest import TINY, write_rows, write_run
 from tests.cli.warm import Done, WarmPython

@@ -25,7 +25,6 @@ TAKEN: list[dict[str, Any]] = [
     {"preference": {"loss": {"kind": "path", "path": "f.py:g", "kwargs": {"a": 1}}}},
     {"preference": {"loss": "simpo"}, "reference": {"kind": "none"}},
     {"preference": {"loss": "kto"}, "data": {"path": "d", "max_length": 4096}},
-    {"preference": {"loss": "kto"}, "reference": {"precompute": True}},
     {"reference": {"kind": "offloaded"}},
     {"reference": {"precompute": True, "cache": "file"}},
     {"reference": {"kind": "server", "url": "https://host/v1", "precompute": True, "cache": "file"}},
@@ -51,6 +50,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"preference": {"loss": "orpo"}, "reference": {"sync": {"every_steps": 1}}},
         "reference.sync: preference.loss: orpo compares with no reference; leave sync out",
+    ),
+    (
+        {"preference": {"loss": "kto"}, "reference": {"precompute": True}},
+        "reference.precompute: kto compares with answers of other rows of a batch; leave it out",
     ),
     ({"preference": {"loss": "dop"}}, "preference.loss: there is no kind 'dop'. Did you mean dpo?"),
     ({"preference": {"loss": {"kind": "ipo", "label_smoothing": 0.1}}}, "preference.loss.label_smoothing: "),

@@ -291,7 +291,7 @@ def memory_of_sampling(world: World, tree: dict[str, Any], rows: Any) -> tuple[i
         run.evaluation.sampler.publish(run.trained)
         generate(run.evaluation.sampler.engine, [request], SamplingConfig(max_new_tokens=4))
         shared.append(mapped_weights())
-        run.evaluation.sampler.rest(run.trained)
+        run.evaluation.sampler.release(run.trained)
 
     most = most_allocated(sample)
     counted = copy_bytes(run.trained, shared_by_ranks(run.trained)) + layout_bytes(run.trained)

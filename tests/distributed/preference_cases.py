@@ -221,20 +221,14 @@ def kto_by_hand(  # noqa: PLR0913 - a model that sees needs one more
     lr: float,
     batch: int = 4,
     seen: Seen | None = None,
-    others: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Make KTO's updates in the same way; z0 is measured with each prompt before the answer of another row.
-
-    That is the row which `others` names; without, the next one of the batch.
-    """
+    """Make KTO's updates in the same way; z0 is measured with each prompt before the answer of the batch's next row."""
     reference = copy.deepcopy(model)
     sequences = [examples[0] for examples in sequences_of(rows, seen)]
     losses, divergences, gradients = [], [], []
     for start in range(0, len(rows), batch):
         members, labels = sequences[start : start + batch], [row["label"] for row in rows[start : start + batch]]
         next_ones = members[1:] + members[:1]
-        if others is not None:
-            next_ones = [sequences[other] for other in others[start : start + batch]]
         z0 = kl_of_other_answers(model, reference, list(zip(members, next_ones, strict=True)), seen)
         total, linear = 0.0, torch.zeros((), dtype=torch.float64)
         for example, label in zip(members, labels, strict=True):

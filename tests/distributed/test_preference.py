@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 from tests.distributed.preference_cases import (
     by_hand,
     evaluate,
-    kl_of_other_answers,
     kto_by_hand,
     labelled_of,
     pairs_of,
     scored_while_training,
-    sequences_of,
     settings,
     train,
 )
@@ -26,10 +23,6 @@ from tests.oracle import preference as oracle
 from tests.tiny import tiny_directory, tiny_model
 
 ROWS, LABELLED = pairs_of(12), labelled_of(12)
-TWINS = [*LABELLED[:11], LABELLED[11] | {"prompt": LABELLED[4]["prompt"]}]
-"""Rows 4 and 11 ask the same."""
-OTHERS = [7, 8, 9, 10, 6, 0, 1, 2, 3, 4, 5, 6]
-"""Whose answer each of these rows' prompts gets for good: 7 rows on, and on again where that one asks the same."""
 
 
 @pytest.fixture(scope="module")
@@ -244,113 +237,6 @@ def test_rows_that_changed_in_the_middle_are_not_found_in_the_file(pools: Any, d
 
     assert kind == "ConfigError"
     assert "does not hold the reference log-probability of rows row 2" in message
-
-
-@pytest.fixture(scope="module")
-def kto_once() -> dict[str, Any]:
-    """Return three updates with answers of fixed rows, and the z0 of the same rows after them."""
-    model = fresh()
-    expected = kto_by_hand(model, TWINS, 0.3, lr=2.0, others=OTHERS)
-    members = [examples[0] for examples in sequences_of(TWINS)]
-    pairs = [(example, members[other]) for example, other in zip(members, OTHERS, strict=True)]
-    expected["held"] = np.mean([kl_of_other_answers(model, fresh(), pairs[start : start + 4]) for start in (0, 4, 8)])
-    return expected
-
-
-def once(directory: Path, place: Path, **sections: Any) -> dict[str, Any]:
-    """Return the tree of a KTO run whose reference is asked before the first step."""
-    kept = {"precompute": True, "cache": str(place)}
-    fixed = {"optim": {"lr": 2.0}, "preference": {"loss": {"kind": "kto", "beta": 0.3}}, "reference": kept}
-    return settings(str(directory), **fixed, **sections)
-
-
-@pytest.mark.deep
-def test_kto_s_reference_asked_before_the_run_has_spoken_of_other_rows_answers_too(
-    pools: Any, directory: Path, kto_once: dict[str, Any], tmp_path: Path
-) -> None:
-    place = tmp_path / "said"
-
-    made = pools(2).run(train, once(directory, place), TWINS)
-    found = [
-        *pools(1).run(train, once(directory, place, data={"packing": "none"}), TWINS),
-        *pools(4).run(train, once(directory, place, data={"tokens_per_micro_batch": 64}), TWINS),
-    ]
-
-    for outcome in (*made, *found):
-        assert_same(outcome, kto_once)
-        np.testing.assert_allclose([line["kto/kl"] for line in outcome["lines"]], kto_once["kl"], rtol=1e-9, atol=1e-12)
-        assert [calls["reference"] for calls in outcome["forwards"]] == [0] * 3
-        assert outcome["timed"] & {"reference", "divergence"} == {"divergence"}
-    assert made[0]["forwards"] == [{"policy": 2, "reference": 0}] * 3
-    in_batch = kto_by_hand(fresh(), TWINS, 0.3, lr=2.0)["kl"]
-    assert abs(kto_once["kl"][2] - in_batch[2]) > 1e-3, "answers of fixed rows give another z0 than those of the batch"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.cases(1)
-def test_whose_answer_a_prompt_gets_does_not_depend_on_the_order(
-    pools: Any, directory: Path, tmp_path: Path, dtype: str
-) -> None:
-    """A pairing of other rows would not be found in the file; the second pass is shuffled otherwise."""
-    data = {"shuffle": True, "batch_size": 5, "allow_partial": True}
-    tree = once(directory, tmp_path / "said", model={"dtype": dtype}, data=data, steps=6)
-    tree["optim"] |= {"lr": 0.5}
-
-    one, two = (pools(ranks).run(train, tree, TWINS, 6)[0]["lines"] for ranks in (1, 2))
-
-    for name in ("loss", "kto/kl", "grad_norm"):
-        expected = [line[name] for line in one]
-        tolerance = {"float32": 1e-6, "float64": 1e-10}[dtype]
-        np.testing.assert_allclose([line[name] for line in two], expected, rtol=tolerance, atol=tolerance)
-    assert max(line["kto/kl"] for line in one) > 0.1
-
-
-def test_sets_are_measured_with_answers_of_fixed_rows(
-    pools: Any, directory: Path, kto_once: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "held.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in TWINS))
-    sets = {"held": {"path": str(tmp_path / "held.jsonl")}, "sorted": {"synthetic": {"task": "sort", "rows": 11}}}
-    tree = once(directory, tmp_path / "said", evaluation={"sets": sets})
-
-    one, four = (pools(ranks).run(evaluate, tree, TWINS, 3)[0] for ranks in (1, 4))
-
-    assert one["eval/held/kto/kl"] == pytest.approx(kto_once["held"], rel=1e-8)
-    assert one.keys() == four.keys()
-    assert list(four.values()) == pytest.approx(list(one.values()), rel=1e-9, abs=1e-12)
-
-
-def other_filter(place: Path, tree: dict[str, Any]) -> None:
-    """A filter that takes every row, too; nobody can know that."""
-    (place.parent / "keep.py").write_text("def keep(row):\n    return len(row) > 0\n")
-
-
-def other_unusable(place: Path, tree: dict[str, Any]) -> None:
-    tree["data"] = tree["data"] | {"unusable": "drop"}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda place, _: damaged(place), "is not a whole file of reference log-probabilities (its hash is not that"),
-        (other_filter, "of a reference that this run does not have: other answers differ. Delete it"),
-        (other_unusable, "of a reference that this run does not have: other answers differ. Delete it"),
-    ],
-    ids=["damaged", "another filter", "rows may be left out"],
-)
-@pytest.mark.cases(1)
-def test_a_file_of_other_rows_answers_is_refused(
-    pools: Any, directory: Path, tmp_path: Path, spoil: Any, words: str
-) -> None:
-    (tmp_path / "keep.py").write_text("def keep(row):\n    return True\n")
-    tree = once(directory, tmp_path / "said", data={"filter": f"{tmp_path / 'keep.py'}:keep"})
-    pools(2).run(train, tree, TWINS, 1)
-    spoil(tmp_path / "said", tree)
-
-    errors = pools(2).errors(train, tree, TWINS, 1)
-
-    for kind, message in errors:
-        assert kind == "ConfigError"
-        assert words in message
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])

@@ -163,28 +163,6 @@ def test_kto_puts_answers_behind_the_pictures_of_other_rows(
 
 
 @pytest.mark.deep
-def test_kto_s_reference_asked_before_has_seen_the_pictures_with_other_rows_answers(
-    pools: Any,
-    directory: Callable[[str], Path],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    rows, place = labelled(ROWS["mixed"]), directory("qwen2_5_vl")
-    model = vision_model("qwen2_5_vl").double()
-    names = [name for name, _ in model.named_parameters()]
-    others = [(number + 7) % 12 for number in range(12)]
-    by_plain = kto_by_hand(model, rows, 0.3, lr=2.0, seen=seen_by(place, "qwen2_5_vl"), others=others)
-    kept = {"precompute": True, "cache": str(tmp_path / "said")}
-    preference = {"loss": {"kind": "kto", "beta": 0.3}}
-    tree = tree_of(place, {}, optim={"lr": 2.0}, preference=preference, reference=kept)
-
-    for found in pools(2).run(train, tree, rows):
-        assert_same(found, with_zeros(by_plain, names))
-        np.testing.assert_allclose([line["kto/kl"] for line in found["lines"]], by_plain["kl"], rtol=1e-9, atol=1e-12)
-        assert found["forwards"][0]["reference"] == 0
-    assert max(by_plain["kl"]) > 0.0
-
-
-@pytest.mark.deep
 def test_what_the_reference_said_is_kept_by_picture_and_not_by_text_alone(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from holdfast.objectives.covariances import covariances, highest, some_between
+from holdfast.objectives.policy import covariances, highest, some_between
 
 
 def drawn(seed: int, size: int = 400) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -260,7 +260,7 @@ def verify(path: str, level: verification.Level = "tensors") -> Manifest:
     return verification.verify_checkpoint(storage, name, level)
 
 
-def rehearse(
+def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
     path: str,
     model: nn.Module,
     optimizer: Optimizer | None = None,

@@ -141,7 +141,7 @@ def diff(
 
 
 @app.command("export")
-def export(
+def export(  # noqa: PLR0913 - each is an option of the command
     checkpoint: PathArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory, or file with --format torch.")],
     form: Annotated[

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.data.rows.rows import Row
     from holdfast.data.survey import Survey
 
-VERBS = ("sft", "dpo", "reward", "grpo")
+FIRST_FILE_VERBS = ("sft", "dpo", "reward", "grpo")
 _LOOKED_AT = 500
 """Rows that lengths are taken from."""
 _MANY = 200
@@ -126,8 +126,8 @@ def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> F
     Raises:
         UserError: The rows or the model cannot be read, or these rows are not for this verb.
     """
-    if verb is not None and verb not in VERBS:
-        raise ConfigError(f"There is no first file for {verb!r}; there are {', '.join(VERBS)}.")
+    if verb is not None and verb not in FIRST_FILE_VERBS:
+        raise ConfigError(f"There is no first file for {verb!r}; there are {', '.join(FIRST_FILE_VERBS)}.")
     rows = _first_rows(data, base)
     columns = list(rows[0])
     verb = verb or _verb_for(columns)

@@ -78,7 +78,7 @@ def generate(target: str, request: CompletionRequest, *, as_json: bool) -> None:
                 _print_text(source, completions)
     except UserError:
         raise
-    except HoldfastError as error:  # damage, which for other commands is no mistake of the user's
+    except HoldfastError as error:  # damage, which for other commands is not a mistake of the user's
         raise UserError(str(error)) from error
 
 

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError, UserError
 from holdfast.escaping import escaped
 from holdfast.files import RegularFile, parse_json, read_bytes, read_json, read_text
 from holdfast.metrics.sink import METRICS
-from holdfast.training.directory import EVENTS, FOLDER, IDENTITY
+from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
 
 LEASE = "checkpoints/.lease.json"
 BY_OBSERVER = "stopped by an observer"
@@ -54,7 +54,7 @@ def state_of(place: Path, events: Sequence[Mapping[str, Any]], step: int | None)
         step: Of the last line of its metrics.jsonl.
 
     Raises:
-        OSError: Its lease cannot be read, or is no file.
+        OSError: Its lease cannot be read, or is not a file.
     """
     lease = place / LEASE
     holder = _holder(lease)
@@ -193,7 +193,7 @@ def list_runs(directory: Path, *, as_json: bool) -> None:
     """Print the runs in a directory.
 
     Raises:
-        UserError: It is no directory, or cannot be read.
+        UserError: It is not a directory, or cannot be read.
     """
     runs, passed = listed(directory)
     if as_json:
@@ -213,7 +213,7 @@ def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
     """Return the runs in a directory, the last active first, and what was passed over there with the reason.
 
     Raises:
-        UserError: It is no directory, or cannot be read.
+        UserError: It is not a directory, or cannot be read.
     """
     try:
         single = (directory / IDENTITY).exists()
@@ -273,7 +273,7 @@ def _looked_at(place: Path) -> tuple[float, RunLine]:
     verb, run_id = _identity(place)
     step, events = _last_step(place / METRICS), _events(place / EVENTS)
     state: State = state_of(place, events, step)
-    names = (IDENTITY, METRICS, EVENTS, f"{FOLDER}/.lease.json")
+    names = (IDENTITY, METRICS, EVENTS, f"{CHECKPOINTS}/.lease.json")
     active = max((place / name).stat().st_mtime for name in names if (place / name).exists())
     run = RunLine(
         name=place.absolute().name,
@@ -334,7 +334,7 @@ def _newest_checkpoint(place: Path, events: Sequence[dict[str, Any]]) -> int | N
     saved: set[int] = {
         event["saved"] for event in events if event.get("event") == "checkpoint" and type(event.get("saved")) is int
     }
-    folder = place / FOLDER
+    folder = place / CHECKPOINTS
     if saved and not any(folder.glob("step-*")):
         other = _storage(place)
         if other is not None and "://" in other and not other.startswith("file://"):

@@ -24,7 +24,7 @@ _TRUNCATED = 0.3
 _LOWEST_ENTROPY = 0.01
 """Nats per token, of the entropy where it is measured (`metrics.entropy`), else of its estimate from samples."""
 _REWARD_FAULTS = 0.01
-"""Share of a step's completions whose reward timed out, raised or was no finite number."""
+"""Share of a step's completions whose reward timed out, raised or was not a finite number."""
 _JUMP = 10.0
 """A KL or a gradient norm this many times its usual value."""
 _USUAL_STEPS = 20

@@ -82,7 +82,7 @@ def score(
     return Scores(logprobs, is_top, entropies if entropy else None)
 
 
-def separable_loss(
+def separable_loss(  # noqa: PLR0913 - the operands of a formula
     hidden: Tensor,
     head: HeadWeights,
     targets: Tensor,
@@ -241,7 +241,7 @@ class _HeadGradients:
     def wanted(self) -> bool:
         return self.hidden is not None or self.weight is not None or self.bias is not None
 
-    def add(
+    def add(  # noqa: PLR0913 - the operands of a formula
         self,
         chunk: _Chunk,
         hidden: Tensor,

@@ -193,7 +193,7 @@ class SampledReverseKL:
 class BothLikelihoods(NegativeLogLikelihood):
     """-log student at given tokens, beside -log teacher.
 
-    On tokens that the student did not sample, the difference of the two is no estimate of a divergence.
+    On tokens that the student did not sample, the difference of the two is not an estimate of a divergence.
     """
 
     needs_teacher_logprobs: bool = True

@@ -213,7 +213,7 @@ class Clip:
 class ClipCov(Clip):
     """PPO's surrogate, 0 for the tokens that were chosen by their covariance.
 
-    Cui et al. (arXiv:2505.22617), Clip-Cov; `objectives/covariances.py` chooses. A token that is chosen counts as one,
+    Cui et al. (arXiv:2505.22617), Clip-Cov; `objectives/policy.py` chooses. A token that is chosen counts as one,
     whether the ratio clips it besides or not.
     """
 

@@ -51,7 +51,7 @@ class OptimizerState:
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Parameter name -> state key -> tensor, sharded like the parameter or replicated"""
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Parameter name -> state key -> tagged JSON, for state that is no tensor"""
+    """Parameter name -> state key -> tagged JSON, for state that is not a tensor"""
     wrapped: Mapping[str, Mapping[str, Wrapped]] = field(default_factory=dict)
     """Parameter name -> state key -> what a quantised tensor is, besides its parts; these are among the tensors, under
     <state key>/<part>"""

@@ -1,8 +1,8 @@
 """What of a sharded model is in host memory: tensors that nobody reads for a while, and copies that all ranks read.
 
-Tensors that rest: the memory goes and the tensors stay. Parameters, DTensors, the flat views that FSDP2 gathers from,
+Offloaded tensors: the memory goes and the tensors stay. Parameters, DTensors, the flat views that FSDP2 gathers from,
 and the keys of an optimizer's state are the same objects before, meanwhile and after. Who reads one meanwhile reads
-nothing, or crashes: hence `wake` comes before every reader, and a reader on another thread calls `stay`.
+nothing, or crashes: hence `restore` comes before every reader, and a reader on another thread calls `restore_for_good`.
 
 Copies: whole tensors, once for all ranks of a machine; on the CPU its ranks decode over the same memory. Gathered
 through sockets, every rank would send its shard to every other one and keep a copy of the whole. Here each writes its
@@ -29,63 +29,63 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import Holding, full_tensor, held_tensors, owners_of, rows_at
 
 
-class _Resting(NamedTuple):
+class _Offloaded(NamedTuple):
     storage: torch.UntypedStorage
     host: Tensor
     """Its bytes."""
 
 
 @dataclass
-class Residency:
-    """What rests in host memory, by the name of its part."""
+class HostOffload:
+    """What is offloaded to host memory, by the name of its part."""
 
-    asleep: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
     """The parts of which something is in host memory."""
-    _resting: dict[str, list[_Resting]] = field(default_factory=dict)
-    _stays: bool = False
+    _offloaded: dict[str, list[_Offloaded]] = field(default_factory=dict)
+    _closed: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def rest(self, part: str, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
+    def offload(self, part: str, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
         """Move memory to the host, once where tensors share it, and leave what is there already.
 
         Args:
-            part: What it is woken by.
+            part: What it is restored by.
             tensors: Of any class; those that hold others are taken apart.
             besides: Tensors whose memory stays, although some of `tensors` share it.
         """
         with self._lock:
-            if self._stays:
+            if self._closed:
                 return
             storages = storages_of(tensors)
             staying_keys = storages_of(besides).keys()
             on_host = all(storage.device.type == "cpu" for storage in storages.values())
-            resting = self._resting.setdefault(part, [])
+            offloaded = self._offloaded.setdefault(part, [])
             for key, storage in storages.items():
                 # Beside a device, counters of steps and the like are on the host by intent.
                 moves = on_host or storage.device.type != "cpu"
                 if storage.nbytes() == 0 or key in staying_keys or not moves or not storage.resizable():
                     continue
-                resting.append(_Resting(storage, _copy(storage)))
-                self.asleep.add(part)
+                offloaded.append(_Offloaded(storage, _copy(storage)))
+                self.parts.add(part)
                 storage.resize_(0)
 
-    def wake(self, *parts: str) -> None:
+    def restore(self, *parts: str) -> None:
         """Bring these parts back, all where none is named; every bit is as it was."""
         with self._lock:
-            for part in parts or tuple(self._resting):
-                resting = self._resting.get(part, [])
-                while resting:
-                    storage, host = resting[-1]
+            for part in parts or tuple(self._offloaded):
+                offloaded = self._offloaded.get(part, [])
+                while offloaded:
+                    storage, host = offloaded[-1]
                     storage.resize_(host.numel())
                     _bytes_of(storage).copy_(host)
-                    resting.pop()  # only now: if memory is short, what did not come back can be asked for again
-                self.asleep.discard(part)
+                    offloaded.pop()  # only now: if memory is short, what did not come back can be asked for again
+                self.parts.discard(part)
 
-    def stay(self) -> None:
+    def restore_for_good(self) -> None:
         """Bring everything back, for good: another thread reads it, or may."""
         with self._lock:
-            self._stays = True
-            self.wake()
+            self._closed = True
+            self.restore()
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Mapping[int, torch.UntypedStorage]:

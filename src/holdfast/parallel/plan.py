@@ -119,7 +119,7 @@ def _recompute_words(recompute: Mapping[str, Recomputed]) -> str:
     return f"{len(recompute)} blocks recomputed ({', '.join(kinds)})"
 
 
-def plan_shards(
+def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure function
     parameters: Sequence[ParameterInfo],
     modules: Sequence[str],
     blocks: Sequence[str],

@@ -47,7 +47,7 @@ Holding = Tensor | Merged
 def held_tensors(policy: nn.Module) -> dict[str, Holding]:
     """Return what a model directory would hold, as shards: parameters (one name of each tie) and stored buffers.
 
-    Adapters are no tensors of a directory: their matrices hold them.
+    Adapters are not tensors of a directory: their matrices hold them.
     """
     parameters = sharded_parameters(policy)
     holdings: dict[str, Holding] = dict(parameters)

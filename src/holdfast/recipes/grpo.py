@@ -29,7 +29,7 @@ from holdfast.training.policy.recorder import record, tell_samples
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
-from holdfast.training.policy.run import PolicyRun, awake_afterwards, is_warming_up
+from holdfast.training.policy.run import PolicyRun, is_warming_up, restored_afterwards
 from holdfast.training.step import train_step
 from holdfast.types import MiniBatch
 
@@ -45,7 +45,7 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
 
 def grpo_step(run: PolicyRun) -> dict[str, float] | None:
     """Sample, score, compare, and update the policy; None when the prompts have ended."""
-    with awake_afterwards(run.trained):
+    with restored_afterwards(run.trained):
         rollout = next_rollout(run)
         return None if rollout is None else learn(run, rollout)
 

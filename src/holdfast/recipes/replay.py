@@ -21,7 +21,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
-from holdfast.training.directory import FOLDER
+from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.mismatch import Fit, causes, fits, verdict
 from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
@@ -116,7 +116,7 @@ class _Rebuilt:
 
 @contextmanager
 def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
-    storage = open_storage(config.checkpoint.storage or directory / FOLDER)
+    storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
         # Nothing is sampled here, so nothing need rest meanwhile, and no server need live.
         changed = {

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from holdfast.escaping import escaped
 
 LARGEST = 1e30
-"""Magnitude above which a reward is no number to compare: its square, and sums of squares, would leave the range."""
+"""Magnitude above which a reward is not a number to compare: its square, and sums of squares, would leave the range."""
 
 Fault = Literal["timeout", "error", "nan", "none"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)

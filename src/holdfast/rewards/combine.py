@@ -78,7 +78,7 @@ def _cut(message: str) -> str:
 
 
 def _beyond(judged: Sequence[tuple[Reward, SampleOutcome]], total: float) -> list[tuple[Reward, SampleOutcome]]:
-    """Return the fault of a sum that is no number, under the name of the reward that weighs most."""
+    """Return the fault of a sum that is not a number, under the name of the reward that weighs most."""
     heaviest = max(judged, key=lambda each: abs(each[0].weight))[0]
     return [(heaviest, SampleOutcome(fault="nan", message=f"and its weight make a sum of {total}"))]
 

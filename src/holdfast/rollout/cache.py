@@ -87,7 +87,7 @@ class HeldCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return keys[:, :, : view.longest], values[:, :, : view.longest]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
-        """Return the places that a step looks at, less its own: not 0, so it is no prompt that is computed."""
+        """Return the places that a step looks at, less its own: not 0, so it is not a prompt that is computed."""
         return self.view.longest - 1
 
 
@@ -215,7 +215,7 @@ def _fit(tensor: Tensor, room: int) -> Tensor:
     return tensor[:, :, :room] if tensor.shape[2] >= room else _grown(tensor, room - tensor.shape[2])
 
 
-def cached_attention(
+def cached_attention(  # noqa: PLR0913 - the operands of a formula
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -258,7 +258,7 @@ def cached_attention(
     return attended, None
 
 
-def _explicit(
+def _explicit(  # noqa: PLR0913 - the operands of a formula
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -25,15 +25,15 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.stream import BatchStream
-from holdfast.data.content.images import ImageFiles, images_mark
+from holdfast.data.content.images import ImageFiles, images_fingerprint
 from holdfast.data.tokens.chat_template import template_text
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
 from holdfast.models.build.model import Blueprint
-from holdfast.models.source.origin import files_mark, locate, same_files, tell_mark
+from holdfast.models.source.origin import files_fingerprint, locate, remember_fingerprint, same_files
 from holdfast.models.source.vision import VIDEO_FILE
 from holdfast.parallel.collectives import RankGroup
-from holdfast.training.run import Identity, RunFile, Setting
+from holdfast.training.run import ConfiguredRun, Identity, Setting
 
 _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
@@ -47,14 +47,16 @@ _IMAGES = "images of source "
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
-def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint, marks: Mapping[str, str]) -> Identity:
+def identity(
+    setting: ConfiguredRun, stream: BatchStream[Any, Any], origin: Blueprint, marks: Mapping[str, str]
+) -> Identity:
     """Return hashes of everything a resumed run must find unchanged.
 
     Args:
         setting: Of the run.
         stream: The training rows.
         origin: The model and its tokenizer.
-        marks: Of images, as `image_marks` returns them.
+        marks: Of images, as `image_fingerprints` returns them.
     """
     config = setting.config
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
@@ -70,7 +72,7 @@ def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint,
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
     model |= _adapters(config)
     if _starts_from_files(config):
-        model["model.path"] = weights_mark(origin, config.seed)
+        model["model.path"] = weights_fingerprint(origin, config.seed)
     model |= _adapter_of_reference(setting)
     return {
         "data": data,
@@ -123,12 +125,12 @@ def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]
     return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
 
 
-def image_marks(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
+def image_fingerprints(setting: ConfiguredRun, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
     """Return marks of the images that rows hold or name, for a model that sees them; reads files."""
     if origin.image_processor is None:
         return {}
     files = ImageFiles(setting.config.data.image_dir, setting.base)
-    marks = {f"{_IMAGES}{index}": images_mark(source, files) for index, source in enumerate(stream.sources)}
+    marks = {f"{_IMAGES}{index}": images_fingerprint(source, files) for index, source in enumerate(stream.sources)}
     return {what: mark for what, mark in marks.items() if mark is not None}
 
 
@@ -141,7 +143,6 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         loss["neftune_alpha"] = str(config.neftune_alpha)
     if isinstance(config, DPOConfig):
         loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
-        loss |= _other_answers(config)
     sync = sync_of(config.reference) if isinstance(config, DPOConfig | GRPOConfig) else None
     if sync is not None:  # checkpoints from before a reference could follow go on
         loss["reference.sync"] = sync.model_dump_json()
@@ -172,11 +173,6 @@ def _on_timeout(config: GRPOConfig) -> dict[str, Any]:
     return {"kind": "drop_sample"} if is_as_before else policy.model_dump(mode="json")
 
 
-def _other_answers(config: DPOConfig) -> dict[str, str]:
-    """Return whose answers KTO's z0 is measured on, where those are not of the batch."""
-    return {"reference.precompute": "answers of fixed rows"} if config.fixes_other_answers else {}
-
-
 def _has_reference(config: TrainingConfig) -> bool:
     match config:
         case GRPOConfig():
@@ -187,7 +183,7 @@ def _has_reference(config: TrainingConfig) -> bool:
             return False
 
 
-def weights_mark(origin: Blueprint, seed: int) -> str:
+def weights_fingerprint(origin: Blueprint, seed: int) -> str:
     """Return what tells the weights of a model's directory from others.
 
     A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
@@ -195,15 +191,15 @@ def weights_mark(origin: Blueprint, seed: int) -> str:
     """
     if origin.directory is None:
         return f"random start of seed {seed}"
-    return files_mark(origin.directory)
+    return files_fingerprint(origin.directory)
 
 
-def _adapter_of_reference(setting: RunFile) -> dict[str, str]:
-    mark = adapter_mark(setting) if _has_reference(setting.config) else ""
+def _adapter_of_reference(setting: ConfiguredRun) -> dict[str, str]:
+    mark = adapter_fingerprint(setting) if _has_reference(setting.config) else ""
     return {"model.lora.path": mark} if mark else {}
 
 
-def adapter_mark(setting: RunFile) -> str:
+def adapter_fingerprint(setting: ConfiguredRun) -> str:
     """Return what tells the adapter that a policy starts from, and its reference is, from others; "" without one."""
     section = setting.config.model
     if section.lora is None or section.lora.path is None:
@@ -224,7 +220,7 @@ def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
     return changes
 
 
-def user_files(setting: RunFile) -> dict[str, str]:
+def user_files(setting: ConfiguredRun) -> dict[str, str]:
     """Return the hashes of the user's files, of what they import from beside them, and of a template in place."""
     hashes: dict[str, str] = {}
     for key, name in _code_files(setting.config):
@@ -238,13 +234,13 @@ def user_files(setting: RunFile) -> dict[str, str]:
     return hashes
 
 
-def filter_hashes(setting: RunFile) -> dict[str, str]:
+def filter_hashes(setting: ConfiguredRun) -> dict[str, str]:
     """Return the hashes of the file that says which rows are taken, and of what it imports from beside it."""
     name = setting.config.data.filter
     return {} if name is None else _code_hashes("data.filter", name, setting)
 
 
-def _code_hashes(key: str, name: str, setting: RunFile) -> dict[str, str]:
+def _code_hashes(key: str, name: str, setting: ConfiguredRun) -> dict[str, str]:
     """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
     file = name.rpartition(":")[0]
     source_file = next((place for place in (setting.base / file, Path(file)) if place.is_file()), None)
@@ -279,16 +275,16 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hash_bytes("\n".join((words, template, special)).encode())
 
 
-def mark_once(directory: Path | None, ranks: RankGroup) -> None:
-    """Have `files_mark` answer at once on every rank; all ranks call this together."""
+def fingerprint_once(directory: Path | None, ranks: RankGroup) -> None:
+    """Have `files_fingerprint` answer at once on every rank; all ranks call this together."""
     if directory is None:
         return
-    mark = ranks.on_first_rank(lambda: files_mark(directory))
+    mark = ranks.on_first_rank(lambda: files_fingerprint(directory))
     if ranks.rank:
-        tell_mark(directory, mark)
+        remember_fingerprint(directory, mark)
 
 
-def mark_base_of_adapters(setting: Setting) -> None:
+def fingerprint_base_of_adapters(setting: Setting) -> None:
     """Mark the weights that adapters of a file will be laid beside, before every rank compares their marks.
 
     Raises:
@@ -298,16 +294,16 @@ def mark_base_of_adapters(setting: Setting) -> None:
     if section.path is None or section.lora is None or section.lora.path is None or section.lora.any_base:
         return
     name = section.path
-    mark_once(ranks.first_rank_first(lambda: locate(name, section, setting.base, weights=True)), ranks)
+    fingerprint_once(ranks.first_rank_first(lambda: locate(name, section, setting.base, weights=True)), ranks)
 
 
 def mark_reward_models(setting: Setting) -> None:
     """Mark the models that score; all ranks call this together."""
     for directory in setting.ranks.on_all_ranks(lambda: reward_models(setting)).values():
-        mark_once(directory, setting.ranks)
+        fingerprint_once(directory, setting.ranks)
 
 
-def is_marked(config: TrainingConfig) -> bool:
+def is_fingerprinted(config: TrainingConfig) -> bool:
     """Return whether checkpoints or exports of a run keep the mark of the weights it began with."""
     compares = isinstance(config, DPOConfig) or (isinstance(config, GRPOConfig) and config.kl.coefficient > 0)
     return config.model.lora is not None or config.checkpoint.frozen == "skip" or compares
@@ -374,7 +370,7 @@ def _modules(place: Path, dotted: str) -> Iterator[Path]:
         place /= part
 
 
-def reward_models(setting: RunFile) -> dict[str, Path]:
+def reward_models(setting: ConfiguredRun) -> dict[str, Path]:
     """Return the directories of the models that score, by the names they have in the configuration."""
     directories = {}
     for section in getattr(setting.config, "reward", ()):
@@ -388,12 +384,12 @@ def reward_models(setting: RunFile) -> dict[str, Path]:
     return directories
 
 
-def reward_model_hashes(setting: RunFile) -> dict[str, str]:
+def reward_model_hashes(setting: ConfiguredRun) -> dict[str, str]:
     """Return what tells the models that score from others: their weights, and the files that say how they read text."""
     hashes = {}
     for name, directory in reward_models(setting).items():
         texts = sorted(file for file in directory.iterdir() if file.suffix in _TEXTS and file.is_file())
         lines = "\n".join(f"{file.name} {hash_file(file)}" for file in texts)
-        hashes[f"{REWARD_MODEL}{name} weights"] = files_mark(directory)
+        hashes[f"{REWARD_MODEL}{name} weights"] = files_fingerprint(directory)
         hashes[f"{REWARD_MODEL}{name} configuration and tokenizer"] = hash_bytes(lines.encode())
     return hashes

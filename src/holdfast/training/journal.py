@@ -15,8 +15,7 @@ from holdfast.escaping import escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
-from holdfast.metrics.sample_files import SAMPLE_FOLDER, SampleFiles
-from holdfast.metrics.sink import METRICS, JsonlSink, Sink
+from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, JsonlSink, SampleFiles, Sink
 from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS

@@ -31,7 +31,7 @@ from holdfast.optim.averages import Averages
 from holdfast.optim.reference_ema import Following
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.collectives import RankGroup
-from holdfast.parallel.host_memory import Residency
+from holdfast.parallel.host_memory import HostOffload
 from holdfast.parallel.mesh import World
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
@@ -84,7 +84,7 @@ class Logbook:
 
 
 @dataclass(kw_only=True)
-class RunFile:
+class ConfiguredRun:
     """A configuration, and the folder that its paths begin at."""
 
     config: TrainingConfig
@@ -102,7 +102,7 @@ class RunFile:
 
 
 @dataclass(kw_only=True)
-class Setting(RunFile):
+class Setting(ConfiguredRun):
     """A run's file, the ranks that carry it out, and what they say of it."""
 
     world: World
@@ -209,7 +209,7 @@ class Trained(ShardedModel):
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
     cost: ModelCost
-    residency: Residency = field(default_factory=Residency)
+    host_offload: HostOffload = field(default_factory=HostOffload)
     """What of this model, and of those trained beside it, is in host memory at the moment."""
     following: Following | None = None
     """The reference policy, where it follows the weights."""
@@ -252,11 +252,11 @@ class Trained(ShardedModel):
         schedule = self.setting.config.optim.schedule
         return self.state.watched.get(PLATEAU_FACTOR, 1.0) if isinstance(schedule, PlateauSchedule) else 1.0
 
-    def wake(self, *parts: str) -> None:
-        """Bring parts of what rests in host memory back, all where none is named."""
-        if self.residency.asleep.intersection(parts or self.residency.asleep):
+    def restore(self, *parts: str) -> None:
+        """Bring parts of what is offloaded back, all where none is named."""
+        if self.host_offload.parts.intersection(parts or self.host_offload.parts):
             with self.setting.phase("from_host"):
-                self.residency.wake(*parts)
+                self.host_offload.restore(*parts)
 
 
 @dataclass(kw_only=True)

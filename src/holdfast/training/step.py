@@ -85,7 +85,7 @@ def train_step(
             if output.router_loads is not None:
                 sent = output.router_loads if sent is None else sent + output.router_loads
     loads = load_metrics(sent)
-    trained.wake()
+    trained.restore()
     with trained.setting.phase("optimizer"):
         update = _update(trained, sums, mini_batch, rates, ends_step=ends_step)
     return replace(update, metrics={**update.metrics, **loads})

@@ -33,7 +33,7 @@ class Standing(NamedTuple):
 
 
 def after(section: PatienceConfig, standing: Standing, value: float) -> Standing:
-    """Return where a metric stands after it was measured; what is no finite number is no improvement."""
+    """Return where a metric stands after it was measured; what is not a finite number is no improvement."""
     best = standing.best
     if not math.isfinite(value):
         return standing._replace(without=standing.without + 1)
@@ -144,14 +144,14 @@ def _warn_of_missing(run: Run, names: list[str], line: Mapping[str, float]) -> N
 
 def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
     """Lower the rate where its metric has not improved for long enough; then it has `cooldown` measurements' rest."""
-    state, resting = trained.state, int(trained.state.watched.get(f"{PLATEAU}/resting", 0))
+    state, cooldown = trained.state, int(trained.state.watched.get(f"{PLATEAU}/resting", 0))
     standing = after(schedule, standing_of(state, PLATEAU, schedule), value)
-    if resting:
-        resting, standing = resting - 1, standing._replace(without=0)
+    if cooldown:
+        cooldown, standing = cooldown - 1, standing._replace(without=0)
     if standing.without >= schedule.patience:
         before = state.watched.get(PLATEAU_FACTOR, 1.0)
         factor = max(schedule.final_ratio, before * schedule.factor)
-        resting, standing = schedule.cooldown, standing._replace(without=0)
+        cooldown, standing = schedule.cooldown, standing._replace(without=0)
         if factor < before:
             state.watched[PLATEAU_FACTOR] = factor
             trained.setting.log.messages.append(
@@ -161,7 +161,7 @@ def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
                 else f"optim.schedule: {schedule.metric} was no number; the rate falls by {schedule.factor:g}"
             )
     _note(state, PLATEAU, schedule, standing)
-    state.watched[f"{PLATEAU}/resting"] = float(resting)
+    state.watched[f"{PLATEAU}/resting"] = float(cooldown)
 
 
 def reason_to_end(run: Run) -> str | None:

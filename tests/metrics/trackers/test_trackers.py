@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from holdfast import patience
 from holdfast.config.sections.metrics import MetricsConfig
 from holdfast.errors import ConfigError
-from holdfast.metrics.trackers import client
 from holdfast.metrics.trackers.client import Trackers, check_trackers
 from tests.metrics.trackers.cases import RUN_ID, VERSIONS, WrittenRun, effective, logged, wait_for
 
@@ -149,8 +150,8 @@ def test_a_class_of_ones_own_gets_numbers_completions_and_the_end(mine: Path) ->
 def test_a_tracker_that_hangs_is_said_once_and_delays_the_end_by_five_seconds_at_most(
     mine: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.0)
+    shorter = replace(patience.current, tracker_silent_seconds=0.5, tracker_look_seconds=0.0)
+    monkeypatch.setattr(patience, "current", shorter)
     run = WrittenRun(mine / "r", [f"mine.py:{name}"])
     run.start()
     here = mine / "r" / "trackers" / name / "here"
@@ -177,7 +178,7 @@ def test_a_tracker_that_hangs_is_said_once_and_delays_the_end_by_five_seconds_at
 def test_a_tracker_that_fails_is_said_once_with_the_reason(
     mine: Path, name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(patience, "current", replace(patience.current, tracker_look_seconds=0.0))
     run = WrittenRun(mine / "r", [f"mine.py:{name}", "csv"])
     run.start()
     run.step(1, loss=1.0)

@@ -62,7 +62,7 @@ class ExportFormat:
     reached: ExportReached = lambda _: None
 
 
-def export(
+def export(  # noqa: PLR0913 - a public verb; its options are keywords
     policy: nn.Module,
     origin: Blueprint,
     directory: Path,

@@ -193,7 +193,7 @@ def read_dcp_metadata(data: bytes, where: str) -> Metadata:
     """Read DCP's metadata without running anything it brings.
 
     Raises:
-        CheckpointCorrupt: The metadata is damaged, hostile, or lists something that is no tensor.
+        CheckpointCorrupt: The metadata is damaged, hostile, or lists something that is not a tensor.
         CheckpointUnreadable: This machine is short of memory.
     """
     try:

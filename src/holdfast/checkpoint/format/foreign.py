@@ -1,4 +1,4 @@
-"""Name what a directory is when it is no checkpoint of ours."""
+"""Name what a directory is when it is not a checkpoint of ours."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Manifest:
     """Under the names of the DCP inside: model.<parameter> and optim.<parameter>.<key>"""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
-    """Class, groups, values that are no tensors, and what quantised tensors are besides their parts."""
+    """Class, groups, values that are not tensors, and what quantised tensors are besides their parts."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Axis name to size."""
     versions: Mapping[str, str] = field(default_factory=dict)

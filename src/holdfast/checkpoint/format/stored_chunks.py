@@ -85,7 +85,7 @@ def _archive_is_modest(data: bytes | memoryview) -> bool:
             return sum(entry.file_size for entry in archive.infolist()) <= len(data)
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return False
-    except MemoryError:  # for the few bytes that this takes: what went wrong before was no archive's fault
+    except MemoryError:  # for the few bytes that this takes: what went wrong before was not an archive's fault
         return True
 
 

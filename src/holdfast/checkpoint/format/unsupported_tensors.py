@@ -66,7 +66,7 @@ def refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_extra_state(state: Mapping[str, Any]) -> None:
-    """Refuse what modules add to their state dict by `get_extra_state`, which is no tensor with a name.
+    """Refuse what modules add to their state dict by `get_extra_state`, which is not a tensor with a name.
 
     Raises:
         ModelError: A module adds something.

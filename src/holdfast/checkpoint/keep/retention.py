@@ -229,7 +229,7 @@ def apply_retention(
 def _thrown_away(storage: Storage, name: str) -> str:
     """End a checkpoint, and return the name that its files have now."""
     if not storage.renames:
-        storage.remove(f"{name}/{NAME}")  # without its manifest it is no checkpoint any more
+        storage.remove(f"{name}/{NAME}")  # without its manifest it is not a checkpoint any more
         return name
     gone = fresh(TRASH, name)
     storage.rename(name, gone)
@@ -244,7 +244,7 @@ def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
         name: The checkpoint.
         aside: Its new name; default: a fresh one of a damaged checkpoint.
 
-    In an object store the manifest goes first: without it the rest is no checkpoint, however far the move comes.
+    In an object store the manifest goes first: without it the rest is not a checkpoint, however far the move comes.
     """
     aside = aside or fresh(QUARANTINE, name)
     if storage.renames:

@@ -58,7 +58,7 @@ def place_file(mesh: Mapping[str, int], coordinate: Mapping[str, int]) -> str | 
         coordinate: Of the rank; an axis of one rank may be left out.
 
     Returns:
-        None where the mesh has no axis, or one whose name is no word.
+        None where the mesh has no axis, or one whose name is not a word.
     """
     if not mesh or not all(_AXIS.match(axis) for axis in mesh):
         return None

@@ -20,7 +20,7 @@ from holdfast.checkpoint.place.hashing import HASH_BLOCK, HashingWriter
 from holdfast.errors import ConfigError
 
 _CLIENTS = {"aiobotocore", "aiohttp", "botocore"}
-"""Libraries below s3fs whose errors are no OSError: an address that nobody answers at, credentials that are missing."""
+"""Libraries below s3fs whose errors are not OSError: an address without a server, missing credentials."""
 
 
 _TAKEN = "another job put this object, or a save that was killed"

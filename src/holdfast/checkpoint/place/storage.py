@@ -92,7 +92,7 @@ class Storage(Protocol):
         """Rename a directory."""
 
     def remove(self, path: str) -> None:
-        """Remove a file or a tree; what is gone already is no error."""
+        """Remove a file or a tree; what is gone already is not an error."""
 
     def undo(self, path: str) -> None:
         """Remove what this process made below a path, and nothing that another one put there."""
@@ -299,7 +299,7 @@ class LocalStorage:
 
 
 def _unless_absent(error: OSError) -> None:
-    """Raise what pathlib and os.walk would pass over: a place that nobody can look at is no empty one."""
+    """Raise what pathlib and os.walk would pass over: a place that nobody can look at is not an empty one."""
     if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:  # the last: a link to itself leads nowhere
         raise error
 

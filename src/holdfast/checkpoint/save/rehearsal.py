@@ -40,7 +40,7 @@ from holdfast.optim.state import OptimizerState, collect
 from holdfast.optim.state_template import inert_state
 from holdfast.parallel.collectives import RankGroup
 
-Trained = tuple[LiveTensors, Optimizer | None]
+TrainedState = tuple[LiveTensors, Optimizer | None]
 """What of a model will be saved, and its optimizer if that will be."""
 
 NONCE = "nonce"
@@ -113,7 +113,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def run_rehearsal(
+def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
     storage: Storage,
     model: nn.Module | LiveTensors,
     optimizer: Optimizer | None,
@@ -122,7 +122,7 @@ def run_rehearsal(
     room: Room = Room(),  # noqa: B008 - frozen
     trained_steps: int = 0,
     beside: Beside | None = None,
-    companions: Mapping[str, Trained] | None = None,
+    companions: Mapping[str, TrainedState] | None = None,
 ) -> RehearsalReport:
     """Save, verify and load once, and leave nothing behind.
 

@@ -181,7 +181,7 @@ Reached = Callable[[str], None]
 SAVE_PHASES = ("begin", "shards", "rank state", "collect", "manifest", "sync", "publish", "published")
 
 
-def commit(
+def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
     snapshot: Snapshot,
     storage: Storage,
     about: About,

@@ -160,7 +160,7 @@ class ModelConfig(Section):
     """Branch, tag or commit of `path` on the hub; other repositories are taken as they are now."""
 
     hub: Literal["hf", "modelscope"] = "hf"
-    """Where a name that is no local directory is looked up."""
+    """Where a name that is not a local directory is looked up."""
 
     tokenizer: str | None = None
     """Directory or hub name of the tokenizer, or `builtin:characters` for generated tasks (`builtin:pictures` for those

@@ -280,7 +280,7 @@ class SGDConfig(_Optim):
 
 
 class MuonConfig(_Optim):
-    """Muon (Jordan et al., 2024) for matrices; AdamW for embeddings, the head, and what is no matrix.
+    """Muon (Jordan et al., 2024) for matrices; AdamW for embeddings, the head, and what is not a matrix.
 
     An update is orthogonalised as a whole matrix, on any number of ranks; experts of a mixture one by one.
     """

@@ -24,7 +24,8 @@ class ServerReferenceConfig(ServerConfig):
 class _Kept(Section):
     precompute: bool = False
     """Score all rows once before the first step, keep the numbers in a file, and train without the reference in
-    memory. A later start finds the file. For kto, every prompt is scored with the answer of another row, too."""
+    memory. A later start finds the file. Not for kto, which compares with answers of
+    other rows of a batch."""
     cache: str | None = None
     """That file; default: `.NAME.reference` beside the run's directory. One that was made of other rows, or by another
     model or tokenizer, is refused."""

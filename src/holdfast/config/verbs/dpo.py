@@ -53,12 +53,6 @@ class DPOConfig(TrainingConfig):
     preference: PreferenceConfig
     reference: PairReference = PairReferenceConfig()
 
-    @property
-    def fixes_other_answers(self) -> bool:
-        """Whether KTO's z0 is measured on answers of fixed rows, since the reference is asked before the first step."""
-        preference = self.preference
-        return self.reference.precompute and preference.needs_reference and not preference.takes_pairs
-
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""
         yield from super().mistakes()
@@ -78,6 +72,8 @@ class DPOConfig(TrainingConfig):
             if reference.kind == "adapter_off" and (lora is None or lora.train or lora.path is not None):
                 why = "model.lora is not set" if lora is None else "more is trained, or adapters start trained"
                 yield "reference.kind", f"adapter_off is not the model at start, since {why}; use sharded"
+            if reference.precompute and not self.preference.takes_pairs:
+                yield "reference.precompute", "kto compares with answers of other rows of a batch; leave it out"
             return
         asked = {"kind": reference.kind not in {"auto", "none"}, "precompute": reference.precompute}
         asked["sync"] = sync_of(reference) is not None

@@ -70,7 +70,7 @@ class GRPOConfig(TrainingConfig):
         yield from self._covariance()
         yield from self._reference()
         yield from self._critic()
-        yield from self._resting()
+        yield from self._offload()
         if sync_of(self.reference) is not None and self.kl.coefficient == 0:
             yield "reference.sync", "kl.coefficient is 0, so no reference can follow; set it, or leave sync out"
 
@@ -208,7 +208,7 @@ class GRPOConfig(TrainingConfig):
             yield "reference.kind", f"none, but kl.coefficient={self.kl.coefficient:g} compares with one; use auto"
         yield from self._server()
 
-    def _resting(self) -> Iterator[Mistake]:
+    def _offload(self) -> Iterator[Mistake]:
         for name in ("parameters", "optimizer"):
             if self.parallel.cpu_offload and getattr(self.residency, name) == "host":
                 yield f"residency.{name}", "parallel.cpu_offload keeps them in host memory all the time; leave it out"

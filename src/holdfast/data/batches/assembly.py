@@ -228,8 +228,6 @@ class Layout:
     """Whether they share it only where that is less work by `saves_work`, or where images belong to it."""
     whole_draws: bool = False
     """Whether all sequences of a draw, as many in each, go through one forward pass together."""
-    brings_other_answers: bool = False
-    """Whether the second sequence of a draw is its prompt with another row's answer, which goes beside the batch."""
     constant_length: int | None = None
     """The constant of that average; default: data.max_length."""
     stand_in: Mapping[str, Any] = field(default_factory=dict)

@@ -84,11 +84,6 @@ class Candidates(Generic[S]):
         """Tokens of all sequences."""
         return sum(sequence.tokens for sequence in self.sequences)
 
-    def of_part(self, part: int) -> Candidates[S]:
-        """Return the sequences that come as this one of their row, with nothing counted."""
-        own = {place: sequence for place, sequence in self.own_sequences.items() if place[1] == part}
-        return Candidates(own, [sequence for sequence in self.sequences if sequence.part == part])
-
     @property
     def counts(self) -> Counter[str]:
         """What was counted, over all rows."""

@@ -28,7 +28,7 @@ class CommonStart(NamedTuple):
     """How many tokens; for one sequence alone it does not matter."""
 
 
-def pack(
+def pack(  # noqa: PLR0913 - sequences, and the rules of a pack
     examples: Sequence[Example],
     shares: Sequence[Share],
     *,

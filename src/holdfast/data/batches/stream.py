@@ -382,13 +382,7 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         self._layout = layout or Layout()
 
     def _batch_of(self, candidates: Candidates[Example]) -> MiniBatch:
-        if not self._layout.brings_other_answers:
-            return assemble(candidates, self._ranks, self._config, self._layout)
-        own = replace(candidates.of_part(0), counted=candidates.counted)
-        # Both move sequences between all ranks, so every rank makes these calls in this order.
-        batch = assemble(own, self._ranks, self._config, self._layout)
-        beside = assemble(candidates.of_part(1), self._ranks, self._config, self._layout)
-        return replace(batch, other_answers=beside.micro_batches)
+        return assemble(candidates, self._ranks, self._config, self._layout)
 
     def _windows(
         self, candidates: Candidates[Example], offset: int, goal: int

@@ -219,7 +219,7 @@ def parse_messages(value: Any, row_name: str, column: str = "messages") -> list[
     """Check a column of messages.
 
     Raises:
-        DataError: It is no list, or a message lacks a role, or both content and tool calls; the message is named.
+        DataError: It is not a list, or a message lacks a role, or both content and tool calls; the message is named.
     """
     messages = []
     for number, message in enumerate(parse_list(value, column, row_name)):

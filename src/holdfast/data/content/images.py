@@ -225,7 +225,7 @@ class ImageFiles:
             where: What an error calls it.
 
         Raises:
-            DataError: There is no such file, it is no image, or it is damaged.
+            DataError: There is no such file, it is not an image, or it is damaged.
         """
         try:
             from PIL import Image, ImageOps
@@ -259,7 +259,7 @@ class ImageFiles:
         """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
 
         Raises:
-            DataError: The value is no image, or the file it names does not exist.
+            DataError: The value is not an image, or the file it names does not exist.
             OSError, ValueError, RuntimeError: The image cannot be read.
         """
         from PIL import Image
@@ -310,7 +310,7 @@ IMAGES_OF_A_ROW = 8
 """Of each of these rows, its first images or frames."""
 
 
-def images_mark(source: Source, files: ImageFiles) -> str | None:
+def images_fingerprint(source: Source, files: ImageFiles) -> str | None:
     """Return xxh3_128, in hexadecimal, of the images that a sample of a source's rows names or holds.
 
     Args:

@@ -49,7 +49,7 @@ def video_of(content: Any, where: str, fps: Any = None) -> Video:
     """Return a video as a row holds it: a list of frames, or a mapping with `frames` and perhaps `fps`.
 
     Raises:
-        DataError: It is a file of a video, or empty, or its rate is no number above 0.
+        DataError: It is a file of a video, or empty, or its rate is not a number above 0.
     """
     frames = content
     if isinstance(content, Mapping):

@@ -46,7 +46,7 @@ class JsonRows:
 
         Args:
             files: In their order.
-            keep_bad: A line that is no JSON object is a row too, which raises DataError when it is read.
+            keep_bad: A line that is not JSON object is a row too, which raises DataError when it is read.
 
         Raises:
             DataError: A line is not a JSON object; file and line are named.
@@ -88,7 +88,7 @@ class BadRow(dict[str, Any]):
 def scan_json(files: Sequence[Path], start: int, *, keep_bad: bool = False) -> Iterator[Mapping[str, Any]]:
     """Yield rows front to back without an index; of the lines before row `start` none is parsed.
 
-    With `keep_bad`, a line that is no JSON object comes as a `BadRow`.
+    With `keep_bad`, a line that is not JSON object comes as a `BadRow`.
     """
     to_skip = start
     for path in files:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -157,7 +156,6 @@ def deck_counts(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 _HASHED_AT_ONCE = 65_536
-_GOLDEN = 0.6180339887498949
 
 
 class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
@@ -276,18 +274,6 @@ class RowReader:
             raise DataError(f"{name}: {row.reason}")
         return Found(source, name, row)
 
-    def others(self, draw: int) -> Iterator[Found]:
-        """Yield the other rows of a draw's source, each once, in an order that follows from the row's number alone.
-
-        Each lies `stride(rows)` rows behind the one before it, and behind the last row comes the first. Only for a
-        source with an index.
-        """
-        place = self.order.place(draw)
-        source = self.sources[place.source]
-        assert source.size is not None and place.row is not None
-        step = stride(source.size)
-        return (_at(source, (place.row + turn * step) % source.size) for turn in range(1, source.size))
-
     def learn_size(self, source: int, size: int) -> None:
         """Note the size of a stream whose end was met; from there on it is passed over again and again.
 
@@ -302,18 +288,6 @@ class RowReader:
 def _at(source: Source, index: int) -> Found:
     number = source.number(index) if isinstance(source, HeldOut) else index
     return Found(source, f"{source.name} row {number}", source.row(index))
-
-
-def stride(rows: int) -> int:
-    """Return a step that meets every row of a ring once: 0.618 of their number, or the next without a common divisor.
-
-    Steps of the golden ratio spread evenly over the ring, so they leave neighbours behind at once. What repeats in the
-    file with a period that divides the step is met again, so callers look further.
-    """
-    step = max(1, round(rows * _GOLDEN))
-    while gcd(step, rows) > 1:
-        step += 1
-    return step
 
 
 class _BlockStream:

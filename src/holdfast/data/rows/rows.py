@@ -289,7 +289,7 @@ def from_rows(
         limit: Take only so many of the first rows.
 
     Raises:
-        DataError: There are no rows, a row is no mapping, or the rows can be read only once.
+        DataError: There are no rows, a row is not a mapping, or the rows can be read only once.
     """
     origin = Origin(name, name, columns or {}, limit)
     if isinstance(rows, Mapping):

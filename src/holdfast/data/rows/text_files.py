@@ -1,6 +1,6 @@
 """Tables of text (csv, tsv) and plain text files, read by Python's csv module and line by line.
 
-Every value is text, as the file writes it: `007` stays `007`, and `NA` is no missing value.
+Every value is text, as the file writes it: `007` stays `007`, and `NA` is not a missing value.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class PreparedImage:
 class ImageSide:
     """Turns images into tokens and model inputs, as one model and one `data` section say."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a processor, and its limits
         self,
         name: str,
         processor: Any,

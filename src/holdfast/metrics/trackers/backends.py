@@ -1,10 +1,15 @@
-"""Trackers that are files of ours, and the one that a user wrote. Each is opened in a process of its own."""
+"""The trackers: files of ours, libraries, and the one that a user wrote. Each is opened in a process of its own.
+
+Each library collects what we send and nothing else; the settings that see to it are spelt out.
+"""
 
 from __future__ import annotations
 
 import csv
 import inspect
 import json
+import math
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +20,7 @@ from holdfast.escaping import escaped
 from holdfast.files import load_module
 from holdfast.metrics.sink import cut_torn_line
 from holdfast.metrics.trackers.content import COLUMNS, TrackedRun, flat
+from holdfast.metrics.trackers.environment import setting
 
 REWIND = "event/rewind"
 """The metric that says at step N: what was logged for later steps is void, they are made again."""
@@ -178,3 +184,203 @@ class UserTracker:
 def numbered(configuration: Mapping[str, Any]) -> dict[str, str]:
     """Return a configuration as flat text by dotted path, for trackers that know no tree."""
     return {name: str(value) for name, value in flat(configuration).items()}
+
+
+PROJECT = "holdfast"
+_AXIS = "step"
+
+
+def _about(run: TrackedRun) -> dict[str, Any]:
+    return {**run.configuration, "versions": dict(run.versions)}
+
+
+class WandbTracker:
+    """Weights & Biases; offline unless WANDB_MODE says otherwise.
+
+    Its own step never goes back, and drops what does; so metrics have an axis of ours.
+    """
+
+    settle_seconds = 30.0  # its transaction log is flushed every 15 s
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            disable_job_creation=True,
+            host="",
+            program="holdfast",
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_disable_viewer=True,
+            x_save_requirements=False,
+        )
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=setting("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.folder),
+            config=_about(run),
+            allow_val_change=True,
+            settings=settings,
+        )
+        self._run.define_metric(_AXIS, hidden=True)
+        self._run.define_metric("*", step_metric=_AXIS)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a row to the history."""
+        self._run.log({**metrics, _AXIS: step})
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add a table."""
+        data = [[row[name] for name in COLUMNS] for row in rows]
+        self._run.log({"completions": self._wandb.Table(columns=list(COLUMNS), data=data), _AXIS: step})
+
+    def close(self, status: str) -> None:
+        """Flush, upload if online, and mark a run that failed."""
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class MlflowTracker:
+    """MLflow; a SQLite file and artifacts below the run's directory unless MLFLOW_TRACKING_URI is set.
+
+    MLflow chooses its own run id; ours is a tag, by which a resume gets the run back.
+    """
+
+    settle_seconds = 0.0
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        local = f"sqlite:///{run.folder.absolute()}/mlflow.db"
+        address = setting("MLFLOW_TRACKING_URI", local)
+        self._client = MlflowClient(tracking_uri=address)
+        experiment = self._experiment(run, local=address == local)
+        marks = self._client.search_runs([experiment], f"tags.`holdfast.run_id` = '{run.run_id}'", max_results=1)
+        if marks:
+            self._id = marks[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            tags = {"holdfast.run_id": run.run_id}
+            self._id = self._client.create_run(experiment, tags=tags, run_name=run.name).info.run_id
+            params = [Param(_mlflow_name(name)[:250], text[:500]) for name, text in numbered(run.configuration).items()]
+            for start in range(0, len(params), 100):  # the most that one call takes
+                self._client.log_batch(self._id, params=params[start : start + 100], synchronous=True)
+        # Parameters cannot change, and a resume may change the configuration.
+        self._client.log_dict(self._id, dict(run.configuration), "configuration.json")
+        self._client.log_dict(self._id, dict(run.versions), "versions.json")
+        self._last_time = 0
+
+    def _experiment(self, run: TrackedRun, *, local: bool) -> str:
+        name = setting("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        there = self._client.get_experiment_by_name(name)
+        if there is not None:
+            return str(there.experiment_id)
+        place = (run.folder.absolute() / "artifacts").as_uri() if local else None
+        return str(self._client.create_experiment(name, artifact_location=place))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point per metric; of a step's several, the one with the latest time counts."""
+        from mlflow.entities import Metric
+
+        # Its key is time, step and value: two lines of one millisecond would have no order.
+        self._last_time = max(self._last_time + 1, int(time.time() * 1000))
+        points = [Metric(_mlflow_name(name), value, self._last_time, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=points, synchronous=True)
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add a table, one file a step: appending reads the whole table again."""
+        data = {name: [row[name] for row in rows] for name in COLUMNS}
+        self._client.log_table(self._id, data, f"completions/step-{step:08d}.json")
+
+    def close(self, status: str) -> None:
+        """Set the status of the run."""
+        words = {"finished": "FINISHED", "failed": "FAILED"}
+        self._client.set_terminated(self._id, words.get(status, "KILLED"))
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
+class TrackioTracker:
+    """Trackio; a SQLite file below the run's directory unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
+
+    settle_seconds = 10.0  # its thread writes twice a second
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._table = trackio.Table
+        self._run = trackio.init(
+            project=setting("TRACKIO_PROJECT", PROJECT),
+            name=f"{run.name}-{run.run_id[:8]}",
+            config=_about(run),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a row at the step, on our axis."""
+        self._run.log(dict(metrics), step=step)
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add a table."""
+        self._run.log({"completions": self._table(data=[dict(row) for row in rows])}, step=step)
+
+    def close(self, status: str) -> None:  # noqa: ARG002  it knows no status
+        """Flush."""
+        self._run.finish()
+
+
+class SwanlabTracker:
+    """SwanLab; its offline files unless SWANLAB_MODE says otherwise."""
+
+    settle_seconds = math.inf  # it flushes its file when it is closed; what a kill took is sent again
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        nothing = swanlab.Settings.Probe(
+            hardware=False, runtime=False, requirements=False, conda=False, git=False, swanlab=False, monitor=False
+        )
+        online = setting("SWANLAB_MODE", "offline") in {"online", "cloud"}
+        self._swanlab = swanlab
+        self._run = swanlab.init(
+            project=setting("SWANLAB_PROJ_NAME", PROJECT),
+            name=run.name,
+            id=run.run_id,
+            resume="allow" if online else None,
+            mode=setting("SWANLAB_MODE", "offline"),
+            log_dir=str(run.folder),
+            config=_about(run),
+            # What the process prints names folders.
+            settings=swanlab.Settings(
+                probe=nothing, interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")
+            ),
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one point per metric."""
+        self._run.log(dict(metrics), step=step)
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add texts: the library's tables want a further package."""
+        texts = [
+            self._swanlab.Text(f"{row['prompt']}\n---\n{row['completion']}", caption=f"reward {row['reward']}")
+            for row in rows
+        ]
+        self._run.log({"completions": texts}, step=step)
+
+    def close(self, status: str) -> None:
+        """Flush, and mark a run that failed."""
+        self._run.finish("success" if status == "finished" else "crashed")

@@ -1,6 +1,6 @@
 """The run's side of its trackers: it starts their processes, hears whether they live, and ends them.
 
-Nothing here waits, but for `close`, which waits `CLOSE_SECONDS` in all.
+Nothing here waits, but for `close`, which waits `tracker_close_seconds` of patience.py in all.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from holdfast import patience
 from holdfast.config.sections.metrics import Tracker, UserTrackerConfig
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped
 from holdfast.files import open_regular
 from holdfast.metrics.trackers.environment import tracker_environment
 
-CLOSE_SECONDS = 4.0
-"""Leaves a second of the five that a run's exit may take for killing what is left."""
-_REAP_SECONDS = 0.5
-_SILENT_SECONDS = 60.0
-_LOOK_SECONDS = 1.0
 _TAIL_BYTES = 4096
 _PROGRAM = "holdfast.metrics.trackers.process"
 
@@ -51,7 +47,7 @@ def check_trackers(trackers: Sequence[Tracker], base: Path) -> None:
 
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
-    return spec is not None and spec.origin is not None  # a folder `wandb` beside the command is no package
+    return spec is not None and spec.origin is not None  # a folder `wandb` beside the command is not a package
 
 
 class Trackers:
@@ -66,7 +62,7 @@ class Trackers:
         now = time.monotonic()
         if not self._processes or now < self._next_look:
             return []
-        self._next_look = now + _LOOK_SECONDS
+        self._next_look = now + patience.current.tracker_look_seconds
         return [text for process in self._processes if (text := process.news(now))]
 
     def close(self, status: str) -> list[str]:
@@ -77,7 +73,7 @@ class Trackers:
         """
         for process in self._processes:
             process.ask_to_end(status)
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + patience.current.tracker_close_seconds
         return [text for process in self._processes if (text := process.end(deadline))]
 
 
@@ -124,7 +120,7 @@ class _Process:
                 self._process = None
                 _close_pipes(process)
                 self._trouble = f"ended with {_how(process.returncode)}{self._last_words()}"
-            elif now - self._heard_at > _SILENT_SECONDS and not self._is_silent:
+            elif now - self._heard_at > patience.current.tracker_silent_seconds and not self._is_silent:
                 self._is_silent = True
                 self._trouble = f"has been silent for {now - self._heard_at:.0f} s"
         trouble, self._trouble = self._trouble, None
@@ -154,7 +150,8 @@ class _Process:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             _kill_tree(process)
-            reason = f"had not sent everything {CLOSE_SECONDS:g} s after the run's end, and was ended"
+            seconds = patience.current.tracker_close_seconds
+            reason = f"had not sent everything {seconds:g} s after the run's end, and was ended"
         else:
             reason = f"ended with {_how(process.returncode)}{self._last_words()}"
         finally:
@@ -208,4 +205,4 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.Error):
             child.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_REAP_SECONDS)
+        process.wait(patience.current.tracker_reap_seconds)

@@ -24,32 +24,28 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from holdfast import patience
 from holdfast.config.sections.metrics import MetricsConfig, UserTrackerConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json, read_json
 from holdfast.metrics.sink import METRICS
-from holdfast.metrics.trackers import backends, libraries
+from holdfast.metrics.trackers import backends
 from holdfast.metrics.trackers.backends import REWIND, Backend
 from holdfast.metrics.trackers.content import MOST_ROWS, completion_row, describe
 
-_LOOK_SECONDS = 0.5
-_LAST_SECONDS = 5
-"""A tracker whose run is gone ends by then."""
 _SAMPLES = "samples.jsonl"
-_GROUP_SECONDS = 2.0
-"""A step's completions are whole when another step's follow, or none did for so long."""
 _KINDS: Mapping[str, Callable[..., Backend]] = {
     "csv": backends.CsvTracker,
     "tensorboard": backends.TensorBoardTracker,
-    "wandb": libraries.WandbTracker,
-    "mlflow": libraries.MlflowTracker,
-    "trackio": libraries.TrackioTracker,
-    "swanlab": libraries.SwanlabTracker,
+    "wandb": backends.WandbTracker,
+    "mlflow": backends.MlflowTracker,
+    "trackio": backends.TrackioTracker,
+    "swanlab": backends.SwanlabTracker,
 }
 
 
-class TrackedRun:
+class RunEnd:
     """The end of the run, as standard input tells it."""
 
     def __init__(self) -> None:
@@ -66,7 +62,7 @@ class TrackedRun:
             words += piece
         self.status = words.decode().strip() or self.status
         # The kernel keeps this promise also where a library holds the interpreter's lock for ever.
-        signal.alarm(_LAST_SECONDS)
+        signal.alarm(int(patience.current.tracker_last_seconds))
         self.ended.set()
 
 
@@ -91,7 +87,9 @@ class Pump:
         if samples:
             self._waiting += samples
             self._waiting_since = time.monotonic()
-        self._send_completions(whole=to_the_end or time.monotonic() - self._waiting_since > _GROUP_SECONDS)
+        self._send_completions(
+            whole=to_the_end or time.monotonic() - self._waiting_since > patience.current.tracker_group_seconds
+        )
         if lines or samples:
             first_waiting = self._waiting[0][0] if self._waiting else self._samples.offset
             self._cursor.sent({METRICS: self._metrics.offset, _SAMPLES: first_waiting})
@@ -148,7 +146,7 @@ def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[
     return _KINDS[tracker.kind](run), tracked
 
 
-def follow(directory: Path, label: str, base: Path, run: TrackedRun, beat: Callable[[], None]) -> None:
+def follow(directory: Path, label: str, base: Path, run: RunEnd, beat: Callable[[], None]) -> None:
     """Mirror a run until it ends."""
     place = directory / "trackers"
     place.mkdir(parents=True, exist_ok=True)
@@ -167,7 +165,7 @@ def follow(directory: Path, label: str, base: Path, run: TrackedRun, beat: Calla
             if ended and not moved:
                 break
             if not moved:
-                run.ended.wait(_LOOK_SECONDS)
+                run.ended.wait(patience.current.tracker_read_seconds)
         pump.close(run.status)
 
 
@@ -175,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     """Follow a run, or catch up with one that ended."""
     of_run = "--of-run" in arguments
     directory, label, *rest = [argument for argument in arguments if argument != "--of-run"]
-    run = TrackedRun()
+    run = RunEnd()
     if of_run:
         pipe = os.dup(sys.stdout.fileno())
         os.set_blocking(pipe, False)
@@ -195,7 +193,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 _CHUNK = 1 << 20
-_PAUSE_BETWEEN_NOTES_SECONDS = 1.0
 
 
 class Followed:
@@ -286,7 +283,7 @@ class FollowedTo:
     def note(self, *, all_of_it: bool = False) -> None:
         """Write what has settled; everything where the tracker was closed."""
         now, settled = time.monotonic(), None
-        if not all_of_it and now - self._noted_at < _PAUSE_BETWEEN_NOTES_SECONDS:
+        if not all_of_it and now - self._noted_at < patience.current.tracker_note_seconds:
             return
         while self._sent and (all_of_it or now - self._sent[0][0] >= self._settle_seconds):
             settled = self._sent.popleft()[1]

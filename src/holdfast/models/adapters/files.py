@@ -20,10 +20,10 @@ from holdfast.files import expanded, read_json
 from holdfast.models.adapters.live import Adapter, adapters_of, lengths, whole_modules
 from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters
-from holdfast.models.source.origin import files_mark, same_files
+from holdfast.models.source.origin import files_fingerprint, same_files
 from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.four_bit import FourBitLinear, four_bit_layers, packed
-from holdfast.models.weights.loading import Rows, WeightGroup, WeightSource
+from holdfast.models.weights.loading import RowSlices, WeightGroup, WeightSource
 from holdfast.models.weights.safetensors_files import read_header
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -157,7 +157,7 @@ def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> Non
     """
     if stored.base is None or section.any_base:
         return
-    here = files_mark(directory)
+    here = files_fingerprint(directory)
     if same_files(stored.base, here):
         return
     # Of marks that both tell every byte, the second half; an earlier version's has the first alone.
@@ -198,7 +198,7 @@ def _derived(
         shape = targets[name].shape
         targets[magnitudes[name]] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
 
-    def load(rows: Rows) -> dict[str, Tensor]:
+    def load(rows: RowSlices) -> dict[str, Tensor]:
         loaded = group.load({name: part for name, part in rows.items() if name in group.targets})
         # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
         wide = torch.promote_types(storage, torch.float32)
@@ -216,7 +216,7 @@ def _derived(
 def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> WeightGroup:
     """Return tensors of the base, some of them from the file of the adapters instead."""
 
-    def load(rows: Rows) -> dict[str, Tensor]:
+    def load(rows: RowSlices) -> dict[str, Tensor]:
         own = {name: stored.read(PEFT_PREFIX + name, rows[name]) for name in names & set(rows)}
         return group.load(rows) | own
 
@@ -226,7 +226,7 @@ def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> 
 def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> WeightGroup:
     """Return a tensor of an adapter as it begins."""
 
-    def load(rows: Rows) -> dict[str, Tensor]:
+    def load(rows: RowSlices) -> dict[str, Tensor]:
         part = rows[name]
         if stored is not None:
             return {name: stored.read(PEFT_PREFIX + name, part)}

@@ -131,7 +131,7 @@ def whole_modules(model: nn.Module) -> dict[str, list[str]] | None:
 
     Returns:
         Canonical names; None where peft's files could not hold what is trained: part of a module only, such as the bias
-        of a layer whose matrix is frozen, a module with a stored buffer, which is no weight of ours to export, or one
+        of a layer whose matrix is frozen, a module with a stored buffer, which is none of our weights to export, or one
         that is tied to another, which peft would part.
     """
     trained = _trained_whole(model)

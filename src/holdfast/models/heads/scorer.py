@@ -106,7 +106,7 @@ class StoredScoreModel(ScoreModel):
 
 
 def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
-    """Return where transformers reads the score of a text: at the last token that is no padding, else at the first."""
+    """Return where transformers reads the score of a text: at the last token that is not padding, else at the first."""
     return next((place for place in range(len(tokens) - 1, -1, -1) if tokens[place] != pad), 0)
 
 

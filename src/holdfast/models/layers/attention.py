@@ -80,7 +80,7 @@ def _no_mask(*_: object, **__: object) -> None:
 
 # Documents differ in every batch, and a compiled block would be compiled again for each.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def packed_attention(
+def packed_attention(  # noqa: PLR0913 - the operands of a formula
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -199,7 +199,7 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> 
     return seen if window is None else seen & (distance < window)
 
 
-def _explicit(
+def _explicit(  # noqa: PLR0913 - the operands of a formula
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -326,7 +326,7 @@ def key_places(documents: Documents) -> tuple[Tensor, tuple[int, ...], tuple[int
     return torch.cat(places), tuple(queries), tuple(keys)
 
 
-def flash_call(
+def flash_call(  # noqa: PLR0913 - the operands of a formula
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -31,7 +31,7 @@ _READ: dict[tuple[tuple[str, int, int, int], ...], str] = {}
 """Marks of files that this process read or was told of, by path, size, time of change and inode."""
 
 
-def files_mark(directory: Path) -> str:
+def files_fingerprint(directory: Path) -> str:
     """Return what tells the weights in a directory from all others: EDGES-WHOLE, of every byte.
 
     Files that did not change since they were last read are not read again.
@@ -40,14 +40,14 @@ def files_mark(directory: Path) -> str:
     state = _state_of(files)
     if state not in _READ:
         lines = "\n".join(f"{file.stat().st_size} {_whole_hash(file)}" for file in files)
-        _READ[state] = f"{_edges_mark(files)}-{_hash(lines.encode())}"
+        _READ[state] = f"{_edges_fingerprint(files)}-{_hash(lines.encode())}"
     return _READ[state]
 
 
-def tell_mark(directory: Path, mark: str) -> None:
+def remember_fingerprint(directory: Path, mark: str) -> None:
     """Take over another rank's mark of the same files, unless a look at their ends says that they are others."""
     files = sorted(directory.glob("*.safetensors"))
-    if mark.startswith(f"{_edges_mark(files)}-"):
+    if mark.startswith(f"{_edges_fingerprint(files)}-"):
         _READ[_state_of(files)] = mark
 
 
@@ -62,7 +62,7 @@ def _state_of(files: list[Path]) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((str(file), facts.st_size, facts.st_mtime_ns, facts.st_ino) for file, facts in statuses)
 
 
-def _edges_mark(files: list[Path]) -> str:
+def _edges_fingerprint(files: list[Path]) -> str:
     return _hash("\n".join(f"{file.stat().st_size} {_edges_hash(file)}" for file in files).encode())
 
 

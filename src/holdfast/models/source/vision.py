@@ -158,7 +158,7 @@ def video_options(text: TextConfig, directory: Path | None) -> VideoOptions:
     """Return what holds for videos: the section's words, and sizes from the model's own file for videos.
 
     Raises:
-        ModelError: There is such a file, and it is no JSON.
+        ModelError: There is such a file, and it is not JSON.
     """
     file = None if directory is None else directory / VIDEO_FILE
     size = (_settings_in(file) or {}).get("size") if file is not None and file.exists() else None

@@ -93,7 +93,7 @@ def _entries(text: bytes) -> dict[str, _Entry]:
     """Return what a header says.
 
     Raises:
-        ValueError: The text is no header of the format.
+        ValueError: The text is not a header of the format.
     """
     tree = parse_json(text, _without_twice)
     if not isinstance(tree, dict):

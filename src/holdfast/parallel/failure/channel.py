@@ -189,7 +189,7 @@ class FailureChannel:
             self.reports.write_file(self._last_words("peer", error))
             self.reports.linger()
             raise
-        except BaseException as error:  # DCP's CheckpointException is no Exception
+        except BaseException as error:  # DCP's CheckpointException is not an Exception
             try:
                 self._raise_as_rank_failed(error, search_seconds)
                 self.report(error)

@@ -52,7 +52,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, order["timeout_seconds"])
     try:
         passed = _count(order, Peer(ours.detach(), {"call": ACTS["call"]}))
-    except BaseException:  # noqa: BLE001 - the code ended, or sent what is no message: it passes nothing more
+    except BaseException:  # noqa: BLE001 - the code ended, or sent what is not a message: it passes nothing more
         passed = 0
     _end(answer, passed)
 

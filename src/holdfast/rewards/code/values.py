@@ -161,7 +161,7 @@ class Peer:
         """Return the next message; None at the end.
 
         Raises:
-            ValueError: The bytes are no message of this protocol.
+            ValueError: The bytes are not message of this protocol.
         """
         payload = framing.read_frame(self._channel, most_bytes=_MOST_BYTES)
         message = None if payload is None else json.loads(payload)

@@ -1,6 +1,6 @@
 """The text of a final answer: where a completion marks it, and which number it is, however that is written.
 
-What is no number is left to math-verify. Nothing here is slow or can hang.
+What is not a number is left to math-verify. Nothing here is slow or can hang.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _number(text: str) -> tuple[Fraction, str] | None:
 
 
 def _unit(rest: str) -> tuple[str, bool] | None:
-    """Return what stands behind a number, and whether it is a metric unit; None if that is no unit and no words."""
+    """Return what stands behind a number, and whether it is a metric unit; None if that is not a unit and no words."""
     rest = _RATE.sub(" per ", rest)
     spaces = len(rest) - len(rest.lstrip(" \t\n\\,;"))
     behind = rest[spaces:].strip()

@@ -14,7 +14,7 @@ from holdfast.rewards.functions.signatures import One
 FIELD = re.compile(r"\{(\w+)\}")
 """What a judge's prompt replaces."""
 OF_A_SAMPLE = ("prompt", "completion")
-"""Fields that are no columns."""
+"""Fields that are not columns."""
 
 
 def rule(section: Mapping[str, Any]) -> One:

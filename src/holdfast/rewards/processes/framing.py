@@ -15,7 +15,7 @@ _SLICES = 20
 
 
 class BrokenChannel(Exception):  # noqa: N818 - the name says what happened
-    """What came through is no message of ours: somebody else wrote into the channel."""
+    """What came through is not a message of ours: somebody else wrote into the channel."""
 
 
 def frame(payload: bytes) -> bytes:

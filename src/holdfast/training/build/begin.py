@@ -37,7 +37,13 @@ from holdfast.training.build.rows import (
 )
 from holdfast.training.directory import check_writable
 from holdfast.training.engines import layout_of
-from holdfast.training.fingerprints import identity, image_marks, is_marked, mark_base_of_adapters, mark_once
+from holdfast.training.fingerprints import (
+    fingerprint_base_of_adapters,
+    fingerprint_once,
+    identity,
+    image_fingerprints,
+    is_fingerprinted,
+)
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, EvaluationSet, Run, Setting, ShardedModel, Trained, cost_of
@@ -128,7 +134,7 @@ def run_of(started: Started, evaluation: Evaluation, stream: BatchStream[Any, An
     seed_rank(config.seed, setting.world.rank, deterministic=config.determinism)
     trained = trained_of(sharded, total)
     evaluation.sharded = trained
-    marks = ranks.on_first_rank(lambda: image_marks(setting, stream, origin))  # it reads images for all
+    marks = ranks.on_first_rank(lambda: image_fingerprints(setting, stream, origin))  # it reads images for all
     return Run(
         trained=trained,
         evaluation=evaluation,
@@ -223,15 +229,15 @@ def build_model(setting: Setting, live: Live, look: Callable[[Blueprint], None])
     """
     config, base, ranks = setting.config, setting.base, setting.ranks
     if live.model is None:
-        mark_base_of_adapters(setting)
+        fingerprint_base_of_adapters(setting)
     origin = ranks.first_rank_first(
         lambda: blueprint(
             config.model, base, seed=config.seed, live=live.model, tokenizer=live.tokenizer, scorer=config.scores
         ),
     )
     look(origin)
-    if is_marked(config):
-        mark_once(origin.directory, ranks)
+    if is_fingerprinted(config):
+        fingerprint_once(origin.directory, ranks)
     exports = ranks.first_rank_first(lambda: notes_of_exports(setting, origin.directory))
     note = ranks.on_all_ranks(lambda: check_positions(config, origin))
     return build_policy(setting, replace(origin, notes=(*origin.notes, *exports, *([note] if note else []))))

@@ -82,7 +82,7 @@ def completed(run: DistillRun, writing: Writing, mini_batch: MiniBatch) -> MiniB
         for prompt in prompts
     }
     groups = sample_groups(student, writing.sampler, prompts, writing.rollout, seeds)
-    writing.sampler.rest(student)
+    writing.sampler.release(student)
     rank_facts = ranks.gather([_fact(group, ranks.rank) for group in groups])
     facts = sorted((fact for part in rank_facts for fact in part), key=lambda fact: fact.prompt_id)
     with setting.phase("pack"):

@@ -38,7 +38,7 @@ from holdfast.training.observe import load_function
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.recorder import what_is_deleted
 from holdfast.training.policy.reward_columns import refuse_absent_columns
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_residency
+from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
 from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
@@ -98,7 +98,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     run.trained.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(run, config.critic, live)
-    check_residency(run)
+    check_offload(run)
     walk_a_step(run)
     if world.is_first and (deleted := what_is_deleted(config)):
         print(f"warning: {deleted}", flush=True)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.advantages.gae import explained_variance, generalised_advantages, spread_of, whitened
+from holdfast.advantages.group import explained_variance, generalised_advantages, spread_of, whitened
 from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
@@ -84,7 +84,7 @@ def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
             "policy's are packed. Set data.packing: none."
         )
     trained = trained_of(critic, policy.total_steps)
-    trained.residency = policy.residency
+    trained.host_offload = policy.host_offload
     return trained
 
 
@@ -118,15 +118,15 @@ def _named() -> Iterator[None]:
         raise type(error)(f"The critic (section critic) cannot be built: {error}") from error
 
 
-Numbers = NDArray[np.float64]
+_Numbers = NDArray[np.float64]
 
 
 class _Judged(NamedTuple):
     """What the critic makes of the chosen tokens of a micro-batch, [N] each."""
 
-    advantages: Numbers
-    returns: Numbers
-    values: Numbers
+    advantages: _Numbers
+    returns: _Numbers
+    values: _Numbers
     sequence: NDArray[np.int64]
 
 
@@ -239,8 +239,8 @@ def _at(batch: Batch, name: str) -> Tensor:
     return batch.per_token[name].flatten()[batch.scored].to(torch.float64)
 
 
-def _numbers(values: Tensor) -> Numbers:
-    numbers: Numbers = values.cpu().numpy()
+def _numbers(values: Tensor) -> _Numbers:
+    numbers: _Numbers = values.cpu().numpy()
     return numbers
 
 

@@ -46,7 +46,7 @@ def evaluate_policy(
             flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
             write_groups(policy.setting.directory / COMPLETIONS / name, flat)
         metrics |= {f"eval/{prompts.name}/{name}": value for name, value in set_metrics.items()}
-    policy.sampler.rest(policy.sharded)
+    policy.sampler.release(policy.sharded)
     return metrics
 
 

@@ -24,8 +24,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
-from holdfast.objectives.covariances import covariances, highest, some_between
-from holdfast.objectives.policy import PolicyGradient
+from holdfast.objectives.policy import PolicyGradient, covariances, highest, some_between
 from holdfast.objectives.regularisers import entropy_threshold
 from holdfast.objectives.surrogates import COVARIANCE_MASK
 from holdfast.training.engines import layout_of

@@ -72,7 +72,7 @@ def fault_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
 
 
 def _by_name(mappings: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
-    """Return the numbers of each name, by name; None is no number."""
+    """Return the numbers of each name, by name; None is not a number."""
     numbers: dict[str, list[float]] = {}
     for values in mappings:
         for name, value in values.items():

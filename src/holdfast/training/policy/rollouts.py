@@ -37,7 +37,7 @@ from holdfast.training.policy.run import (
     PolicyEvaluation,
     PolicyRun,
     Sampler,
-    resting,
+    offloaded,
 )
 from holdfast.training.run import ShardedModel, StepAbandoned, Trained
 from holdfast.types import Example, Finish, Group, Prompt, Trajectory
@@ -70,9 +70,9 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     Raises:
         StepAbandoned: This rank, or another one, was asked to stop; the same on all ranks.
     """
-    with resting(run):
+    with offloaded(run):
         rounds = _rounds(run)
-        run.evaluation.sampler.rest(run.trained)
+        run.evaluation.sampler.release(run.trained)
     if not rounds:
         return None
     groups_config, batch_size = run.config.groups, run.config.data.batch_size
@@ -115,7 +115,7 @@ def _plain_prompts(run: PolicyRun, rollout: Rollout) -> list[str]:
     if run.trained.state.step > 0 or not plain:
         return []
     if all(source.synthetic is not None for source in run.config.data.all_sources()):
-        return []  # rows of our own are no questions to an assistant
+        return []  # rows of our own are not questions to an assistant
     return [
         f"note: {plain:.0f} prompts of this step are plain text, which goes to the model without the tokenizer's chat "
         "template. To ask a model that follows instructions, set data.columns: {instruction: prompt}, or write "

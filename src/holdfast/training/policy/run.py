@@ -1,9 +1,10 @@
 """The built parts of a policy's run: what a supervised run has, an engine that samples, and rewards that score.
 
-What of it rests in host memory while completions are sampled and scored (`residency`) stands here too. Parameters rest
-from the moment at which the engine has its copy until the rollout has ended, however it ends; optimizer states, and
-averages of weights beside them, until the update that reads them. Between steps everything is awake, so saves, exports,
-evaluations and resumes know nothing of it; the thread that saves in an emergency says `stay`.
+What of it is offloaded to host memory while completions are sampled and scored (`residency`) stands here too.
+Parameters are offloaded from the moment at which the engine has its copy until the rollout has ended, however it ends;
+optimizer states, and averages of weights beside them, until the update that reads them. Between steps nothing is
+offloaded, so saves, exports, evaluations and resumes know nothing of it; the thread that saves in an emergency calls
+`restore_for_good`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Sampler:
             give_weights(self.engine, sharded)
             self.published = present
 
-    def rest(self, sharded: ShardedModel) -> None:
+    def release(self, sharded: ShardedModel) -> None:
         """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
         if sharded.plan.sharded and self.published is not None and self.engine.sleep():
             self.published = None
@@ -131,42 +132,42 @@ PARAMETERS, OPTIMIZER = "parameters", "optimizer"
 
 
 @contextmanager
-def resting(run: PolicyRun) -> Iterator[None]:
-    """Let what `residency` names rest within the block; the optimizer rests on behind it."""
+def offloaded(run: PolicyRun) -> Iterator[None]:
+    """Offload what `residency` names within the block; the optimizer stays offloaded behind it."""
     section = run.config.residency
     if section.parameters == section.optimizer == "stay":
         yield
         return
-    residency = run.trained.residency
+    host = run.trained.host_offload
     everyone = [run.trained, *run.common.companions.values()]
     try:
         with run.setting.phase("to_host"):  # before the engine's copy takes memory
             if section.optimizer == "host":
                 for each in everyone:
-                    residency.rest(OPTIMIZER, _states(each), besides=sharded_parameters(each.model).values())
+                    host.offload(OPTIMIZER, _states(each), besides=sharded_parameters(each.model).values())
         with run.setting.phase("rollout"):
-            run.evaluation.sampler.publish(run.trained)  # what rests cannot be gathered
+            run.evaluation.sampler.publish(run.trained)  # what is offloaded cannot be gathered
         with run.setting.phase("to_host"):
             if section.parameters == "host":
-                residency.rest(PARAMETERS, _own_parameters(run))
+                host.offload(PARAMETERS, _own_parameters(run))
                 for each in run.common.companions.values():
-                    residency.rest(PARAMETERS, sharded_parameters(each.model).values())
+                    host.offload(PARAMETERS, sharded_parameters(each.model).values())
         yield
     finally:
-        run.trained.wake(PARAMETERS)
+        run.trained.restore(PARAMETERS)
 
 
 @contextmanager
-def awake_afterwards(trained: Trained) -> Iterator[None]:
-    """Bring back whatever still rests when the block ends, however it ends."""
+def restored_afterwards(trained: Trained) -> Iterator[None]:
+    """Restore whatever is still offloaded when the block ends, however it ends."""
     try:
         yield
     finally:
-        trained.wake()
+        trained.restore()
 
 
-def check_residency(run: PolicyRun) -> None:
-    """Refuse parameters that shall rest where the engine reads them.
+def check_offload(run: PolicyRun) -> None:
+    """Refuse to offload parameters that the engine reads.
 
     Raises:
         ConfigError: The engine has no copy of the parameters.

@@ -154,7 +154,7 @@ def _nothing_kept(run: PolicyRun) -> Iterator[None]:
     try:
         yield
     finally:
-        run.evaluation.sampler.rest(run.trained)
+        run.evaluation.sampler.release(run.trained)
         run.evaluation.sampler.published = None
         for log, clock, messages in logs:
             log.clock, log.messages[:] = clock, messages

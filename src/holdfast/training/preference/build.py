@@ -36,7 +36,7 @@ from holdfast.training.engines import layout_of
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
-from holdfast.training.scorers.table import LOGPROB_COLUMN, TableInputs, refuse_without_other_answers, with_table
+from holdfast.training.scorers.table import LOGPROB_COLUMN, TableInputs, with_table
 from holdfast.types import Example
 
 
@@ -48,7 +48,6 @@ def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live
     """
     setting = Setting.of(config, base, world)
     started = begin(setting, live or Live())
-    setting.ranks.on_all_ranks(lambda: refuse_without_other_answers(config, started.data))
     evaluation, tokenise = _evaluation(config, started)
     stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, started.data, tokenise, evaluation.layout))
     run = PreferenceRun(common=run_of(started, evaluation, stream), evaluation=evaluation)
@@ -83,11 +82,7 @@ def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluati
     if config.preference.needs_reference and config.reference.precompute:
         inputs = TableInputs(config, sharded, data, live, layout, plain, accept)
         tokenise, of_sets = with_table(inputs)
-        layout = replace(
-            layout,
-            columns={**layout.columns, LOGPROB_COLUMN: np.float64},
-            brings_other_answers=config.fixes_other_answers,
-        )
+        layout = replace(layout, columns={**layout.columns, LOGPROB_COLUMN: np.float64})
     elif config.preference.needs_reference:
         why = f"preference.loss: {', '.join(config.preference.kinds)}"
         reference = build_reference(sharded, live, config.reference, why=why)

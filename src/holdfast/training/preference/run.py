@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known, Ranks
-from holdfast.data.batches.other_answers import Answer, answer_of, with_answer
 from holdfast.data.batches.packing import to_device, unpack
+from holdfast.data.tokens.vision import going_on
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
@@ -28,11 +31,10 @@ def divergence(sharded: ShardedModel, others: Sequence[Batch]) -> float:
     Ethayarajh et al., "KTO" (arXiv:2402.01306), section 4: z0 = max(0, mean of log policy(y' | x) - log reference(y' |
     x) over pairs (x, y') of the batch, y' an answer to another prompt), without a gradient. Here the batch is the whole
     update, over all ranks: z0 is known before its first forward pass, so it does not depend on how that is split. Every
-    prompt is followed by the answer of the next row in draw order; where the reference was asked before the run, by
-    that of the row that `data/batches/other_answers.py` has chosen for good. Deviation: the authors' code takes z0 per
+    prompt is followed by the answer of the next row in draw order. Deviation: the authors' code takes z0 per
     micro-batch.
 
-    Where the update has one row and the batch brings no other answer, z0 is 0.
+    Where the update has one row, z0 is 0.
 
     Args:
         sharded: The policy.
@@ -97,6 +99,34 @@ def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length
     return Candidates(examples, known_of(examples, ranks))
 
 
+class Answer(NamedTuple):
+    """What follows a prompt."""
+
+    tokens: NDArray[np.int64]
+    """[L]"""
+    loss_mask: NDArray[np.bool_]
+    """[L]"""
+
+
+def answer_of(example: Example) -> Answer:
+    """Return a sequence from its first trained token on."""
+    start = _answer_start(example)
+    return Answer(example.tokens[start:], example.loss_mask[start:])
+
+
+def with_answer(asked: Example, answer: Answer, max_length: int) -> Example:
+    """Return the prompt of a sequence, its images included, with another answer; cut where it becomes longer."""
+    start = _answer_start(asked)
+    tokens = np.concatenate([asked.tokens[:start], answer.tokens])[:max_length]
+    loss_mask = np.concatenate([np.zeros(start, np.bool_), answer.loss_mask])[:max_length]
+    positions = None if asked.positions is None else going_on(asked.positions[:, :start], tokens.size - start)
+    return replace(asked, tokens=tokens, loss_mask=loss_mask, positions=positions, per_token={})
+
+
+def _answer_start(example: Example) -> int:
+    return int(example.loss_mask.argmax())
+
+
 def known_of(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
     """Return what all ranks know of all ranks' sequences, by (draw, part) in order; all ranks call this together."""
     facts = [
@@ -139,9 +169,6 @@ class PreferenceRun:
 def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBatch) -> MiniBatch:
     """Add the reference's log-probabilities, and for single answers the KL divergence; all ranks call this together."""
     sharded, layout, reference = evaluation.sharded, evaluation.layout, evaluation.reference
-    if layout.brings_other_answers:
-        with sharded.setting.phase("divergence"):
-            return _with_divergence(mini_batch, divergence(sharded, mini_batch.other_answers))
     if reference is None:
         return mini_batch
     with sharded.setting.phase("reference"):

@@ -328,7 +328,7 @@ class Checkpoints:
         return self._emergency.save()
 
     def _save_in_emergency(self, moment: Moment, ranks: RankGroup) -> Manifest | None:
-        self._run.trained.residency.stay()  # the main thread may be in a rollout, and go on with it
+        self._run.trained.host_offload.restore_for_good()  # the main thread may be in a rollout, and go on with it
         if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
         newest = self.session.newest
@@ -358,7 +358,8 @@ class Checkpoints:
             saved = collect_together(self._run, self.session)
         except CheckpointError as error:
             if not self._config.background:
-                self._run.trained.residency.stay()  # a thread that was given up may still read what it was to save
+                # A thread that was given up may still read what it was to save.
+                self._run.trained.host_offload.restore_for_good()
             self._ranks = meet_again(self._run, self.session)
             self._check_place()  # that it is gone is the reason of whatever went wrong
             self._failures += 1

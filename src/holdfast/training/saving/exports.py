@@ -21,7 +21,7 @@ from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.adapters.files import peft_settings
 from holdfast.models.adapters.live import adapters_of, whole_modules
-from holdfast.models.source.origin import files_mark
+from holdfast.models.source.origin import files_fingerprint
 from holdfast.training import directory
 from holdfast.training.run import Run
 
@@ -52,7 +52,7 @@ def describe_adapters(run: Run) -> Description | None:
     base = run.setting.config.model.path or ""
     settings = peft_settings(adapters_of(run.trained.model), lora, base, list(whole), scorer=run.setting.config.scores)
     directory = run.trained.origin.directory
-    return Description(settings, None if directory is None else files_mark(directory))
+    return Description(settings, None if directory is None else files_fingerprint(directory))
 
 
 def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) -> str:

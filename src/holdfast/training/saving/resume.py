@@ -53,7 +53,7 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
         ranks,
         not_finite=run.setting.config.checkpoint.resume.not_finite,
         check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
-        use=lambda name, manifest: restored.append(restore(run, storage, name, manifest, ranks, run_id)),
+        use=lambda name, manifest: restored.append(restore_run(run, storage, name, manifest, ranks, run_id)),
     )
     if choice is None:
         return None
@@ -73,7 +73,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: RankGroup, run_id:
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
-    restored = restore(run, storage, choice.name, choice.manifest, ranks, run_id)
+    restored = restore_run(run, storage, choice.name, choice.manifest, ranks, run_id)
     say(run, choice.words, *restored.lines)
 
 
@@ -88,7 +88,7 @@ class Continuation:
     """What the user reads of it."""
 
 
-def restore(  # noqa: PLR0913 - what is continued, and from what
+def restore_run(  # noqa: PLR0913 - what is continued, and from what
     run: Run, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
 ) -> Continuation:
     """Put a run where a verified checkpoint left it.

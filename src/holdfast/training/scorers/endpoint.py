@@ -82,7 +82,7 @@ class CompletionServer:
         """Return [L], the log-probability of every token after those before it; NaN for the first.
 
         Raises:
-            EndpointRefuses: The answer is short, speaks of other tokens, or holds what is no log-probability.
+            EndpointRefuses: The answer is short, speaks of other tokens, or holds what is not a log-probability.
             EndpointUnwell: There is no answer, however often it was asked for.
         """
         scores = self._scores_of(list(tokens), {}, len(tokens))

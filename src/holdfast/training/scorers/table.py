@@ -23,7 +23,6 @@ from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Tokenise
-from holdfast.data.batches.other_answers import OtherAnswerTokeniser
 from holdfast.data.batches.packing import split_tokens, unpack
 from holdfast.data.batches.stream import SampleStream
 from holdfast.data.rows.reading import RowReader
@@ -38,13 +37,11 @@ from holdfast.training.build.rows import (
     filter_of,
     in_order,
     one_pass,
-    training_reader,
 )
 from holdfast.training.fingerprints import (
-    adapter_mark,
-    filter_hashes,
+    adapter_fingerprint,
     tokenizer_hash,
-    weights_mark,
+    weights_fingerprint,
 )
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import Reference, build_reference, scored
@@ -209,43 +206,6 @@ class TableInputs:
     accept: Accept | None
     """The filter of training rows."""
 
-    def tokeniser_of(self, reader: RowReader, accept: Accept | None) -> Tokenise[Example]:
-        """Return the function that turns rows into all sequences that the reference is asked about.
-
-        Args:
-            reader: Of the same sources in the same order as the stream that the rows come from, whose draws are the
-                function's sample ids.
-            accept: The filter of those rows.
-        """
-        if not self.config.fixes_other_answers:
-            return self.tokenise
-        return OtherAnswerTokeniser(self.tokenise, reader, accept, self.config.data.max_length)
-
-
-def refuse_without_other_answers(config: DPOConfig, data: OpenedData) -> None:
-    """Refuse sources in which no row can be given the answer of another one for good.
-
-    Raises:
-        ConfigError: A source is streamed, or has a single row.
-    """
-    if not config.fixes_other_answers:
-        return
-    named = [(source.name, source) for source in data.training]
-    named += [(f"the evaluation set {name}", source) for name, source in data.evaluation.items()]
-    for name, source in named:
-        if source.size is not None and source.size > 1:
-            continue
-        what, cure = "has a single row", "Add rows to it"
-        if config.data.validation_split:
-            cure += ", choose another data.validation_split"
-        if source.size is None:
-            what, cure = "is streamed, so its rows cannot be read by number", "Set streaming: false for it"
-        raise ConfigError(
-            f"reference.precompute: true gives every prompt of preference.loss: kto the answer of another row of its "
-            f"source, once for the whole run, and {name} {what}. {cure}, or leave reference.precompute out: "
-            "such answers are then taken from the rows of each batch."
-        )
-
 
 def with_table(inputs: TableInputs) -> tuple[Tokenise[Example], dict[str, Tokenise[Example]]]:
     """Return what makes sequences of training rows, and of each evaluation set's, with what the reference said.
@@ -255,17 +215,11 @@ def with_table(inputs: TableInputs) -> tuple[Tokenise[Example], dict[str, Tokeni
             own.
         UserError: A row is malformed, or the reference cannot be built.
     """
-    config, data = inputs.config, inputs.data
+    config = inputs.config
     place = Path(config.reference.cache or Path(config.run.dir) / f".{config.run.name}.reference")
     table = _table(inputs, place)
-    training = inputs.tokeniser_of(training_reader(config, data), inputs.accept)
-    of_sets = {
-        name: inputs.tokeniser_of(RowReader([source], in_order(source)), filter_of(source, inputs.accept))
-        for name, source in data.evaluation.items()
-    }
-    return with_reference(training, table, place), {
-        name: with_reference(tokenise, table, place) for name, tokenise in of_sets.items()
-    }
+    answered = with_reference(inputs.tokenise, table, place)
+    return answered, dict.fromkeys(inputs.data.evaluation, answered)
 
 
 def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
@@ -304,13 +258,13 @@ def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
     filters += [(source, filter_of(source, inputs.accept)) for source in inputs.data.evaluation.values()]
     for source, accept in filters:
         reader = RowReader([source], in_order(source))
-        rows = CandidateReader(reader, inputs.tokeniser_of(reader, accept), ranks, accept)
+        rows = CandidateReader(reader, inputs.tokenise, ranks, accept)
         yield one_pass(inputs.config, rows, ranks, inputs.layout)
 
 
 def _about_now_and_earlier(inputs: TableInputs) -> tuple[dict[str, str], dict[str, str]]:
     """Return hashes of all that the numbers depend on, and the same as earlier versions wrote them; reads files."""
-    mark = weights_mark(inputs.measured.origin, inputs.config.seed)
+    mark = weights_fingerprint(inputs.measured.origin, inputs.config.seed)
     return _about(inputs, mark), _about(inputs, mark.split("-")[0])
 
 
@@ -321,20 +275,15 @@ def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):
         precision += f" server {config.reference.model}"
-    precision += adapter_mark(inputs.measured.setting)
+    precision += adapter_fingerprint(inputs.measured.setting)
     rows = [source.fingerprint for source in (*data.training, *data.evaluation.values())]
     text = {name: getattr(config.data, name) for name in _TEXT}
-    hashes = {
+    return {
         "model": hash_bytes(f"{mark} {model} {precision}".encode()),
         "tokenizer": tokenizer_hash(origin.tokenizer),
         "rows": hash_bytes(json.dumps(rows).encode()),
         "data": hash_bytes(json.dumps(text, sort_keys=True).encode()),
     }
-    if config.fixes_other_answers:  # whose answer a prompt gets depends on which rows are left out
-        filters = sorted(filter_hashes(inputs.measured.setting).items())
-        left_out = [config.data.unusable, config.data.filter, filters]
-        hashes["other answers"] = hash_bytes(json.dumps(left_out).encode())
-    return hashes
 
 
 _TEXT = ("max_length", "overlong", "train_on", "append_eos", "system", "template_kwargs", "chat_template", "format")

@@ -15,7 +15,7 @@ from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.source.origin import load_tokenizer
 from holdfast.training.build.model import build_policy, check_positions
-from holdfast.training.fingerprints import mark_once, weights_mark
+from holdfast.training.fingerprints import fingerprint_once, weights_fingerprint
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.scorers.reference import check_place
 from holdfast.training.scorers.server import Role, ScoringServer, meet
@@ -64,8 +64,8 @@ def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherCon
     teacher = build_policy(replace(student.setting, config=twin), origin, trained=False)
     teacher.model.eval()
     ranks.on_all_ranks(lambda: check_place(teacher, "teacher"))
-    mark_once(origin.directory, ranks)
-    return Teacher(teacher.model, teacher.model, weights_mark(origin, config.seed))
+    fingerprint_once(origin.directory, ranks)
+    return Teacher(teacher.model, teacher.model, weights_fingerprint(origin, config.seed))
 
 
 def _configuration(config: DistillConfig, section: TeacherConfig, student: ShardedModel) -> DistillConfig:

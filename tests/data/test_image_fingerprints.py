@@ -11,13 +11,13 @@ import pytest
 import xxhash
 from PIL import Image
 
-from holdfast.data.content.images import IMAGES_OF_A_ROW, SAMPLED_ROWS, ImageFiles, images_mark
+from holdfast.data.content.images import IMAGES_OF_A_ROW, SAMPLED_ROWS, ImageFiles, images_fingerprint
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
 
 
 def mark_of(rows: Any, folder: Path) -> str | None:
-    return images_mark(from_rows(rows, "rows"), ImageFiles(str(folder), folder))
+    return images_fingerprint(from_rows(rows, "rows"), ImageFiles(str(folder), folder))
 
 
 def by_hand(*contents: bytes) -> str:
@@ -82,7 +82,7 @@ def test_the_sample_is_spread_over_all_rows_and_holds_both_ends(size: int, tmp_p
 
     source = from_rows(Rows(), "rows")
     read.clear()
-    images_mark(source, ImageFiles(None, tmp_path))
+    images_fingerprint(source, ImageFiles(None, tmp_path))
 
     assert (read[0], read[-1], len(read)) == (0, size - 1, min(size, SAMPLED_ROWS))
     assert max(np.diff(read), default=0) <= size / (SAMPLED_ROWS - 1) + 1

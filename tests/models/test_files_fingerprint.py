@@ -16,10 +16,10 @@ from holdfast.config.sections.model import LoRAConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import AdapterFile, check_base
-from holdfast.models.source.origin import files_mark, same_files
+from holdfast.models.source.origin import files_fingerprint, same_files
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.fingerprints import mark_once, with_marks_of_now
+from holdfast.training.fingerprints import fingerprint_once, with_marks_of_now
 
 MIB = 2**20
 
@@ -46,35 +46,35 @@ def early_mark(directory: Path) -> str:
 @pytest.mark.parametrize("place", [0, 3 * MIB // 2, 3 * MIB - 300])
 def test_one_changed_byte_anywhere_changes_the_mark(tmp_path: Path, place: int) -> None:
     directory = written(tmp_path / "a")
-    before = files_mark(directory)
+    before = files_fingerprint(directory)
 
     change(directory, place)
 
-    assert not same_files(before, files_mark(directory))
-    assert files_mark(written(tmp_path / "b")) == before
+    assert not same_files(before, files_fingerprint(directory))
+    assert files_fingerprint(written(tmp_path / "b")) == before
 
 
 def test_an_early_mark_is_that_of_its_files_and_of_no_others(tmp_path: Path) -> None:
     directory = written(tmp_path / "a")
     early = early_mark(directory)
-    assert same_files(early, files_mark(directory))
+    assert same_files(early, files_fingerprint(directory))
 
     change(directory, 0)
 
-    assert not same_files(early, files_mark(directory))
-    assert not same_files("", files_mark(directory))
+    assert not same_files(early, files_fingerprint(directory))
+    assert not same_files("", files_fingerprint(directory))
 
 
 def test_a_resume_takes_an_early_mark_for_the_files_it_was_made_of(tmp_path: Path) -> None:
     directory = written(tmp_path / "a")
-    now = {"model": {"model.path": files_mark(directory), "size": "5"}, "data": {"rows": "x"}}
+    now = {"model": {"model.path": files_fingerprint(directory), "size": "5"}, "data": {"rows": "x"}}
     then = {"model": {"model.path": early_mark(directory), "size": "4"}, "tokenizer": {"words": "y"}}
     now["data"]["date"], then["data"] = "2026-11", {"date": "2026"}
 
     found = with_marks_of_now(then, now)
 
     assert found == {
-        "model": {"model.path": files_mark(directory), "size": "4"},
+        "model": {"model.path": files_fingerprint(directory), "size": "4"},
         "tokenizer": {"words": "y"},
         "data": {"date": "2026"},
     }
@@ -88,7 +88,7 @@ def adapter_beside(place: Path, mark: str) -> AdapterFile:
 
 def test_adapters_are_refused_beside_a_base_that_differs_inside(tmp_path: Path) -> None:
     directory = written(tmp_path / "a")
-    new = adapter_beside(tmp_path / "new", files_mark(directory))
+    new = adapter_beside(tmp_path / "new", files_fingerprint(directory))
     early = adapter_beside(tmp_path / "early", early_mark(directory))
     section = LoRAConfig(path="adapter")
     for stored in (new, early):
@@ -109,8 +109,8 @@ def bytes_read(world: World, directory: str) -> tuple[int, str]:
     tree = {"steps": 1, "model": {"path": directory}, "data": {"path": "rows"}}
     ranks = RankGroup(from_mapping(tree, SFTConfig).launch.timeout_minutes)
     before = _read()
-    mark_once(Path(directory), ranks)
-    mark = files_mark(Path(directory))
+    fingerprint_once(Path(directory), ranks)
+    mark = files_fingerprint(Path(directory))
     return _read() - before, mark
 
 
@@ -124,6 +124,6 @@ def test_one_rank_reads_the_files_and_tells_the_others(pools: Any, tmp_path: Pat
 
     (first, mark), (second, same) = pools(2).run(bytes_read, str(directory))
 
-    assert mark == same == files_mark(directory)
+    assert mark == same == files_fingerprint(directory)
     assert 40 * MIB < first < 50 * MIB
     assert second < 10 * MIB
