@@ -24,7 +24,13 @@ from holdfast.training.build.losses import supervised_objective
 from holdfast.training.build.model import make_plan, unplaced_policy
 from holdfast.training.build.optimizers import optimizer_of
 from holdfast.training.build.rows import row_filter, training_reader
-from holdfast.training.fingerprints import identity, image_marks, is_marked, mark_base_of_adapters, mark_once
+from holdfast.training.fingerprints import (
+    fingerprint_base_of_adapters,
+    fingerprint_once,
+    identity,
+    image_fingerprints,
+    is_fingerprinted,
+)
 from holdfast.training.run import Evaluation, Run, Setting, Trained, cost_of
 
 _KINDS = (SFTConfig, DPOConfig, GRPOConfig)
@@ -47,10 +53,10 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
     _refuse_several(config)
     setting = Setting.of(config, base, world)
     started = begin(setting, Live())
-    mark_base_of_adapters(setting)
+    fingerprint_base_of_adapters(setting)
     origin = blueprint(config.model, base, seed=config.seed, scorer=config.scores)
-    if is_marked(config):
-        mark_once(origin.directory, setting.ranks)
+    if is_fingerprinted(config):
+        fingerprint_once(origin.directory, setting.ranks)
     policy, _ = unplaced_policy(setting, origin)
     without_memory(policy)
     parameters = sharded_parameters(policy)
@@ -67,7 +73,7 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
         cost=cost_of(policy, origin),
     )
     stream = _rows(setting, started)
-    marks = image_marks(setting, stream, origin)
+    marks = image_fingerprints(setting, stream, origin)
     return Run(
         trained=trained,
         evaluation=Evaluation(sharded=trained, objective=supervised_objective(NLLConfig(), setting)),
