@@ -79,6 +79,7 @@ def killed_in_save(script: str, folder: Path, step: str, *words: str) -> Path:
             rank.communicate()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["trainer", pytest.param("trl", marks=pytest.mark.slow)])
 def test_a_trainer_killed_in_a_save_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     flags = ("wide",) if kind == "trainer" else ("wide", "trl")

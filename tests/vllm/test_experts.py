@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.training.run import Setting
 from tests.vllm.conftest import MODEL, PYTHON, free_port, tree_of
 
 EXPERTS: dict[str, Any] = {
-    **MODEL,
+    **{name: value for name, value in MODEL.items() if name != "head_dim"},
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 32,
     "num_experts": 4,
@@ -39,6 +40,13 @@ def test_experts_are_sampled_from_servers(world: World, tmp_path: Path) -> None:
     write_assets(tmp_path / "model", blueprint(config.model, tmp_path, seed=0), torch.float32)
     section = VLLMEngineConfig(url=[url], start=True, python=PYTHON)
 
-    with Servers(Served(section, tmp_path / "model", "policy", "float32", 256, True, tmp_path)):
+    served = Served(section, tmp_path / "model", "policy", "float32", 256, True, tmp_path)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(Servers(served))
+        except ConfigError as error:  # of the class that is expected below, and not what is expected
+            raise AssertionError(error) from error
         sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
-        open_engine(sharded, config.rollout)
+        with pytest.raises(ConfigError, match="serves a mixture of experts on a CPU") as caught:
+            open_engine(sharded, config.rollout)
+        raise caught.value

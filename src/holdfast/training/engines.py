@@ -154,7 +154,7 @@ def build_engine(
 def stops_of(sharded: ShardedModel) -> Stops:
     """Return what ends a completion, whatever samples it."""
     origin, tokenizer = sharded.origin, sharded.origin.tokenizer
-    # Behind an image token that is no image's, training and sampling would read different things: it ends a completion.
+    # Behind an image token that is not an image's, training and sampling would read different things: it ends the text.
     marks = (origin.family.image_token_id, origin.family.video_token_id)
     ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
     return Stops(
