@@ -48,11 +48,10 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 def policy(**sections: Any) -> dict[str, Any]:
     """Return a run of a policy."""
-    sampled = {"group_size": 4, "max_new_tokens": 64} | sections.pop("rollout", {})
+    sampled = {"group_size": 4, "max_new_tokens": 96} | sections.pop("rollout", {})
     return tree(reward={"kind": "path", "path": "rewards.py:any"}, rollout=sampled, **sections)
 
 
-SMALL_DATA = {"synthetic": {"task": "sort", "rows": 64}, "batch_size": 64, "max_length": 96}
 RUNS: dict[str, dict[str, Any]] = {
     "sft": tree(),
     "sft tied": tree(model={"config": DENSE | {"tie_word_embeddings": True}}),

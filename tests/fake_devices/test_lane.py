@@ -17,7 +17,7 @@ LOADS = "loads of experts"
 CHECKS = "transformers checks its inputs in get_placeholder_mask"
 OF_ADVANTAGES = ["values and rewards of tokens, for advantages"] * 2 + ["sequences of tokens, for advantages"]
 ROLLOUT = [DRAWN] * 8
-"""Tokens and their log-probabilities, at the four lengths that are executed."""
+"""Tokens and their log-probabilities: the first ones, an early one, one with which the cache grows, the last one."""
 WAITS: dict[str, list[str]] = {
     "sft experts": [LOADS, UPDATE],
     "sft experts, loads of the update": [LOADS, UPDATE],
@@ -39,7 +39,7 @@ WAITS: dict[str, list[str]] = {
         UPDATE,
     ],
     "ppo": [*ROLLOUT, *OF_ADVANTAGES * 2, UPDATE, UPDATE],
-    "distill on own texts": [*ROLLOUT, UPDATE],
+    "distill on own texts": [DRAWN] * 6 + [UPDATE],
 }  # fmt: skip
 """For what the host waits in a step of at most two micro-batches; of a run that is not named, once for its sums."""
 

@@ -21,9 +21,6 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.plan.devices import DEVICES, bytes_of, device_named
 from holdfast.training.directory import run_directory
 
-PLAN_FILE = "plan.json"
-"""What `--save` leaves in the run's directory."""
-
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -43,9 +40,13 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     loaded = load_run(path, overrides)
     made = planned(loaded, options)
     if save:
+        from holdfast.plan.measured import SavedPlan
+
         directory = run_directory(loaded.config)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / PLAN_FILE).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        device = "cpu" if made["device"] is None else "cuda"
+        left = (made["memory_bytes"], made["clock_phases"], made["checkpoint_bytes"])
+        SavedPlan(device, made["ranks"], *left).write(directory)
     if as_json:
         print(json.dumps(made, indent=2), flush=True)
     else:

@@ -1,8 +1,7 @@
 """Stand-ins that let CUDA branches run where there is no GPU: tensors have shapes and devices, and hold no numbers.
 
-Every name of torch that is replaced for this, the private ones among them, stands in `REPLACED`; `absent_names` says
-which of them a torch does not have. A build without CUDA needs the guard besides, loaded before torch (`guard.py`).
-"""
+Every name of torch that is replaced for this stands in `REPLACED`; `absent_names` says which of them a torch lacks. A
+build without CUDA needs the guard besides, loaded before torch (`guard.py`)."""
 
 from __future__ import annotations
 
@@ -50,12 +49,11 @@ class AnyGenerator(torch.Generator):
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch's stub has none
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
+
+
+_nothing = _always(None)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -138,7 +136,7 @@ def absent_names() -> list[str]:
 def fake_devices(kind: str = "cuda", free: Callable[[], int] = lambda: 2**50) -> Iterator[FakeTensorMode]:
     """Yield the mode under which tensors hold no numbers; of cuda, stand in for eight GPUs within the block.
 
-    Only one block at a time, and nothing else in the process may use torch meanwhile. `free`: bytes that a device has.
+    Nothing else in the process may use torch meanwhile. `free` says how many bytes a device has left.
     """
     replaced = REPLACED | {_FREE: lambda *_: (free(), free())} if kind == "cuda" else {_PROPAGATOR: _unseen}
     with contextlib.ExitStack() as stack:

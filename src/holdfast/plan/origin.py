@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from holdfast.models.source.origin import load_tokenizer
 
 SHAPES = Path(__file__).with_name("shapes")
 """Configurations of models that are planned often, by the hub's name with -- for its slash."""
+_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _BUILT_IN = "builtin:characters"
 
 
@@ -66,18 +67,15 @@ def shape_of(model: ModelConfig, base: Path) -> tuple[ModelConfig, list[str]]:
     return model.model_copy(update=changed), notes
 
 
-def _values(raw: Any) -> dict[str, Any]:
+def _values(config: Any) -> dict[str, Any]:
     """Return what makes the same configuration again."""
-    return _own_values(raw, raw.to_dict())
-
-
-def _own_values(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {each.name for each in fields(config)} | set(config.attribute_map)
     own: dict[str, Any] = {"model_type": config.model_type}
-    for name, value in values.items():
-        if name in names and not name.startswith("_"):
-            part = getattr(config, name, None)
-            own[name] = _own_values(part, value) if hasattr(part, "attribute_map") else value
+    for name in (each.name for each in fields(config) if not each.name.startswith("_")):
+        value = getattr(config, name, None)
+        if hasattr(value, "attribute_map"):
+            own[name] = _values(value)
+        elif isinstance(value, _PLAIN):
+            own[name] = copy.deepcopy(value)
     return own
 
 
