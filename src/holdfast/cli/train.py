@@ -9,13 +9,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from holdfast.cli.run_page import starts, write_at_end
 from holdfast.cli.serve import beside, refuse_starting
 from holdfast.cli.worker import work
+from holdfast.config.base import Section
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
+from holdfast.config.sections.metrics import UserTrackerConfig
+from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
@@ -148,6 +153,9 @@ def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
         find_script(config.data.filter, base, "data.filter")
     for path in config.observers:
         find_script(path, base, "observers")
+    for key, path in _own_code(config, ""):
+        if path.rpartition(":")[0].endswith(".py"):
+            find_script(path, base, key)
 
 
 def _sources(verb: str, config: TrainingConfig) -> Iterator[SourceConfig]:
@@ -171,4 +179,23 @@ def _models(config: TrainingConfig) -> Iterator[str]:
     named = [model.path, model.tokenizer, None if lora is None else lora.path]
     if isinstance(config, DistillConfig) and isinstance(config.teacher, TeacherConfig):
         named += [config.teacher.path, config.teacher.tokenizer]
+    if isinstance(config, GRPOConfig):
+        named += [reward.path for reward in config.reward if isinstance(reward, ModelRewardConfig)]
+        named += [config.critic.path] if config.critic is not None else []
     yield from (name for name in named if name is not None and not name.startswith("builtin:"))
+
+
+def _own_code(section: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the key, as messages of the ranks have it, and the path of every `kind: path` of a configuration."""
+    if isinstance(section, list | tuple):
+        for each in section:
+            yield from _own_code(each, key)
+    elif isinstance(section, Section):
+        if isinstance(section, UserRewardConfig):
+            yield f"reward {section.label}", section.path
+        elif isinstance(section, UserTrackerConfig):
+            yield "metrics.sinks", section.path
+        elif getattr(section, "kind", None) == "path":
+            yield f"{key}.path", str(getattr(section, "path", ""))
+        for name in type(section).model_fields:
+            yield from _own_code(getattr(section, name), f"{key}.{name}".lstrip("."))
