@@ -44,20 +44,24 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
 
 
 def main(folder: str, ranks: str, rank: str, *names: str) -> None:
-    """Execute the runs, or some of them."""
+    """Execute the runs, or some of them; as rank of 0 ranks the shapes whose parts are summed by hand."""
     from holdfast.plan.guard import load_guard
 
     load_guard()
     warnings.simplefilter("error", ResourceWarning)
     from tests.fake_devices.cases import NOT_SHARDED_ALONE, ONE_RANK_LESS, RUNS
+    from tests.fake_devices.parts import SHAPES
 
     left_out = ONE_RANK_LESS | NOT_SHARDED_ALONE if ranks == "1" else set[str]()
-    for name, values in RUNS.items():
+    runs = {name: (values, int(ranks)) for name, values in RUNS.items()}
+    if ranks == "0":
+        runs = {name: (shape.run(), shape.ranks) for name, shape in SHAPES.items()}
+    for name, (values, size) in runs.items():
         if name in left_out or (names and name not in names):
             continue
         started = time.process_time()
         try:
-            said = run(values, Path(folder), int(ranks), int(rank))
+            said = run(values, Path(folder), size, int(rank))
         except Exception:  # noqa: BLE001 - a test says it
             said = {"error": traceback.format_exc()}
         said |= {"run": name, "ranks": int(ranks), "rank": int(rank), "seconds": time.process_time() - started}

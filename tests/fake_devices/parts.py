@@ -1,17 +1,20 @@
 """Parts of a step's memory by hand: from shapes alone, with nothing of the package.
 
 Per rank: a matrix of R rows lies as ceil(R / n) rows on the first of n ranks, and an allocation is a multiple of 512
-bytes on a GPU. What is gathered is in bfloat16. Sums are of the moment at which a phase takes most:
+bytes on a GPU. What is gathered is in bfloat16. Sums are of the moments at which a phase takes most:
 
-- forward: in the head, where the head's own matrix is gathered (a tied one with the embedding and the last norm, since
-  the root holds it, and the last block with it: nothing has taken its place). The head has its gradient in float32 and
-  bfloat16 logits of a chunk beside float32 ones.
-- optimizer: parameters, their gradients, two moments.
+- forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with the
+  last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the logits in
+  float32 stand their rounded copy in bfloat16, the gradient of the matrix in float32, a product of at most a slice of
+  it in bfloat16, and three [tokens, hidden] of states and their gradients. Of activations: what goes into each block, what
+  comes out of the last one, the last norm's float32 copy and its output.
+- backward: two blocks are gathered, the one at work and the next; a tied root with them.
+- optimizer: parameters, their gradients, moments: two, and with bfloat16 weights a compensation; of what is trained.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -124,46 +127,51 @@ def numbers(matrices: list[Matrix]) -> int:
     return sum(rows * columns for rows, columns in matrices)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Bytes by kind, by phase."""
-
-    of: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
 def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     """Return phase -> kind -> bytes."""
     base = [*block(shape) * shape.layers, *ends(shape)]
     trained = adapters(shape) * shape.layers if shape.lora else base
-    stored, frozen = (2 if shape.bfloat16 else 4), (2 if shape.lora else 0)
-    parameters = allocated(trained, stored, shape.shards) + (allocated(base, frozen, shape.shards) if frozen else 0)
-    gradients = allocated(trained, stored, shape.shards)
-    moments = allocated(trained, stored, shape.shards) * (3 if shape.bfloat16 else 2)
-    table = shape.vocabulary * shape.hidden
-    chunk = min(shape.tokens, max(128, min(4096, 2**29 // (4 * shape.vocabulary))))
-    here = 0.0 if shape.offload else 1.0
+    stored = 2 if shape.bfloat16 else 4
+    shards = allocated(trained, stored, shape.shards)
+    parameters = shards + (allocated(base, 2, shape.shards) if shape.lora else 0)
+    moments = shards * (3 if shape.bfloat16 else 2)
+    rows = shape.tokens * shape.hidden * 2
     one_block = 2 * (numbers(block(shape)) + (numbers(adapters(shape)) if shape.lora else 0))
-    root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0.0
-    sharded = shape.shards > 1
-    rotary = 512
-    return {
-        "optimizer": {
-            "parameters": parameters * here + rotary,
-            "gradients": gradients * here,
-            "optimizer": moments * here,
-        },
-        "forward": {
-            "parameters": parameters * here + rotary,
-            "optimizer": moments * here,
-            "gathered": (root + one_block if shape.tied else 2.0 * table) if sharded else -1,
-            "head": head_bytes(shape, table, chunk),
-        },
-    }
+    root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0
+    forward = {"activations": (shape.layers + 4) * rows, "head": head(shape)}
+    backward, optimizer = {}, {}
+    if shape.shards > 1:
+        forward["gathered"] = root + one_block if shape.tied else 2 * shape.vocabulary * shape.hidden
+        backward["gathered"] = root + 2 * one_block
+    if not shape.offload:
+        forward |= {"parameters": parameters, "optimizer": moments}
+        optimizer = {"parameters": parameters, "gradients": shards, "optimizer": moments}
+    return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 
-def head_bytes(shape: Shape, table: int, chunk: int) -> float:
-    """Return what the head takes at its peak: see `Shape`, whose head is trained unless only adapters are."""
-    logits = chunk * shape.vocabulary
-    gradient = 0 if shape.lora else 4 * table
-    del logits
-    return float(gradient)
+def head(shape: Shape) -> float:
+    """Return what the head takes at its peak; nothing is trained in it where only adapters are."""
+    tokens = shape.tokens - 1  # nothing predicts the first
+    logits = tokens * shape.vocabulary * (4 + 2)
+    states = 3 * tokens * shape.hidden * 2
+    table = shape.vocabulary * shape.hidden
+    return logits + states + (0 if shape.lora else 4 * table + min(2 * table, SLICE))
+
+
+SLICE = 2**26
+"""Bytes of a product that is formed in slices."""
+
+SHAPES = {
+    "dense": Shape(),
+    "dense, tied": Shape(tied=True),
+    "dense, one rank": Shape(ranks=1),
+    "dense, rows that do not divide": Shape(ranks=3, hidden=384, heads=6),
+    "dense, 64 ranks": Shape(ranks=64),
+    "dense, larger vocabulary": Shape(tokens=1536, vocabulary=16384),
+    "bfloat16 states": Shape(bfloat16=True),
+    "LoRA": Shape(lora=8),
+    "offload": Shape(offload=True),
+    "copies": Shape(replicate=2),
+    "experts": Shape(experts=4, expert_ffn=256),
+    "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),
+}
