@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-devices test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-devices test-browser test-slurm test-vllm test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -48,6 +48,10 @@ checks: setup
 test: checks
 	$(PYTEST) -m "not slow and not gpu and not deep and not devices"
 
+# Two Slurm nodes on this host, in some minutes; tools/install_slurm.sh installs what it needs.
+test-slurm: setup
+	$(BIN)/python -m pytest -n 0 -rs tests/cluster
+
 test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu and not devices"
 
@@ -55,8 +59,19 @@ test-deep: checks
 test-devices: checks
 	$(BIN)/python -m pytest -n 0 -m "devices and not slow and not gpu"
 
+# With a real vLLM, which has an environment of its own; two servers of 3 GiB at a time, so one worker.
+VLLM_VENV ?= .venv-vllm
+test-vllm: setup
+	tools/install_vllm.sh $(VLLM_VENV)
+	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/vllm
+
 deep-tests: setup
 	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu and not devices"
+
+# The pages in Debian's Chromium; where it cannot be installed they are skipped, by name.
+test-browser: setup
+	tools/install_browser.sh
+	$(BIN)/python -m pytest -n 0 -rs tests/browser
 
 test-all: checks
 	$(PYTEST) -m "not gpu and not devices"
@@ -64,6 +79,7 @@ test-all: checks
 	tools/test_versions.sh
 	tools/test_cuda_build.sh
 	tools/test_trackers.sh
+	tools/test_rescue.sh
 
 # A searchable site that needs no network: site/index.html.
 docs: setup
@@ -72,7 +88,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint failures plan_parts; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue failures plan_parts; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

@@ -6,6 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -105,3 +108,47 @@ def test_the_key_goes_to_the_address_alone_past_proxies_and_redirects(
     assert server.requests[0].startswith(b"POST /v1/completions HTTP/1.1\r\n")
     assert b"\r\nAuthorization: Bearer sesame\r\n" in server.requests[0]
     assert "sesame" not in repr(server.endpoint())
+
+
+def test_a_connection_that_the_server_closed_is_replaced_without_a_word(serve: Serve) -> None:
+    server = serve([answer(b'{"a": 1}')])
+    endpoint = replace(server.endpoint(), keeps_open=True)
+
+    answers = [endpoint.ask("GET", f"/{number}") for number in range(3)]
+    endpoint.close()
+
+    assert answers == [{"a": 1}] * 3
+    assert [request.split()[1] for request in server.requests] == [b"/v1/0", b"/v1/1", b"/v1/2"]
+
+
+def test_requests_share_a_connection_until_an_answer_of_500() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            return
+
+        def do_GET(self) -> None:  # noqa: N802 - its name there
+            seen.append((self.path, self.client_address[1]))
+            self.send_response(500 if "broken" in self.path else 200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = Endpoint(f"http://127.0.0.1:{server.server_address[1]}", None, 5.0, 1, keeps_open=True)
+
+    for path in ("/one", "/two", "/broken", "/three"):
+        with suppress(EndpointUnwell):
+            endpoint.ask("GET", path)
+    endpoint.close()
+    server.shutdown()
+    server.server_close()
+
+    ports = dict(seen)
+    assert ports["/one"] == ports["/two"] == ports["/broken"]
+    assert ports["/three"] != ports["/one"]

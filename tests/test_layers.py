@@ -26,13 +26,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("recipes",),
     ("launch",),
-    ("plan",),
-    ("cli", "api"),
+    ("plan", "report"),
+    ("cli", "api", "integrations"),
 )
 """From the lowest up. Those of one layer never import each other."""
 
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
-FREE_OF_TORCH = ("escaping", "patience", "quiet", "errors", "types", "files", "http_client", "config", "launch", "cli")
+FREE_OF_TORCH = (
+    "escaping",
+    "patience",
+    "quiet",
+    "errors",
+    "types",
+    "files",
+    "http_client",
+    "config",
+    "launch",
+    "report",
+    "cli",
+)
 HEAVY = {"torch", "transformers", "datasets", "numpy", "safetensors", "tokenizers", "peft"}
 # The launcher and the ranks it starts; a server's key, the one secret that may not stand in a YAML; and what of the
 # environment a tracker's process may see.

@@ -46,14 +46,14 @@ ROOMS = {
     "parallel": """
         collectives failure plan rendezvous
         shards
-        apply mesh stream
+        agent apply mesh stream
         host_memory
     """,
     "checkpoint": """
         errors
         place
         format
-        background load
+        background foreign load
         inspect save
         calls export
         keep
@@ -62,12 +62,12 @@ ROOMS = {
     "training": """
         directory observe peaks randomness
         run
-        watched
-        control fingerprints journal
+        serving watched
+        control fingerprints journal profiling stragglers
         engines saving step
         evaluate
         build fit
-        scorers
+        foreign scorers
         policy preference
         distillation
     """,

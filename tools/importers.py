@@ -3,8 +3,9 @@
     python tools/importers.py [--list] [FOLDER]
 
 Where two files are one thought, one file reads better. Not counted are entry points, which have one importer by their
-nature: the verbs of the command line, and what a package's `__init__` hands on. Neither are the kinds that
-`importers.txt` lists: a builder chooses one of several by its name, and a new one is one file.
+nature: the verbs of the command line, what a package's `__init__` hands on, and what another layer alone imports, with
+which it cannot be joined. Neither are the kinds that `importers.txt` lists: a builder chooses one of several by its
+name, and a new one is one file.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def single_importers(package: Path) -> dict[str, str]:
 
 
 def is_entry_point(name: str, importer: str, modules: dict[str, Path]) -> bool:
-    """Return whether a module is a verb of the command line, or what a package hands on."""
-    return name.split(".")[1] == "cli" or modules[importer].name == "__init__.py"
+    """Return whether a module is a verb of the command line, or what a package or another layer takes from its own."""
+    layer = name.split(".")[1]
+    return layer == "cli" or modules[importer].name == "__init__.py" or importer.split(".")[1] != layer
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
-SKIPPED = {".venv", ".git", "runs", "build", "dist", "node_modules"}
+SKIPPED = {".git", "runs", "build", "dist", "node_modules"}
 FENCE = re.compile(r"^\s*(`{3,}|~{3,})")
 INLINE_CODE = re.compile(r"(`+).+?\1")
 INLINE_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'(][^)]*)?\s*\)")
@@ -26,7 +26,9 @@ ELSEWHERE = re.compile(r"^(?:[a-z][a-z0-9+.-]*:|//)", flags=re.IGNORECASE)
 
 
 def markdown_files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*.md") if not SKIPPED & set(path.relative_to(root).parts))
+    paths = ((path, path.relative_to(root).parts) for path in root.rglob("*.md"))
+    # Environments of tests stand beside .venv.
+    return sorted(path for path, parts in paths if not SKIPPED & set(parts) and not parts[0].startswith(".venv"))
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:

@@ -7,11 +7,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTHON="${PYTHON:-python3}"
-declare -A VERSIONS=([wandb]=0.31.0 [mlflow]=3.17.2 [trackio]=0.43.0 [swanlab]=0.10.3)
+declare -A VERSIONS=([wandb]=0.31.0 [mlflow]=3.17.2 [trackio]=0.43.0 [swanlab]=0.10.3 [tensorboard]=2.21.0)
 status=0
 table=""
 
-for kind in wandb mlflow trackio swanlab; do
+for kind in wandb mlflow trackio swanlab tensorboard; do
     environment=".venv-tracker-$kind"
     stamp="$environment/.installed-${VERSIONS[$kind]}"
     echo "== $kind ${VERSIONS[$kind]}"
@@ -25,8 +25,8 @@ for kind in wandb mlflow trackio swanlab; do
         fi
         packages="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
         own="$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-        # Behind the library's own packages, which stand first on the path.
-        printf '%s\n%s\n' "$packages" "$PWD/src" >"$own/zz_holdfast.pth"
+        # Behind the library's own packages, which stand first on the path; .venv may name further folders itself.
+        printf 'import site; site.addsitedir("%s")\n%s\n' "$packages" "$PWD/src" >"$own/zz_holdfast.pth"
         touch "$stamp"
     fi
     result=passed

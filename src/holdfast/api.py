@@ -27,7 +27,7 @@ from holdfast.recipes.sft import sft as run_sft
 from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome
 
-Root = TypeVar("Root", bound=TrainingConfig)
+_Root = TypeVar("_Root", bound=TrainingConfig)
 Rewards = Callable[..., object] | Sequence[Callable[..., object]] | Mapping[str, Callable[..., object]]
 
 GIVEN = "(given in Python)"
@@ -172,8 +172,8 @@ def distill(
 
 
 def _run(
-    root: type[Root],
-    recipe: Callable[[Root, Path, World, Live], Outcome],
+    root: type[_Root],
+    recipe: Callable[[_Root, Path, World, Live], Outcome],
     config: TrainingConfig | Mapping[str, Any] | str | Path,
     live: Live,
     replaced: Mapping[str, Any],
@@ -205,11 +205,11 @@ def _run(
 
 
 def _checked(
-    root: type[Root],
+    root: type[_Root],
     config: TrainingConfig | Mapping[str, Any] | str | Path,
     live: Live,
     replaced: Mapping[str, Any],
-) -> LoadedConfig[Root]:
+) -> LoadedConfig[_Root]:
     """Check the tree with live objects in the place of what it names."""
     if isinstance(config, str | Path):
         draft, base = read_draft(Path(config), [], root), Path(config).resolve().parent

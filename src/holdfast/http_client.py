@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible endpoint, with one limit of time and one of size for the whole answer.
+"""Requests to an HTTP endpoint that answers JSON, with one limit of time and one of size for the whole answer.
 
 No redirect is followed and no proxy is used: a key goes to the address in the configuration and nowhere else.
 """
@@ -13,7 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import tenacity
@@ -22,7 +22,7 @@ from holdfast import patience
 from holdfast.errors import ConfigError
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
-_SHOWN = 200
+_SHOWN = 400
 
 
 class EndpointRefuses(Exception):  # noqa: N818 - the name says what happened
@@ -46,6 +46,12 @@ class Endpoint:
     """Of each answer."""
     given_up: threading.Event = field(default_factory=threading.Event)
     """Set it, and requests that wait to be tried again are tried no more."""
+    keeps_open: bool = False
+    """Whether a connection serves several requests. One that the server closed meanwhile is replaced without a word,
+    and its request sent again, so ask only what may be asked twice."""
+    may_be_empty: bool = False
+    """Whether an answer of nothing is one, and stands for None."""
+    _idle: list[http.client.HTTPConnection] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def longest_seconds(self) -> float:
@@ -71,12 +77,21 @@ class Endpoint:
         )
         return again(self._once, method, path, content)
 
+    def is_well(self, path: str) -> bool:
+        """Return whether a route answers 200 now."""
+        message = _Message("GET", urlsplit(self.url.rstrip("/") + path), None, {"Connection": "close"})
+        try:
+            return self._over(None, message, time.monotonic() + self.timeout_seconds)[0] == 200
+        except (OSError, http.client.HTTPException, EndpointUnwell):
+            return False
+
     def _once(self, method: str, path: str, content: Any) -> Any:
-        headers = {"Content-Type": "application/json", "Connection": "close"}
+        headers = {"Content-Type": "application/json", "Connection": "keep-alive" if self.keeps_open else "close"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         body = None if content is None else json.dumps(content).encode()
-        status, received = self._exchange(method, urlsplit(self.url.rstrip("/") + path), body, headers)
+        url = urlsplit(self.url.rstrip("/") + path)
+        status, received = self._exchange(_Message(method, url, body, headers))
         if status in _TRIED_AGAIN or status >= 500:
             raise EndpointUnwell(f"answers {status} {cut(received)}")
         if status != 200:
@@ -84,38 +99,82 @@ class Endpoint:
         if len(received) > self.most_bytes:
             raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
         try:
-            return json.loads(received)
+            return json.loads(received) if received or not self.may_be_empty else None
         except ValueError as error:
             raise EndpointRefuses(f"answers what is no JSON: {cut(received)}") from error
 
-    def _exchange(
-        self, method: str, place: SplitResult, body: bytes | None, headers: dict[str, str]
-    ) -> tuple[int, bytes]:
+    def _exchange(self, message: _Message) -> tuple[int, bytes]:
         deadline = time.monotonic() + self.timeout_seconds
-        late = f"gave no whole answer within {self.timeout_seconds:g} s"
-        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
         try:
-            connection = kind(place.hostname or "", place.port, timeout=self.timeout_seconds)
-            connection.connect()
-            # A time-out of the socket is one of each read: an endpoint that sends a byte now and then never meets it.
-            alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
-            alarm.daemon = True
-            alarm.start()
-            try:
-                connection.request(method, place.path, body, headers)
-                response = connection.getresponse()
-                received = response.read(self.most_bytes + 1)
-                if response.length and len(received) <= self.most_bytes:
-                    raise http.client.IncompleteRead(received, response.length)
-            finally:
-                alarm.cancel()
-                connection.close()
+            waiting = self._waiting_connection()
+            if waiting is not None:
+                # A server that answered 500, or was started again, has closed what looks open from here.
+                with suppress(ConnectionError, http.client.BadStatusLine):
+                    return self._over(waiting, message, deadline)
+            return self._over(None, message, deadline)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
-            is_late = time.monotonic() >= deadline
-            raise EndpointUnwell(late if is_late else f"cannot be reached ({cut(error)})") from error
+            if time.monotonic() >= deadline:
+                raise EndpointUnwell(self._late) from error
+            raise EndpointUnwell(f"cannot be reached ({cut(error)})") from error
+
+    def _waiting_connection(self) -> http.client.HTTPConnection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    @property
+    def _late(self) -> str:
+        return f"gave no whole answer within {self.timeout_seconds:g} s"
+
+    def _over(
+        self, connection: http.client.HTTPConnection | None, message: _Message, deadline: float
+    ) -> tuple[int, bytes]:
+        if connection is None:
+            connection = self._connected(message.url)
+        stays_open = False
+        # A time-out of the socket is one of each read: an endpoint that sends a byte now and then never meets it.
+        alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
+        alarm.daemon = True
+        alarm.start()
+        try:
+            connection.request(message.method, message.target, message.body, message.headers)
+            response = connection.getresponse()
+            received = response.read(self.most_bytes + 1)
+            if response.length and len(received) <= self.most_bytes:
+                raise http.client.IncompleteRead(received, response.length)
+            stays_open = self.keeps_open and response.status < 500 and not response.will_close
+        finally:
+            alarm.cancel()
+            if not stays_open:
+                connection.close()
         if time.monotonic() >= deadline:  # what came may be the part before the alarm
-            raise EndpointUnwell(late)
+            raise EndpointUnwell(self._late)
+        if stays_open and response.isclosed():  # else a part of the answer would begin the next one
+            self._idle.append(connection)
         return response.status, received
+
+    def _connected(self, url: SplitResult) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(url.hostname or "", url.port, timeout=self.timeout_seconds)
+        connection.connect()
+        return connection
+
+    def close(self) -> None:
+        """Close connections that wait for a request."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+class _Message(NamedTuple):
+    method: str
+    url: SplitResult
+    body: bytes | None
+    headers: dict[str, str]
+
+    @property
+    def target(self) -> str:
+        return self.url.path + (f"?{self.url.query}" if self.url.query else "")
 
 
 def _hang_up(opened: socket.socket) -> None:

@@ -20,6 +20,13 @@ class Patience:
     """Before a request is tried again; doubled each time."""
     http_longest_pause_seconds: float = 4.0
 
+    server_start_seconds: float = 900.0
+    """For a server that we start to load its model and answer."""
+    server_restart_seconds: float = 180.0
+    """For ranks to see a server again that died, where we start servers."""
+    server_look_seconds: float = 0.5
+    """Between two looks whether it does, or still lives."""
+
     code_grace_seconds: float = 3.0
     """Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
     scorer_grace_seconds: float = 5.0
@@ -111,6 +118,10 @@ class Patience:
     """For killed processes to go."""
     first_rank_seconds: float = 5.0
     """For torchrun to end a rank that keeps quiet, once the first has told a mistake and ended."""
+    page_seconds: float = 60.0
+    """Longest work at the page of a run that came to its end."""
+    page_after_stop_seconds: float = 5.0
+    """The same where a scheduler may wait."""
     demo_look_seconds: float = 0.05
     """Between two looks of the demo at the steps of the run in which it kills a rank."""
 

@@ -23,14 +23,30 @@ from tests.cli.warm import WarmPython, run
         ("sft", {"model": {"path": "./gone"}}, "There is no directory ./gone (looked from "),
         ("eval", {"evaluation": {"sets": {"held": {"path": "gone.csv"}}}}, "data.path=gone.csv is not there"),
         ("sft", {"data": {"filter": "gone.py:keep"}}, "data.filter: there is no file gone.py beside the YAML"),
+        ("sft", {"optim": {"kind": "path", "path": "gone.py:Mine"}}, "optim.path: there is no file gone.py beside"),
+        ("sft", {"metrics": {"sinks": ["gone.py:Mine"]}}, "metrics.sinks: there is no file gone.py beside the YAML"),
+        ("grpo", {"reward": {"path": "gone.py:score"}}, "reward score: there is no file gone.py beside the YAML"),
+        ("grpo", {"reward": [{"kind": "model", "path": "./gone"}]}, "There is no directory ./gone (looked from "),
+        (
+            "grpo",
+            {"reward": "exact", "advantage": {"kind": "path", "path": "gone.py:mine"}},
+            "advantage.path: there is",
+        ),
+        (
+            "grpo",
+            {"reward": "exact", "objective": {"kind": "path", "path": "gone.py:mine"}},
+            "objective.path: there is",
+        ),
     ],
 )
 def test_a_path_that_leads_nowhere_is_told_within_two_seconds(
     verb: str, change: dict[str, Any], message: str, tmp_path: Path, tree: dict[str, Any]
 ) -> None:
     (tmp_path / "notes.md").write_text("no rows")
+    if verb == "grpo":
+        tree["rollout"] = {"max_new_tokens": 8}
     for section, values in change.items():
-        tree[section] = values if section == "model" else tree.get(section, {}) | values
+        tree[section] = tree.get(section, {}) | values if section == "data" else values
     write_run(tmp_path / "run.yaml", tree)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
 

@@ -51,10 +51,11 @@ def test_a_run_that_goes_on_renames_the_export_of_its_earlier_end_and_says_how_t
     name = f"step-{step:08d}"
     command = f"holdfast checkpoint export runs/run/checkpoints/{name} -o runs/run/exports/{name}"
     assert step > 2
-    assert done.out.splitlines()[-3:] == [
+    assert done.out.splitlines()[-4:] == [
         f"max_minutes=0.005 have passed, after step {step}. The run is in runs/run.",
         "runs/run/exports holds step-00000002 (step 2).",
         f"To make a model of its newest checkpoint: {command}",
+        "what happened, on one page: runs/run/report.html",
     ]
     assert "exports/final is now exports/step-00000002, since training goes on beyond its step" in done.out
     kept = run_of_two_steps / "exports/step-00000002"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,13 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
 KINDS = ("llama", "granite", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "qwen2", "gpt2", "qwen3_moe")
 
 
-@pytest.mark.parametrize(("shape", "kind"), list(zip(SHAPES, KINDS, strict=True)))
+NO_SCORES = ("pairs for a reward model", "granite")  # transformers has no sequence classification of it
+ALL = [case for shape in SHAPES for kind in KINDS if (case := (shape, kind)) != NO_SCORES]
+DIAGONAL = list(zip(SHAPES, KINDS, strict=True))
+CASES = [*DIAGONAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in DIAGONAL)]
+
+
+@pytest.mark.parametrize(("shape", "kind"), CASES)
 @pytest.mark.cases(1)
 def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, shape: str, kind: str) -> None:
     rows, asked, verb = SHAPES[shape]
@@ -86,19 +93,48 @@ def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, shape: 
 
 
 def test_lengths_and_columns_are_those_of_the_rows(warm: WarmPython, tmp_path: Path, model: Path) -> None:
-    """A row has as many tokens as characters and an end: 12 + 60 + 1 in one of 300 rows, 12 + 3 + 1 in the others."""
+    """A row has as many tokens as characters: 12 + 60 in one of 300 rows, 12 + 3 in others; the template adds none."""
     rows = [{"question": f"count {n:06}", "answer": "7" * (60 if n == 5 else 3)} for n in range(300)]
 
     tree = initialised(warm, tmp_path, model, rows)
 
     assert tree["data"] == {
-        "path": "rows.jsonl", "columns": {"prompt": "question", "completion": "answer"}, "max_length": 64,
+        "path": "rows.jsonl", "columns": {"instruction": "question", "output": "answer"}, "max_length": 64,
         "batch_size": 32, "validation_split": 0.05,
     }  # fmt: skip
     text = (tmp_path / "run.yaml").read_text()
-    assert "# 99 % of 300 rows fit in 64 tokens, the longest has 73\n  max_length: 64\n" in text
+    assert "# 99 % of 300 rows fit in 64 tokens, the longest has 72\n  max_length: 64\n" in text
     assert tree["optim"]["lr"] == 2e-4
     assert tree["epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "add 1", "answer": "1"}, {"instruction": "question", "output": "answer"}),
+        ({"prompt": "add 1=", "completion": "1"}, None),  # plain text, as those names say elsewhere too
+        ({"instruction": "add", "input": "1 and 2", "output": "3"}, None),
+    ],
+)
+def test_a_question_is_a_users_turn_where_there_is_a_chat_template(
+    warm: WarmPython, tmp_path: Path, model: Path, row: dict[str, Any], columns: dict[str, str] | None
+) -> None:
+    tree = initialised(warm, tmp_path, model, [row] * 8)
+    shown = holdfast(warm, tmp_path, "data", "preview", "run.yaml", "--row", "0")
+
+    assert tree["data"].get("columns") == columns
+    assert shown.code == 0, shown.err
+    assert all(value in shown.out for value in row.values())
+
+
+def test_without_a_chat_template_a_question_is_plain_text(warm: WarmPython, tmp_path: Path, model: Path) -> None:
+    place = tmp_path / "plain"
+    shutil.copytree(model, place)
+    (place / "chat_template.jinja").unlink()
+
+    tree = initialised(warm, tmp_path, place, [{"question": "add 1", "answer": "1"}] * 8)
+
+    assert tree["data"]["columns"] == {"prompt": "question", "completion": "answer"}
 
 
 def test_a_policy_gets_a_reward_and_room_to_write(warm: WarmPython, tmp_path: Path, model: Path) -> None:
@@ -109,7 +145,7 @@ def test_a_policy_gets_a_reward_and_room_to_write(warm: WarmPython, tmp_path: Pa
     assert tree["reward"] == [{"kind": "math", "column": "answer"}]
     assert tree["rollout"] == {"group_size": 8, "max_new_tokens": 64}
     assert tree["data"]["max_length"] == 128
-    assert tree["data"]["columns"] == {"prompt": "question"}
+    assert tree["data"]["columns"] == {"instruction": "question"}
 
 
 def test_a_run_needs_no_file(warm: WarmPython, tmp_path: Path, model: Path) -> None:

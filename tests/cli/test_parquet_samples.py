@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pyarrow import parquet
 
 from holdfast.metrics.sink import SampleFiles
@@ -58,6 +60,14 @@ def test_parquet_holds_what_the_lines_hold_after_a_kill(warm: WarmPython, tmp_pa
 
     assert (lines.code, killed.code, resumed.code) == (0, 3, 0), lines.err + resumed.err
     expected = [json.loads(line) for line in (tmp_path / "runs/lines/samples.jsonl").read_text().splitlines()]
+    with_tokens = [(line, tokens) for line in expected if (tokens := line.pop("tokens", None))]
+    assert {line["step"] for line, _ in with_tokens} == {1, 2, 3, 4, 5}
+    for line, tokens in with_tokens:
+        words = "".join(text for text, _, _ in tokens)
+        assert re.sub(r"<\w+>", "", words) == line["completion"], "special tokens left out"
+        assert all(
+            logprob <= 0 and advantage == pytest.approx(line["advantage"], abs=1e-4) for _, logprob, advantage in tokens
+        )
     folder = tmp_path / "runs/files/samples"
     assert [file.name for file in sorted(folder.iterdir())] == [f"step-{n:08d}.parquet" for n in range(1, 6)]
     rows = [row for file in sorted(folder.iterdir()) for row in parquet.read_table(file).to_pylist()]

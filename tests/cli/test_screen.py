@@ -53,7 +53,8 @@ def test_a_terminal_shows_a_bar_with_steps_loss_tokens_per_second_and_the_time_l
     assert known, bars  # an estimate, of seconds and not of minutes
     assert "\x1b[?25l" in shown  # the cursor is hidden while the bar is drawn,
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # and comes back
-    assert shown.rstrip().endswith("The run is in runs/run; the model is in runs/run/exports/final.")
+    closing = "The run is in runs/run; the model is in runs/run/exports/final."
+    assert shown.rstrip().splitlines()[-2].endswith(closing)
 
 
 def test_without_a_terminal_there_are_plain_lines_of_steps(
@@ -89,4 +90,5 @@ def test_progress_off_prints_no_step(warm: WarmPython, tmp_path: Path, tree: dic
 
     assert done.code == 0, done.err
     assert not re.search(r"^step ", done.out, re.MULTILINE)
-    assert done.out.splitlines()[-1].startswith("done after step 2.")
+    assert done.out.splitlines()[-2].startswith("done after step 2.")
+    assert done.out.splitlines()[-1] == "what happened, on one page: runs/run/report.html"

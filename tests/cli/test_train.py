@@ -35,7 +35,7 @@ def test_a_run_under_torchrun_is_the_run_of_the_command_and_its_export_evaluates
     evaluated = warm.run("-m", "holdfast.cli.main", "eval", "runs/ours/exports/final", "launch.ranks=1", cwd=tmp_path)
 
     assert (ours.code, theirs.code, evaluated.code) == (0, 0, 0), (ours.err, theirs.err, evaluated.err)
-    assert ours.out.splitlines()[-1] == (
+    assert ours.out.splitlines()[-2] == (
         "done after step 2. The run is in runs/ours; the model is in runs/ours/exports/final."
     )
     found = [
@@ -67,7 +67,7 @@ def test_a_run_starts_where_an_evaluation_was_before_it(warm: WarmPython, tmp_pa
 
 def test_names_that_are_repeated_where_torch_must_not_be_imported_are_the_same() -> None:
     assert (prove.KILL_VARIABLE, prove.BREAK_VARIABLE) == (mesh.KILL_VARIABLE, mesh.BREAK_VARIABLE)
-    assert directory.FOLDER == layout.FOLDER
+    assert directory.CHECKPOINTS == layout.FOLDER
 
 
 def test_a_folder_that_is_no_export_is_refused_by_its_name(warm: WarmPython, tmp_path: Path) -> None:

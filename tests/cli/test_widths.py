@@ -13,6 +13,7 @@ from tests.cli.commands import in_a_terminal
 from tests.cli.conftest import write_rows, write_run
 from tests.cli.warm import WarmPython
 from tests.screen import Screen
+from tests.tiny import tiny_directory
 
 STEPS = 12
 PAIRS = [{"prompt": f"add {n}=", "chosen": str(n), "rejected": "no"} for n in range(12)]
@@ -23,6 +24,8 @@ def even(completion):
 SECTIONS: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": {"preference": {"loss": "dpo"}},
+    "reward": {"preference": {"loss": "bradley_terry"}},
+    "distill": {"teacher": {"path": "teacher"}},
     "grpo": {
         "reward": {"path": "rewards.py:even"},
         "rollout": {"group_size": 2, "max_new_tokens": 6, "show_every": 6},
@@ -31,19 +34,23 @@ SECTIONS: dict[str, dict[str, Any]] = {
 MAIN = {
     "sft": [("loss", "loss", 4), ("accuracy", "mean_token_accuracy", 3)],
     "dpo": [("margin", "rewards/margins", 3), ("accuracy", "rewards/accuracies", 3)],
+    "reward": [("loss", "loss", 4), ("accuracy", "rewards/accuracies", 3)],
+    "distill": [("loss", "loss", 4), ("divergence", "divergence", 4)],
     "grpo": [("reward", "reward", 3), ("length", "completions/mean_length", 0)],
 }
 
 
-@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("verb", list(SECTIONS))
 @pytest.mark.parametrize("columns", [80, 100, 140])
 def test_one_row_shows_the_step_the_time_left_and_two_numbers(
     warm: WarmPython, tmp_path: Path, tree: dict[str, Any], columns: int, verb: str
 ) -> None:
     (tmp_path / "slow.py").write_text("import time\n\ndef step(event):\n    time.sleep(0.15)\n")
     (tmp_path / "rewards.py").write_text(REWARD)
-    if verb == "dpo":
+    if verb in {"dpo", "reward"}:
         write_rows(tmp_path / "rows.jsonl", PAIRS)
+    if verb == "distill":
+        tiny_directory(tmp_path / "teacher", "llama", vocab_size=64)
     changed = {"steps": STEPS, "observers": ["slow.py:step"], "checkpoint": {"rehearsal": {"enabled": False}}}
     write_run(tmp_path / "run.yaml", tree | changed | {"launch": {"ranks": 1, "device": "cpu"}} | SECTIONS[verb])
     screen = Screen(columns)
@@ -63,7 +70,7 @@ def test_one_row_shows_the_step_the_time_left_and_two_numbers(
             assert f"  {label} {lines[step - 1][name]:.{digits}f} " in row
     longest = max(drawn, key=len)
     assert columns - 26 < len(longest) <= columns
-    assert ("tok/s" in longest) == (verb == "sft" or columns > 80)
+    assert ("tok/s" in longest) == (columns > 80 or MAIN[verb][0][0] == "loss")  # behind the loss
     if columns != 100:  # there it depends on how many digits the tokens per second have
         assert ("norm" in longest) == (columns == 140)
     # Nothing of a row that was drawn in place stays behind but the last one.

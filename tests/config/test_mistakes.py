@@ -15,8 +15,8 @@ from tests.config.conftest import WHOLE
 Mistakes = Callable[..., list[str]]
 ROOT_KEYS = (
     "run, seed, steps, epochs, min_steps, stop_when, max_minutes, limit_batches, overfit_batches, dry_run, "
-    "determinism, observers, parallel, optim, checkpoint, metrics, evaluation, launch, model, data, objective, "
-    "neftune_alpha"
+    "determinism, observers, parallel, optim, checkpoint, metrics, profile, evaluation, launch, model, data, "
+    "objective, neftune_alpha"
 )
 
 

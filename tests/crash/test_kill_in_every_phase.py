@@ -75,8 +75,11 @@ def test_a_run_killed_in_any_phase_of_a_save_goes_on_bit_for_bit(
 
 
 def files_of(place: Path) -> dict[str, bytes]:
-    """Return an export's files but the one about itself, which names the run."""
-    return {file.name: file.read_bytes() for file in place.iterdir() if file.name != "holdfast_export.json"}
+    """Return an export's files but the one about itself, which names the run, and its card without that name."""
+    files = {file.name: file.read_bytes() for file in place.iterdir() if file.name != "holdfast_export.json"}
+    naming = (b"| run |", b"<!-- written by holdfast, ")
+    files["README.md"] = b"\n".join(line for line in files["README.md"].split(b"\n") if not line.startswith(naming))
+    return files
 
 
 def absent_or_whole(place: Path, straight: Path) -> None:

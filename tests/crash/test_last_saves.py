@@ -226,7 +226,7 @@ def run_refused(world: World, values: dict[str, Any]) -> tuple[str, list[str]]:
 
     def remove(place: Path) -> None:
         try:
-            with Lease(place / directory.FOLDER):
+            with Lease(place / directory.CHECKPOINTS):
                 seen.append("taken")
         except DirectoryTaken:
             seen.append("held")

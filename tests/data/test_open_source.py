@@ -14,7 +14,7 @@ import pytest
 from holdfast.config.sections.data import SourceConfig
 from holdfast.data.rows.rows import Source, columns_of, from_rows, open_source
 from holdfast.errors import DataError
-from holdfast.training.run import RunFile
+from holdfast.training.run import ConfiguredRun
 
 ROWS = [{"question": f"q{number}", "answer": f"a{number}"} for number in range(7)]
 
@@ -326,7 +326,7 @@ def test_rows_in_memory_are_renamed_and_limited_as_the_data_section_says() -> No
     config = from_mapping({"steps": 1, "model": {"path": "m"}, "data": data}, SFTConfig)
 
     opened_data = open_data(
-        RunFile(config=config, base=Path()), [{"question": f"q{n}", "answer": f"a{n}", "id": n} for n in range(5)]
+        ConfiguredRun(config=config, base=Path()), [{"question": f"q{n}", "answer": f"a{n}", "id": n} for n in range(5)]
     )
 
     (source,) = opened_data.training

@@ -151,7 +151,7 @@ def test_both_exports_are_the_trained_model(pools: Any, llama: Path, tmp_path: P
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
     assert float((logits[0] - logits[2]).abs().max()) > 0.1
     assert {path.name for path in (place / "final-adapter").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "holdfast.yaml", "holdfast_export.json",
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "holdfast.yaml", "holdfast_export.json",
     }  # fmt: skip
 
 

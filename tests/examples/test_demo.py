@@ -6,13 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from holdfast.cli.demo import KILL_AT
 from holdfast.metrics.sink import read_metrics
 from tests.cli.warm import WarmPython
+from tests.report.cases import data_of, steps_of
 
 STEPS = 80
 SHORT = """
@@ -45,8 +45,13 @@ def check_parts(directory: Path, summary: dict[str, str], steps: int, back_to: i
     words = rf"rank 1 \(process \d+\) at step {kill_at}; all {steps} steps are there"
     assert re.fullmatch(words, summary["killed and resumed"])
     assert Path(summary["the model"]).is_dir()
-    lines = ElementTree.parse(summary["the plot"]).getroot().findall("{*}polyline")  # noqa: S314 - our own file
-    assert [len(line.attrib["points"].split()) for line in lines[-2:]] == [steps, 2]
+    page = Path(summary["what happened"])
+    (drawn,) = data_of(page.read_text())["runs"]
+    axis, rewards = drawn["curves"]["reward"]
+    assert (steps_of(drawn, axis), len(rewards)) == (list(range(1, steps + 1)), steps)
+    assert [mark[0] for mark in drawn["marks"]["resumed"]] == [back_to]
+    assert "was killed by SIGKILL" in drawn["marks"]["failed"][0][1]
+    assert any(whole["tokens"] for whole in drawn["samples"]["whole"].values())
 
 
 def check_whole(directory: Path, seed: int) -> None:

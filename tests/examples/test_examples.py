@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,6 +22,8 @@ PROOFS = [
 ]
 """As the pages and headers give them."""
 RUNS = [pytest.param(example, marks=pytest.mark.slow, id=example.stem) for example in EXAMPLES]
+VLLM_PYTHON = os.environ.get("HOLDFAST_VLLM_PYTHON")
+"""That of an environment with vLLM, under `make test-vllm`."""
 
 
 def header(example: Path) -> str:
@@ -58,10 +61,14 @@ def test_an_example_is_short_and_says_what_to_expect(example: Path) -> None:
 def test_an_example_reaches_the_numbers_in_its_header(
     example: Path, place: Path, request: pytest.FixtureRequest
 ) -> None:
+    more = []
+    if "kind: vllm" in example.read_text(encoding="utf-8"):
+        if VLLM_PYTHON is None:
+            pytest.skip("needs a vLLM; make test-vllm installs one")
+        more = [f"rollout.engine.python={VLLM_PYTHON}"]
     for command in COMMAND.findall(header(example)):
-        done = subprocess.run(
-            arguments(command, request), cwd=place, capture_output=True, text=True, timeout=1200, check=False
-        )
+        words = [*arguments(command, request), *more]
+        done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=1200, check=False)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
     assert "done after step" in done.stdout

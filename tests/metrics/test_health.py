@@ -46,7 +46,18 @@ def filtered(*at_rest: float) -> list[dict[str, float]]:
     return [line | counts for line in column("optim/no_gradient", *at_rest)]
 
 
+def supervised(*losses: float) -> list[dict[str, float]]:
+    return [line | {"mean_token_accuracy": 0.5} for line in column("loss", *losses)]
+
+
+def compared(*looks: tuple[int, float]) -> list[dict[str, float]]:
+    """Return ten steps for each comparison of the ranks, with it in the last one."""
+    numbers = [{"ranks/slowest": float(rank), "ranks/slowest_ratio": ratio} for rank, ratio in looks]
+    return [line for look in numbers for line in [*[{"loss": 1.0}] * 9, look]]
+
+
 READ = {"data/rows": 8.0}
+THROUGHPUT = "throughput/tokens_per_second"
 CASES = [
     pytest.param(
         column("reward", *[0.1 * step for step in range(5)], *[0.5] * 20), [(25, "flat_reward")], id="reward flat"
@@ -78,6 +89,14 @@ CASES = [
     pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 16.0), [(21, "gradient_spike")], id="gradient spikes"),
     pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 14.0), [], id="gradient is large"),
     pytest.param(column("grad_norm", *[0.0] * 20, 1.0), [], id="gradient after flat groups"),
+    pytest.param(supervised(*[1.0] * 12, 3.1), [(13, "loss_spike")], id="loss spikes"),
+    pytest.param(supervised(*[1.0] * 12, 2.9), [], id="loss is large"),
+    pytest.param(column("loss", *[0.001] * 12, 0.5), [], id="a policy's loss"),
+    pytest.param(column(THROUGHPUT, *[100.0] * 12, *[49.0] * 5), [(17, "slow")], id="throughput falls"),
+    pytest.param(column(THROUGHPUT, *[100.0] * 12, *[49.0] * 4, *[51.0] * 9), [], id="throughput falls for a while"),
+    pytest.param(column(THROUGHPUT, *[100.0] * 9, *[10.0] * 5), [], id="throughput, too few steps to know"),
+    pytest.param(compared((1, 1.6), (1, 1.5)), [(20, "straggler")], id="a rank is slow twice"),
+    pytest.param(compared((1, 1.6), (0, 1.6), (1, 1.6), (1, 1.4)), [], id="another rank each time"),
     pytest.param([READ | {"data/truncated": 1.0}], [(1, "cut_rows")], id="an eighth of the rows cut"),
     pytest.param([READ | {"data/truncated": 1.0}, *[READ] * 9], [(1, "cut_rows")], id="cut at first alone"),
     pytest.param([READ, READ | {"data/truncated": 1.0}], [], id="a sixteenth cut"),
@@ -133,3 +152,19 @@ def test_the_numbers_of_a_supervised_step_raise_none() -> None:
     line = {"loss": 2.0, "grad_norm": 1.0, "mean_token_accuracy": 0.5}
 
     assert sounded([line | {"loss": 2.0 - step / 50} for step in range(60)]) == ([], [])
+
+
+def test_a_slow_run_is_told_with_the_phase_that_slows_it() -> None:
+    fast = {THROUGHPUT: 1000.0, "timing/rollout": 1.0, "timing/reward": 0.1}
+    slow = {THROUGHPUT: 300.0, "timing/rollout": 1.1, "timing/reward": 2.5}
+
+    _, (text,) = sounded([*[fast] * 15, *[slow] * 5])
+
+    assert "throughput has been below 50% of 1,000 tokens per second for 5 steps; it is 300." in text
+    assert "Phase reward takes 2.5 s a step, and it took 0.1 s." in text
+
+
+def test_a_straggler_is_named() -> None:
+    _, (text,) = sounded(compared((3, 2.0), (3, 2.5)))
+
+    assert text.startswith("rank 3 works 2.5 times as long as the rank in the middle")

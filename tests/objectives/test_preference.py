@@ -16,7 +16,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.objectives.base import Objective, Tokens
 from holdfast.objectives.preference import KTO, PairedPreference
 from holdfast.training.build.losses import preference_objective
-from holdfast.training.run import RunFile
+from holdfast.training.run import ConfiguredRun
 from holdfast.types import Scores
 from tests.objectives.cases import means
 from tests.oracle import preference as oracle
@@ -72,7 +72,7 @@ def expected(loss: oracle.Loss, case: Drawn) -> tuple[Array, Array]:
 
 def made(sft: float = 0.0, *losses: dict[str, Any]) -> Objective:
     section = PreferenceConfig.model_validate({"loss": list(losses), "sft": sft})
-    return preference_objective(section, RunFile(config=SFTConfig.model_construct(), base=Path()))
+    return preference_objective(section, ConfiguredRun(config=SFTConfig.model_construct(), base=Path()))
 
 
 LOSSES: dict[str, tuple[Objective, oracle.Loss]] = {

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from holdfast.cli.doctor import doctor
+from holdfast.errors import ConfigError
 from holdfast.launch.environment import machine_facts
 from holdfast.plan.machine import bad_pairs
 from tests.training.cases import run, tree
@@ -57,9 +58,12 @@ def written(place: Path, reward: Any = "exact", **sections: Any) -> Path:
     return path
 
 
-def looked(capsys: Any, path: Path | None, *overrides: str, **options: Any) -> tuple[int, list[dict[str, str]]]:
+def looked(
+    capsys: Any, path: Path | None, *overrides: str, only: str = "", runs_code: bool = True
+) -> tuple[int, list[dict[str, str]]]:
+    """Look at one thing alone, or at all."""
     capsys.readouterr()
-    code = doctor(path, overrides, runs_code=options.get("runs_code", True), as_json=True)
+    code = doctor(path, overrides, runs_code=runs_code, as_json=True, only=only.split())
     return code, json.loads(capsys.readouterr().out)["findings"]
 
 
@@ -87,6 +91,7 @@ def test_a_sound_run_is_ok_and_nothing_is_left(capsys: Any, place: Path) -> None
         "batches",
         "rewards",
         "resume",
+        "plan",
     ]
     assert [finding["name"] for finding in findings] == names
     assert "2 over gloo" in by_name(findings, "ranks")[1]
@@ -95,7 +100,9 @@ def test_a_sound_run_is_ok_and_nothing_is_left(capsys: Any, place: Path) -> None
 
 
 def test_a_reward_that_hangs_fails_with_its_name(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place, ["rewards.py:hangs", "rewards.py:sound"]), "launch.ranks=1")
+    code, findings = looked(
+        capsys, written(place, ["rewards.py:hangs", "rewards.py:sound"]), "launch.ranks=1", only="rewards"
+    )
 
     rewards = [(finding["grade"], finding["text"]) for finding in findings if finding["name"] == "rewards"]
     assert code == 1
@@ -106,7 +113,7 @@ def test_a_reward_that_hangs_fails_with_its_name(capsys: Any, place: Path) -> No
 
 
 def test_a_reward_that_raises_fails_with_what_it_raised(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place, "rewards.py:raises"))
+    code, findings = looked(capsys, written(place, "rewards.py:raises"), only="rewards")
 
     assert code == 1
     grade, text = by_name(findings, "rewards")
@@ -118,7 +125,7 @@ def test_a_reward_whose_file_hangs_when_it_is_imported_fails_with_its_name(capsy
     (place / "slow.py").write_text("import time\ntime.sleep(3600)\n")
     path = written(place, "slow.py:never", rewards={"start_timeout_seconds": 2.0})
 
-    code, findings = looked(capsys, path)
+    code, findings = looked(capsys, path, only="rewards")
 
     grade, text = by_name(findings, "rewards")
     assert (code, grade) == (1, "Fail")
@@ -126,7 +133,7 @@ def test_a_reward_whose_file_hangs_when_it_is_imported_fails_with_its_name(capsy
 
 
 def test_without_code_no_file_of_the_users_is_run(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place, "rewards.py:hangs"), runs_code=False)
+    code, findings = looked(capsys, written(place, "rewards.py:hangs"), runs_code=False, only="rewards")
 
     assert code == 0
     assert by_name(findings, "rewards") == ("Ok", "hangs is not run (--no-code)")
@@ -134,7 +141,7 @@ def test_without_code_no_file_of_the_users_is_run(capsys: Any, place: Path) -> N
 
 
 def test_a_place_that_cannot_be_written_fails_in_one_paragraph(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place), "run.dir=/proc/runs")
+    code, findings = looked(capsys, written(place), "run.dir=/proc/runs", only="place")
 
     grade, text = by_name(findings, "place")
     assert (code, grade) == (1, "Fail")
@@ -142,15 +149,26 @@ def test_a_place_that_cannot_be_written_fails_in_one_paragraph(capsys: Any, plac
 
 
 def test_more_ranks_than_rows_is_a_warning(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place), "launch.ranks=3", "data.batch_size=1")
+    code, findings = looked(capsys, written(place), "launch.ranks=3", "data.batch_size=1", only="rows")
 
     grade, text = by_name(findings, "batches")
     assert (code, grade) == (0, "Warn")
     assert "fewer than 3 ranks: 1 have nothing to do" in text
 
 
+def test_a_run_that_does_not_fit_fails_with_what_to_turn(capsys: Any, place: Path) -> None:
+    large = {**MODEL["config"], "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 96}
+    path = written(place, model={**MODEL, "config": large})
+
+    code, findings = looked(capsys, path, "launch.ranks=1", only="plan")
+
+    grade, text = by_name(findings, "plan")
+    assert (code, grade) == (1, "Fail")
+    assert text.startswith("it does not fit: ")
+
+
 def test_ranks_that_cannot_be_arranged_fail(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place), "launch.ranks=1", "parallel.replicate=2")
+    code, findings = looked(capsys, written(place), "launch.ranks=1", "parallel.replicate=2", only="rows")
 
     assert code == 1
     assert "parallel.replicate=2 copies cannot be spread over 1 ranks" in str(findings)
@@ -166,7 +184,7 @@ def test_a_file_that_is_wrong_fails_beside_what_can_be_looked_at(capsys: Any, pl
 
 
 def test_a_device_that_is_not_here_fails(capsys: Any, place: Path) -> None:
-    code, findings = looked(capsys, written(place), "launch.device=cuda", "launch.ranks=1")
+    code, findings = looked(capsys, written(place), "launch.device=cuda", "launch.ranks=1", only="devices ranks")
 
     assert code == 1
     assert by_name(findings, "devices") == ("Fail", "launch.device: cuda, but there is no GPU")
@@ -216,14 +234,16 @@ def judged(url: str, model: str) -> dict[str, Any]:
 
 
 def test_an_endpoint_is_asked_for_its_models(capsys: Any, place: Path, judge: str) -> None:
-    code, findings = looked(capsys, written(place, judged(judge, "small")))
+    code, findings = looked(capsys, written(place, judged(judge, "small")), only="endpoints")
     assert code == 0
     assert by_name(findings, "endpoints")[1].startswith(f"reward[0]: {judge} serves small")
 
-    code, findings = looked(capsys, written(place, judged(judge, "large")))
+    code, findings = looked(capsys, written(place, judged(judge, "large")), only="endpoints")
     assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
 
-    code, findings = looked(capsys, written(place, judged("http://127.0.0.1:9/v1", "small")), runs_code=False)
+    code, findings = looked(
+        capsys, written(place, judged("http://127.0.0.1:9/v1", "small")), runs_code=False, only="endpoints"
+    )
     assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
     assert "cannot be reached" in by_name(findings, "endpoints")[1]
 
@@ -234,13 +254,13 @@ def test_what_a_resume_would_do_is_said(capsys: Any, pools: Any, tmp_path: Path)
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(values))
 
-    grade, text = by_name(looked(capsys, path, "steps=6")[1], "resume")
+    grade, text = by_name(looked(capsys, path, "steps=6", only="resume")[1], "resume")
     assert grade == "Warn"
     assert text.startswith("the run would go on from step 4 (")
     assert "2 steps are left, with other values than it had: steps 4 -> 6" in text
 
     (tmp_path / "r/checkpoints/step-00000004/manifest.json").write_text("{")
-    grade, text = by_name(looked(capsys, path)[1], "resume")
+    grade, text = by_name(looked(capsys, path, only="resume")[1], "resume")
     assert grade == "Warn"
     assert "from step 2" in text
     assert "newer ones are damaged: step-00000004" in text
@@ -277,3 +297,8 @@ def test_an_environment_is_told_without_secrets() -> None:
     assert "planted" not in text
     assert json.loads(text)["OMP_NUM_THREADS"] == "2"
     assert json.loads(text)["NCCL_DEBUG"] == "(set)"
+
+
+def test_a_check_that_is_not_there_is_refused_with_those_that_are(capsys: Any, place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--only reward: there is no such check here; there are configuration, "):
+        looked(capsys, written(place), only="reward")

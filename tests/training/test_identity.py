@@ -11,7 +11,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.training.fingerprints import _loss, changed_fingerprints, filter_hashes, reward_model_hashes, user_files
-from holdfast.training.run import RunFile
+from holdfast.training.run import ConfiguredRun
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -74,12 +74,12 @@ def test_of_two_templates_of_one_name_the_one_in_the_current_directory_counts(
         (place / "chat.jinja").write_text(TEMPLATE)
     monkeypatch.chdir(here)
     config = run(chat_template="chat.jinja")
-    before = user_files(RunFile(config=config, base=base))
+    before = user_files(ConfiguredRun(config=config, base=base))
 
     (base / "chat.jinja").write_text("{{ 1 }}")
-    beside = user_files(RunFile(config=config, base=base))
+    beside = user_files(ConfiguredRun(config=config, base=base))
     (here / "chat.jinja").write_text("{{ 2 }}")
-    read = user_files(RunFile(config=config, base=base))
+    read = user_files(ConfiguredRun(config=config, base=base))
 
     assert list(before) == ["data.chat_template chat.jinja"]
     assert beside == before
@@ -87,8 +87,8 @@ def test_of_two_templates_of_one_name_the_one_in_the_current_directory_counts(
 
 
 def test_a_template_that_stands_in_the_configuration_is_one_of_its_files(tmp_path: Path) -> None:
-    one = user_files(RunFile(config=run(chat_template=TEMPLATE), base=tmp_path))
-    other = user_files(RunFile(config=run(chat_template=TEMPLATE + "!"), base=tmp_path))
+    one = user_files(ConfiguredRun(config=run(chat_template=TEMPLATE), base=tmp_path))
+    other = user_files(ConfiguredRun(config=run(chat_template=TEMPLATE + "!"), base=tmp_path))
 
     assert list(one) == list(other) == ["data.chat_template written in place"]
     assert one != other
@@ -97,7 +97,7 @@ def test_a_template_that_stands_in_the_configuration_is_one_of_its_files(tmp_pat
 def test_a_file_of_code_is_looked_up_beside_the_yaml_first(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def keep(row): return True\n")
 
-    found = user_files(RunFile(config=run(filter="mine.py:keep"), base=tmp_path))
+    found = user_files(ConfiguredRun(config=run(filter="mine.py:keep"), base=tmp_path))
 
     assert list(found) == ["data.filter mine.py"]
 
@@ -111,7 +111,7 @@ def test_advantages_of_the_user_s_own_and_a_module_of_rewards_are_its_files(tmp_
         "reward": [{"path": "own.words:long"}, {"path": "operator:add"}], "advantage": "gain.py:f",
     }  # fmt: skip
 
-    hashes = user_files(RunFile(config=from_mapping(tree, GRPOConfig), base=tmp_path))
+    hashes = user_files(ConfiguredRun(config=from_mapping(tree, GRPOConfig), base=tmp_path))
 
     assert sorted(hashes) == [
         "advantage.path gain.py",
@@ -136,11 +136,11 @@ def test_modules_that_a_file_of_code_imports_from_beside_it_are_its_files(tmp_pa
         (tmp_path / name).write_text(text)
     config = run(filter="mine.py:keep")
 
-    before = user_files(RunFile(config=config, base=tmp_path))
+    before = user_files(ConfiguredRun(config=config, base=tmp_path))
     (tmp_path / "pack" / "inner.py").write_text("changed = 1\n")
-    after = user_files(RunFile(config=config, base=tmp_path))
+    after = user_files(ConfiguredRun(config=config, base=tmp_path))
 
-    assert filter_hashes(RunFile(config=config, base=tmp_path)) == after, (
+    assert filter_hashes(ConfiguredRun(config=config, base=tmp_path)) == after, (
         "what a table of reference numbers compares is the same"
     )
     imported = ("helper.py", "other.py", "pack/__init__.py", "pack/deep.py", "pack/inner.py", "unused.py")
@@ -161,9 +161,9 @@ def test_a_reward_model_that_was_replaced_in_place_is_another_one(tmp_path: Path
     tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}}
     config = from_mapping({**tree, "reward": {"kind": "model", "path": "scorer", "place": where}}, GRPOConfig)
 
-    before = reward_model_hashes(RunFile(config=config, base=tmp_path))
+    before = reward_model_hashes(ConfiguredRun(config=config, base=tmp_path))
     (place / changed).write_text("two")
-    after = reward_model_hashes(RunFile(config=config, base=tmp_path))
+    after = reward_model_hashes(ConfiguredRun(config=config, base=tmp_path))
 
     what = "weights" if changed == "model.safetensors" else "configuration and tokenizer"
     assert changed_fingerprints({"files": before}, {"files": after}) == {"files": [f"reward model scorer {what}"]}

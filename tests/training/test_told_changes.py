@@ -9,7 +9,7 @@ from holdfast.training.saving.resume import MOVES_NUMBERS
 
 SILENT = {
     "checkpoint", "determinism", "dry_run", "evaluation", "launch", "limit_batches", "max_minutes", "metrics",
-    "min_steps", "observers", "overfit_batches", "residency", "run", "stop_when",
+    "min_steps", "observers", "overfit_batches", "profile", "residency", "run", "stop_when",
 }  # fmt: skip
 """Sections whose changes are not told: they move no number, or end the run elsewhere."""
 

@@ -182,6 +182,75 @@ def export(  # noqa: PLR0913 - each is an option of the command
     typer.echo(f"{stored.path} is exported to {output}")
 
 
+class ForeignLevel(StrEnum):
+    """How closely another system's checkpoint is looked at."""
+
+    headers = "headers"
+    tensors = "tensors"
+
+
+ForeignArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A checkpoint of another system, or its run.", show_default=False)
+]
+
+
+@app.command("check")
+def check(
+    directory: ForeignArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known as JSON.")] = False,
+    level: Annotated[
+        ForeignLevel, typer.Option(help="headers alone, or every number of the tensors.")
+    ] = ForeignLevel.tensors,
+) -> None:
+    """Say whose checkpoint it is, what is in it, what is damaged and what a resume would lose; exit 1 on damage.
+
+    Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face.
+    Nothing is written, and nothing that a pickle asks for is run.
+    """
+    from holdfast.cli import foreign_views
+
+    checkpoint = foreign_views.checked(directory, level.value)
+    for line in [foreign_views.as_json(checkpoint)] if as_json else foreign_views.lines(checkpoint):
+        typer.echo(line)
+    raise typer.Exit(1 if checkpoint.of_kind("damage") else 0)
+
+
+@app.command("import")
+def import_checkpoint(  # noqa: PLR0913 - a command's options
+    directory: ForeignArgument,
+    run: Annotated[
+        Path | None,
+        typer.Option("--as", metavar="RUN.yaml", help="Make it a checkpoint of this run, which continues it."),
+    ] = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", metavar="OUT", help="Make it a model directory.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --export: configuration and tokenizer, where none lie beside it."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="With --export: of floating-point tensors.")] = Dtype.same,
+    data_from_start: Annotated[
+        bool, typer.Option("--data-from-start", help="With --as: begin the rows anew, whatever position it states.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="With --as: the step, where the checkpoint does not state it.")
+    ] = None,
+) -> None:
+    """Make another system's checkpoint one of ours, or a model directory; its own files stay as they are."""
+    from holdfast.cli.foreign_views import export_checked, import_checked
+
+    if (run is None) == (export_to is None):
+        raise ConfigError("Give one of --as RUN.yaml, for a run that continues it, and --export OUT, for a model.")
+    if export_to is not None:
+        report = export_checked(directory, export_to, model, _dtype(dtype))
+    else:
+        assert run is not None
+        report = import_checked(directory, run, step, data_from_start=data_from_start)
+    for line in report:
+        typer.echo(line)
+
+
 @app.command("average")
 def average(
     checkpoints: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.")],

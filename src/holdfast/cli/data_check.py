@@ -38,7 +38,7 @@ from holdfast.training.build.rows import (
     task_rows,
 )
 from holdfast.training.policy.rewards import RewardScorer
-from holdfast.training.run import RunFile
+from holdfast.training.run import ConfiguredRun
 
 _AT_ONCE = 1000
 """Right answers that are tried together."""
@@ -122,10 +122,10 @@ def survey_of(config: TrainingConfig, base: Path, rows: int) -> Survey:
 
 def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterator[Report]:
 
-    data = open_data(RunFile(config=config, base=base))
+    data = open_data(ConfiguredRun(config=config, base=base))
     tokenizer = load_tokenizer(config.model, base)
     images = images_of(config, tokenizer, base)
-    accept = row_filter(RunFile(config=config, base=base))
+    accept = row_filter(ConfiguredRun(config=config, base=base))
     written = config.rollout.max_new_tokens if isinstance(config, GRPOConfig) else None
     answers = _Answers.of(config, base, processes)
     every: list[tuple[str, Source, Mapping[str, Any], Accept | None]] = [
@@ -194,8 +194,8 @@ def _tokenise(
         rows = RowTokeniser(tokenizer, config.data, base, images)
         return prompt_tokeniser(rows, tokenizer.decode, config.data, config.longest_prompt)
     if isinstance(config, DPOConfig):
-        return preference_tokeniser(config, RunFile(config=config, base=base), tokenizer, images)
-    return row_tokeniser(RunFile(config=config, base=base), tokenizer, formats, images)
+        return preference_tokeniser(config, ConfiguredRun(config=config, base=base), tokenizer, images)
+    return row_tokeniser(ConfiguredRun(config=config, base=base), tokenizer, formats, images)
 
 
 @dataclass
@@ -222,7 +222,7 @@ class _Answers:
             return cls({}, None)
         logs = Path(processes.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-answers-")))
         section = config.rewards.model_copy(update={"workers": 1})
-        run_file = RunFile(config=config.model_copy(update={"reward": rewards}), base=base)
+        run_file = ConfiguredRun(config=config.model_copy(update={"reward": rewards}), base=base)
         scorer = RewardScorer(run_file, section, {}, logs)
         processes.callback(scorer.close)
         scorer.start()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.data.rows.rows import Row
     from holdfast.data.survey import Survey
 
-VERBS = ("sft", "dpo", "reward", "grpo")
+FIRST_FILE_VERBS = ("sft", "dpo", "reward", "grpo")
 _LOOKED_AT = 500
 """Rows that lengths are taken from."""
 _MANY = 200
@@ -126,8 +126,8 @@ def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> F
     Raises:
         UserError: The rows or the model cannot be read, or these rows are not for this verb.
     """
-    if verb is not None and verb not in VERBS:
-        raise ConfigError(f"There is no first file for {verb!r}; there are {', '.join(VERBS)}.")
+    if verb is not None and verb not in FIRST_FILE_VERBS:
+        raise ConfigError(f"There is no first file for {verb!r}; there are {', '.join(FIRST_FILE_VERBS)}.")
     rows = _first_rows(data, base)
     columns = list(rows[0])
     verb = verb or _verb_for(columns)
@@ -135,6 +135,8 @@ def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> F
     _choose_columns(draft, verb, columns)
     if verb == "grpo":
         _choose_reward(draft, columns, rows)
+    if verb in {"sft", "grpo"}:
+        _choose_turns(draft, verb, base, rows)
     weights = _count_weights(model, base)
     _choose_method(draft, verb, weights)
     _choose_length(draft, verb, base, len(rows))
@@ -182,7 +184,7 @@ def _choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None
             f"Rows for `holdfast {verb}` need {' and '.join(names)}; there are the columns {', '.join(columns)}. Write "
             f"a file by hand and name them, as in data.columns={{{missing[0]}: {columns[0]}}}."
         )
-    renamed = {ours: theirs for ours, theirs in columns_of_file.items() if theirs != ours}
+    renamed = _renamed(columns_of_file)
     if verb == "dpo":
         labelled = "label" in names
         reason = "rows have one answer and a label each, not pairs" if labelled else "rows have two answers each"
@@ -191,6 +193,38 @@ def _choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None
         draft.put("preference.loss", "bradley_terry", "the answer that is preferred is to score higher")
     if renamed:
         draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}")
+
+
+def _choose_turns(draft: FirstFile, verb: str, base: Path, rows: Sequence[Row]) -> None:
+    """Make questions a user's turns where the tokenizer has a chat template that can write them.
+
+    Texts called prompt and completion are plain by the name's own convention; a policy is asked by the template anyway.
+    """
+    from holdfast.models.source.origin import load_tokenizer
+
+    columns = list(rows[0])
+    called = {ours: _column(columns, ours) for ours in _needed(verb, columns)}
+    plain = verb == "sft" and called == {"prompt": "prompt", "completion": "completion"}
+    if plain or not isinstance(rows[0].get(called.get("prompt") or ""), str):
+        return
+    if not load_tokenizer(ModelConfig(**draft.tree["model"]), base).chat_template:
+        return
+    data = {key: value for key, value in draft.tree["data"].items() if key != "columns"}
+    renamed = _renamed({"instruction": called["prompt"], "output": called.get("completion")})
+    try:
+        _survey({**draft.tree, "data": data | ({"columns": renamed} if renamed else {})}, verb, base)
+    except DataError:  # a template that cannot be taken apart into turns
+        return
+    draft.tree["data"] = data
+    draft.reasons.pop("data.columns", None)
+    if renamed:
+        why = "the tokenizer has a chat template, so a question is a user's turn"
+        draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}; {why}")
+
+
+def _renamed(theirs: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the columns that the file calls otherwise."""
+    return {ours: name for ours, name in theirs.items() if name is not None and name != ours}
 
 
 def _needed(verb: str, columns: Sequence[str]) -> list[str]:
@@ -285,7 +319,7 @@ def _choose_length(draft: FirstFile, verb: str, base: Path, rows: int) -> None:
         draft.put("data.overlong", "drop", "a prompt that leaves no room is left out")
     fits = survey.length_for(0.99)
     shown = f"{rows} rows" if rows < _LOOKED_AT else f"the first {rows} rows"
-    reason = f"99 % of {shown} fit in {fits} tokens, the longest has {int(survey.lengths.max())}"
+    reason = f"99 % of {shown} fit in {fits} tokens, the longest has {survey.longest}"
     reason += f"; {room} more are written" if room else ""
     length = fits + room if positions is None else min(fits + room, positions)
     reason += f"; the model has positions for {positions}" if length < fits + room else ""

@@ -77,7 +77,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from holdfast.data.rows.rows import open_source
     from holdfast.models.source.origin import load_tokenizer
     from holdfast.training.build.rows import preference_tokeniser, row_tokeniser, task_rows
-    from holdfast.training.run import RunFile
+    from holdfast.training.run import ConfiguredRun
 
     loaded = load_run(path, overrides)
     config = loaded.config
@@ -94,7 +94,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
         return
-    run_file = RunFile(config=config, base=loaded.base)
+    run_file = ConfiguredRun(config=config, base=loaded.base)
     tokenise: Tokenise[Example] = (
         preference_tokeniser(config, run_file, tokenizer, images)
         if isinstance(config, DPOConfig)

@@ -16,6 +16,7 @@ import typer
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.hints import HintingGroup
+from holdfast.cli.looking import push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError
 from holdfast.files import NotRegular
 from holdfast.quiet import hush
@@ -32,13 +33,16 @@ app = typer.Typer(
 )
 config_app = typer.Typer(cls=HintingGroup, help="Look at a run's configuration.", no_args_is_help=True)
 data_app = typer.Typer(cls=HintingGroup, help="Look at a run's data.", no_args_is_help=True)
-runs_app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
+launch_app = typer.Typer(cls=HintingGroup, help="Hand a run to a scheduler.", no_args_is_help=True)
 model_app = typer.Typer(cls=HintingGroup, help="Look at a run's model.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(launch_app, name="launch")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
+for look in (report, watch, push):
+    app.command()(look)
 
 
 class Damage(StrEnum):
@@ -134,6 +138,14 @@ def distill(run: RunFile, overrides: Overrides = None) -> None:
     raise typer.Exit(train("distill", run, overrides or []))
 
 
+@app.command()
+def serve(run: RunFile, overrides: Overrides = None) -> None:
+    """Start the servers of vLLM that a run samples from, until Ctrl-C or SIGTERM; weights come from the run."""
+    from holdfast.cli.serve import serve as serve_run
+
+    raise typer.Exit(serve_run(run, overrides or []))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],
@@ -182,6 +194,17 @@ def replay(
     raise typer.Exit(replay_step(directory, step))
 
 
+@app.command("explain-mismatch")
+def explain_mismatch(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
+    step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
+) -> None:
+    """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
+    from holdfast.cli.prove import explain
+
+    raise typer.Exit(explain(directory, step))
+
+
 @app.command()
 def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     target: Annotated[str, typer.Argument(metavar="EXPORT|CHECKPOINT|RUN", help="Of a run: its newest checkpoint.")],
@@ -224,12 +247,15 @@ def run_doctor(
     no_code: Annotated[
         bool, typer.Option("--no-code", help="Run no code of yours: rewards, tests of rows, code of a model.")
     ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CHECK", help="Look at this alone; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
     from holdfast.cli.doctor import doctor
 
-    raise typer.Exit(doctor(run, overrides or [], runs_code=not no_code, as_json=as_json))
+    raise typer.Exit(doctor(run, overrides or [], runs_code=not no_code, as_json=as_json, only=only or []))
 
 
 @app.command("env")
@@ -267,15 +293,22 @@ def version() -> None:
         typer.echo(f"{name} {number}")
 
 
-@runs_app.command("ls")
-def list_runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are, or one run.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+@launch_app.command("slurm")
+def run_by_slurm(  # noqa: PLR0913, PLR0917 - each is an option of the command
+    run: RunFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs and ranks of each.", show_default="launch.ranks, and no GPUs")
+    ] = None,
+    time: Annotated[str | None, typer.Option(help="Limit, such as 12:00:00.", show_default="the partition's")] = None,
+    interface: Annotated[str | None, typer.Option(help="Network interface over which the machines talk.")] = None,
+    to_submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch instead of printing it.")] = False,
 ) -> None:
-    """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
-    from holdfast.cli import runs
+    """Print a batch job for Slurm that requeues itself until the run is done, or submit it."""
+    from holdfast.cli.launch import Ask, launch_slurm
 
-    runs.list_runs(directory, as_json=as_json)
+    launch_slurm(run, overrides or [], Ask(nodes, gpus_per_node, time, interface), to_submit=to_submit)
 
 
 @config_app.command("show")

@@ -14,10 +14,11 @@ from typing import Any
 import psutil
 
 from holdfast.config.load import LoadedConfig
+from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.plan.devices import bytes_of, device_named
+from holdfast.plan.devices import DEVICES, bytes_of, device_named
 from holdfast.training.directory import run_directory
 
 
@@ -53,6 +54,17 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
 
         print("\n".join(table(made)), flush=True)
     return 0 if made["fits"] else 1
+
+
+def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
+    """Return what a run is planned for on this machine: its own GPUs, or the CPU where it would compute there."""
+    import torch
+
+    if launch.device == "cpu" or not torch.cuda.is_available():
+        return PlanOptions(ranks, "cpu")
+    words = torch.cuda.get_device_name(0).lower()
+    name = next((name for name in DEVICES if name in words), None)
+    return PlanOptions(ranks, name, f"{torch.cuda.mem_get_info(0)[1]}b")
 
 
 def planned(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:

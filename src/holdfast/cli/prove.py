@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.serve import engine_of
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError, HoldfastError
@@ -30,6 +31,8 @@ PROOF_PHASES = {
     "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
 }
 """What a step passes through, by verb."""
+_MOST_CAUSES = 8
+"""Of a mismatch, in the table."""
 PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """As `parallel.mesh` reads them; repeated here because that module imports torch."""
@@ -66,6 +69,12 @@ def prove(
     if not 2 <= kill_at <= steps:
         raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
     loaded = load_run(path, [*overrides, f"steps={steps}"])
+    if engine_of(loaded.config) is not None:
+        raise ConfigError(
+            "rollout.engine: vllm is outside of what can be proved: what a server computes together depends on the "
+            "clock, so two runs sample differently. Updates are repeatable from what was sampled (rollout.record, "
+            "`holdfast replay`); to prove a whole run, use rollout.engine: auto."
+        )
     ranks = resolve_ranks(loaded.config.launch)
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
@@ -171,13 +180,7 @@ def replay(directory: Path, step: int) -> int:
     Raises:
         ConfigError: The directory holds no policy's run, or not what a replay needs.
     """
-    file = directory / "config.resolved.yaml"
-    if not file.exists():
-        raise ConfigError(f"{directory} is no run: it has no {file.name}.")
-    alone = ["launch.ranks=1", "launch.device=cpu", "parallel.replicate=1", "parallel.shard=auto", "rollout.show=0"]
-    config = load_run(file, [*alone, "rollout.record=false"]).config
-    if not isinstance(config, GRPOConfig):
-        raise ConfigError(f"{directory} is a run of `holdfast {config.verb}`; only rollouts are recorded.")
+    config = _recorded_run(directory)
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.replay import replay_step
 
@@ -187,3 +190,38 @@ def replay(directory: Path, step: int) -> int:
         print(line)
     print(f"step {step} is reproduced" if same else f"step {step} cannot be reproduced")
     return 0 if same else 1
+
+
+def explain(directory: Path, step: int) -> int:
+    """Print why engine and trainer differ on a recorded step; return 0 if they do not.
+
+    Raises:
+        ConfigError: As `replay`.
+    """
+    config = _recorded_run(directory)
+    from holdfast.parallel.mesh import joined_world
+    from holdfast.recipes.replay import explain_mismatch
+
+    with joined_world(config.launch) as world:
+        words, fits = explain_mismatch(config, directory, step, world)
+    print(f"{'mean':>9} {'largest':>9}  what is assumed of the engine")
+    for fit in fits[:_MOST_CAUSES]:
+        print(f"{fit.mean:9.2g} {fit.largest:9.2g}  {fit.cause}")
+    print(words)
+    return 0 if words.startswith("nothing") else 1
+
+
+def _recorded_run(directory: Path) -> GRPOConfig:
+    """Return a recorded run's configuration, for one process.
+
+    Raises:
+        ConfigError: The directory holds no policy's run.
+    """
+    file = directory / "config.resolved.yaml"
+    if not file.exists():
+        raise ConfigError(f"{directory} is no run: it has no {file.name}.")
+    alone = ["launch.ranks=1", "launch.device=cpu", "parallel.replicate=1", "parallel.shard=auto", "rollout.show=0"]
+    config = load_run(file, [*alone, "rollout.record=false"]).config
+    if not isinstance(config, GRPOConfig):
+        raise ConfigError(f"{directory} is a run of `holdfast {config.verb}`; only rollouts are recorded.")
+    return config

@@ -6,160 +6,24 @@ what `holdfast checkpoint verify` does.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import socket
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import typer
 from rich.cells import cell_len, set_cell_size
 
-from holdfast import patience
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError, UserError
 from holdfast.escaping import escaped
-from holdfast.files import RegularFile, parse_json, read_bytes, read_json, read_text
+from holdfast.files import RegularFile, read_json, read_text
 from holdfast.metrics.sink import METRICS
-from holdfast.training.directory import EVENTS, FOLDER, IDENTITY
-
-LEASE = "checkpoints/.lease.json"
-BY_OBSERVER = "stopped by an observer"
-BY_METRIC = "stop_when: "
-"""As `checkpoint.place` and `training` have them; repeated here because these import torch."""
-
-_ENDINGS = ("done", "stop", "failed")
-_SILENT = "nothing says how it ended"
-
-
-@dataclass(frozen=True)
-class State:
-    """How a run stands."""
-
-    name: Literal["running", "done", "stopped", "failed"]
-    why: str
-
-
-def state_of(place: Path, events: Sequence[Mapping[str, Any]], step: int | None) -> State:
-    """Return how the run in a directory stands.
-
-    Args:
-        place: Of the run.
-        events: Of its events.jsonl.
-        step: Of the last line of its metrics.jsonl.
-
-    Raises:
-        OSError: Its lease cannot be read, or is not a file.
-    """
-    lease = place / LEASE
-    holder = _holder(lease)
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
-    if holder and _lives(lease, holder):
-        return State("running", who)
-    report = _failure_report(place)
-    if report is not None:
-        return State("failed", report)
-    ending = _ending(events, step, place / METRICS)
-    # A holder that ended in good order has given its lease back.
-    if holder and _number(ending.get("time")) < _number(holder.get("time")):
-        return State("failed", f"{who} ended without a word")
-    if ending:
-        return _as_state(ending)
-    if _reached_end(place, step):
-        return State("done", "")
-    return State("failed", _SILENT)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _ending(events: Sequence[Mapping[str, Any]], step: int | None, metrics: Path) -> Mapping[str, Any]:
-    """Return the event that ended the run; empty if there is none, or the run went on since.
-
-    A launcher notes when the last rank had gone, whatever step it knows of. A rank notes the step it ends with.
-    """
-    last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("event") in _ENDINGS), {})
-    if "time" in last:
-        since = metrics.exists() and metrics.stat().st_mtime > _number(last["time"]) + patience.current.clocks_seconds
-        return {} if since else last
-    return last if _number(last.get("step")) >= (step or 0) else {}
-
-
-def _as_state(ending: Mapping[str, Any]) -> State:
-    reason = str(ending.get("reason", ""))
-    if ending["event"] == "failed":
-        return State("failed", reason)
-    if ending["event"] == "done" or reason == BY_OBSERVER or reason.startswith(BY_METRIC):
-        return State("done", reason)
-    return State("stopped", reason)
-
-
-def _holder(lease: Path) -> dict[str, Any]:
-    """Return who holds a run's directory; empty where the lease was given back or nobody ever had one."""
-    try:
-        values = parse_json(read_bytes(lease) or b"{}")
-    except (FileNotFoundError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _lives(lease: Path, holder: Mapping[str, Any]) -> bool:
-    """Return whether a holder lives, by the rules of the lease: its lock within this machine, its age beyond."""
-    young = time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
-    if holder.get("host") != socket.gethostname():
-        return young
-    # A lock that is tried refuses a run that takes it at that moment; without its process nobody needs to try.
-    if not Path(f"/proc/{holder.get('pid')}").exists():
-        return False
-    with RegularFile(lease) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            return young
-    return False
-
-
-def _failure_report(place: Path) -> str | None:
-    """Return the first line of what a rank reported last, where a launcher was killed before it could tell."""
-    place = place.absolute()
-    reports = []
-    for path in place.parent.glob(f".{place.name}.launch-*/failure-rank-*.json"):
-        try:
-            values = read_json(path)
-            order = values["kind"] == "peer", float(values["time"])
-            reports.append((order, _first_line(f"Rank {values['rank']}: {values['type']}: {values['message']}")))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return min(reports)[1] if reports else None
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
-
-
-def _reached_end(place: Path, step: int | None) -> bool:
-    """Return whether a run of an earlier version, which recorded no end, made its last step or its last export."""
-    if step is None:
-        return False
-    try:
-        if _number(read_json(place / "exports" / "final" / "holdfast_export.json").get("step")) >= step:
-            return True
-    except (OSError, ValueError, AttributeError):
-        pass
-    try:
-        last = parse_file(place / "config.resolved.yaml").values.get("steps")
-    except (OSError, ConfigError):
-        return False
-    return isinstance(last, int) and step >= last
-
+from holdfast.report.state import State, json_lines, state_of
+from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
 
 WIDTH = 100
 _WIDEST_NAME, _WIDEST_RATING = 28, 30
@@ -271,9 +135,9 @@ def _looked_at(place: Path) -> tuple[float, RunLine]:
         ValueError: A file of it is damaged.
     """
     verb, run_id = _identity(place)
-    step, events = _last_step(place / METRICS), _events(place / EVENTS)
+    step, events = last_step(place / METRICS), read_events(place / EVENTS)
     state: State = state_of(place, events, step)
-    names = (IDENTITY, METRICS, EVENTS, f"{FOLDER}/.lease.json")
+    names = (IDENTITY, METRICS, EVENTS, f"{CHECKPOINTS}/.lease.json")
     active = max((place / name).stat().st_mtime for name in names if (place / name).exists())
     run = RunLine(
         name=place.absolute().name,
@@ -301,24 +165,12 @@ def _identity(place: Path) -> tuple[str, str]:
     return values["verb"], values["run_id"]
 
 
-def _objects(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects of whole lines; a kill may tear the last one."""
-    values = []
-    for line in text.splitlines():
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            values.append(value)
-    return values
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of an events.jsonl, oldest first; none if it is not there."""
+    return json_lines(read_text(path)) if path.exists() else []
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
-    return _objects(read_text(path)) if path.exists() else []
-
-
-def _last_step(path: Path) -> int | None:
+def last_step(path: Path) -> int | None:
     """Return the step of the last line of metrics.jsonl, of which only the end is read; a resume may go back."""
     if not path.exists():
         return None
@@ -326,7 +178,7 @@ def _last_step(path: Path) -> int | None:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
-    steps = [line.get("to" if line.get("event") == "rewind" else "step") for line in _objects(text)]
+    steps = [line.get("to" if line.get("event") == "rewind" else "step") for line in json_lines(text)]
     return next((step for step in reversed(steps) if type(step) is int), None)
 
 
@@ -334,7 +186,7 @@ def _newest_checkpoint(place: Path, events: Sequence[dict[str, Any]]) -> int | N
     saved: set[int] = {
         event["saved"] for event in events if event.get("event") == "checkpoint" and type(event.get("saved")) is int
     }
-    folder = place / FOLDER
+    folder = place / CHECKPOINTS
     if saved and not any(folder.glob("step-*")):
         other = _storage(place)
         if other is not None and "://" in other and not other.startswith("file://"):

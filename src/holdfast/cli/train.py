@@ -9,19 +9,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from holdfast.cli.run_page import starts, write_at_end
+from holdfast.cli.serve import beside, refuse_starting
 from holdfast.cli.worker import work
+from holdfast.config.base import Section
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
+from holdfast.config.sections.metrics import UserTrackerConfig
+from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
-from holdfast.errors import ConfigError
-from holdfast.launch.environment import resolve_ranks, under_torchrun
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.launch.environment import is_first_rank, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
+from holdfast.launch.slurm import become_launcher, become_rank, check_interfaces, current_step
 from holdfast.models.source.places import local_directory
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import find_script
@@ -95,16 +103,32 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
 
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
-    """Start the ranks, or be one of them under torchrun."""
+    """Start the ranks, or be one of them under torchrun; a task of `srun` is one rank, or torchrun on its node."""
+    step = None if under_torchrun() else current_step()
+    if step is not None:
+        check_interfaces()
+        if step.role(loaded.config.launch) == "launcher":
+            become_launcher(step, loaded.config.launch, loaded.config.checkpoint.grace_seconds)
+        become_rank(step)
     if under_torchrun():
-        return work(verb, loaded.config, loaded.base)
+        refuse_starting(loaded.config)
+    directory = run_directory(loaded.config)
+    before = starts(directory)
+    code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
+    if verb in ROOTS and is_first_rank():
+        write_at_end(directory, before, stopped=code == RunStopped.exit_code)
+    return code
+
+
+def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     check_paths(verb, loaded.config, loaded.base)
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
         command = [sys.executable, "-m", "holdfast.cli.worker", verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
-        return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
+        with beside(loaded):
+            return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
 
 
 def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
@@ -129,6 +153,9 @@ def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
         find_script(config.data.filter, base, "data.filter")
     for path in config.observers:
         find_script(path, base, "observers")
+    for key, path in _own_code(config, ""):
+        if path.rpartition(":")[0].endswith(".py"):
+            find_script(path, base, key)
 
 
 def _sources(verb: str, config: TrainingConfig) -> Iterator[SourceConfig]:
@@ -152,4 +179,23 @@ def _models(config: TrainingConfig) -> Iterator[str]:
     named = [model.path, model.tokenizer, None if lora is None else lora.path]
     if isinstance(config, DistillConfig) and isinstance(config.teacher, TeacherConfig):
         named += [config.teacher.path, config.teacher.tokenizer]
+    if isinstance(config, GRPOConfig):
+        named += [reward.path for reward in config.reward if isinstance(reward, ModelRewardConfig)]
+        named += [config.critic.path] if config.critic is not None else []
     yield from (name for name in named if name is not None and not name.startswith("builtin:"))
+
+
+def _own_code(section: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the key, as messages of the ranks have it, and the path of every `kind: path` of a configuration."""
+    if isinstance(section, list | tuple):
+        for each in section:
+            yield from _own_code(each, key)
+    elif isinstance(section, Section):
+        if isinstance(section, UserRewardConfig):
+            yield f"reward {section.label}", section.path
+        elif isinstance(section, UserTrackerConfig):
+            yield "metrics.sinks", section.path
+        elif getattr(section, "kind", None) == "path":
+            yield f"{key}.path", str(getattr(section, "path", ""))
+        for name in type(section).model_fields:
+            yield from _own_code(getattr(section, name), f"{key}.{name}".lstrip("."))

@@ -27,9 +27,9 @@ def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def is_first_rank(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether this process is rank 0, or no rank at all."""
+    """Say whether this process is rank 0 of those that somebody else started, or the command itself."""
     environ = os.environ if environ is None else environ
-    return environ.get("RANK", "0") == "0"
+    return not under_torchrun(environ) or environ["RANK"] == "0"
 
 
 def world_size() -> int:
@@ -44,6 +44,11 @@ def resolve_ranks(launch: LaunchConfig, environ: Mapping[str, str] | None = None
     if launch.device == "cpu":
         return 1
     return max(1, cuda_devices(environ))
+
+
+def computes_on_cpu(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether what a run starts has no GPU to compute on."""
+    return launch.device == "cpu" or not cuda_devices(environ)
 
 
 def cuda_devices(environ: Mapping[str, str] | None = None) -> int:

@@ -11,6 +11,7 @@ from types import TracebackType
 from holdfast import patience
 from holdfast.errors import UserError
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, under_torchrun
+from holdfast.launch.slurm import current_step
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -22,6 +23,10 @@ def await_first_rank() -> bool:
     that is still there afterwards has met what the first did not, or runs on another machine, which has a screen or a
     log of its own: there its first rank speaks too.
     """
+    step = None if under_torchrun() else current_step()
+    if step is not None and step.number > 0:
+        time.sleep(patience.current.first_rank_seconds)  # srun --kill-on-bad-exit ends it meanwhile
+        return True
     if not under_torchrun() or LAUNCH_DIRECTORY_VARIABLE in os.environ or os.environ["RANK"] == "0":
         return True
     time.sleep(patience.current.first_rank_seconds)

@@ -65,7 +65,7 @@ def launch_local(
 
 
 def _note(ending: Ending, directory: LaunchDirectory, stops: StopSignals) -> None:
-    """Leave in the run's events what ended it, if it came to train; ranks that were stopped in order did so."""
+    """Leave in the run's events what ended an attempt that came to train; ranks that were stopped in order did so."""
     if ending.step is None:
         return
     if ending.verdict is Verdict.STOPPED and stops.now:
@@ -96,4 +96,5 @@ def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard
             return ending
         died_at.add(ending.step)
         restarts += 1
+        _note(ending, directory, stops)
         tell(f"Restart {restarts} of at most {max_restarts}, from the newest verified checkpoint if there is one.")

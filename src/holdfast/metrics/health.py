@@ -35,6 +35,18 @@ _SMALL_KL = 0.01
 """Nats per token; a jump that stays below is no alarm, since a KL starts from 0."""
 _CUT_ROWS = 0.1
 """Share of rows that lose their end, or are left out as too long or as training nothing."""
+_LOSS_JUMP = 3.0
+"""A supervised loss this many times its usual value."""
+_SLOW = 0.5
+"""Share of its usual throughput that a run falls to."""
+_STRAGGLES = 1.5
+"""Work of the slowest rank over that of the one in the middle."""
+STRAGGLER_STEPS = 10
+"""Steps between two comparisons of the ranks' work."""
+SLOWEST, SLOWEST_RATIO = "ranks/slowest", "ranks/slowest_ratio"
+"""The rank that worked longest since the comparison before, and its work over that of the one in the middle."""
+SPIKES = frozenset({"gradient_spike", "loss_spike"})
+"""Alarms about what one batch did, which is recorded."""
 _SAME = 1e-6
 """Rewards within this range are one value."""
 
@@ -46,7 +58,7 @@ class Health:
     """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for a while."""
 
     def __init__(self) -> None:
-        self._past: deque[Mapping[str, float]] = deque(maxlen=max(_FLAT_REWARD_STEPS, _USUAL_STEPS + 1))
+        self._past: deque[Mapping[str, float]] = deque(maxlen=max(_FLAT_REWARD_STEPS, _USUAL_STEPS + _LASTING_STEPS))
         self._sounded: dict[str, int] = {}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -141,6 +153,56 @@ def _gradient_spike(past: Past) -> str | None:
     )
 
 
+def _loss_spike(past: Past) -> str | None:
+    """Say that a supervised loss jumped; the loss of a policy lies around 0 and says nothing by its size."""
+    value, usual = _usual(past, "loss")
+    if "mean_token_accuracy" not in past[-1] or not (usual > 0 and value > _LOSS_JUMP * usual):
+        return None
+    return (
+        f"the loss is {value:.3g}, and it was {usual:.3g} in the steps before. Look at the rows of this batch; if this "
+        "comes again, lower optim.lr."
+    )
+
+
+def _slow(past: Past) -> str | None:
+    """Say that throughput fell, and which phase takes the time."""
+    name = "throughput/tokens_per_second"
+    now, before = _last(past, name, _LASTING_STEPS), [line[name] for line in past[:-_LASTING_STEPS] if name in line]
+    if not now or len(before) < _FEWEST_STEPS or max(now) >= _SLOW * median(before):
+        return None
+    phases = {key for line in past for key in line if key.startswith("timing/")}
+    more = {key: _mean(past[-_LASTING_STEPS:], key) - _mean(past[:-_LASTING_STEPS], key) for key in sorted(phases)}
+    slowest = max(more, key=more.__getitem__, default=None)
+    where = ""
+    if slowest is not None and more[slowest] > 0:
+        where = (
+            f" Phase {slowest.removeprefix('timing/')} takes {_mean(past[-_LASTING_STEPS:], slowest):.3g} s a step, "
+            f"and it took {_mean(past[:-_LASTING_STEPS], slowest):.3g} s."
+        )
+    return (
+        f"throughput has been below {_SLOW:.0%} of {median(before):,.0f} tokens per second for {len(now)} steps; it is "
+        f"{now[-1]:,.0f}.{where} Look at what else runs on these machines, or set profile.steps."
+    )
+
+
+def _mean(lines: Past, name: str) -> float:
+    return sum(line.get(name, 0.0) for line in lines) / len(lines)
+
+
+def _straggler(past: Past) -> str | None:
+    looks = [(int(line[SLOWEST]), line[SLOWEST_RATIO]) for line in past if SLOWEST in line and SLOWEST_RATIO in line]
+    if SLOWEST not in past[-1] or len(looks) < 2:
+        return None
+    (before, ratio_before), (rank, ratio) = looks[-2:]
+    if rank != before or min(ratio, ratio_before) < _STRAGGLES:
+        return None
+    return (
+        f"rank {rank} works {ratio:.3g} times as long as the rank in the middle, and did so in the last two "
+        f"comparisons, each over {STRAGGLER_STEPS} steps; the others wait for it. Look at what else runs on its "
+        f"machine, and at its log, logs/rank-{rank}.log."
+    )
+
+
 def _nothing_learned(past: Past) -> str | None:
     """Say that rollouts are left out whole; rewards that are all alike have an alarm of their own."""
     values, line = _last(past, "optim/no_gradient", _LASTING_STEPS), past[-1]
@@ -205,6 +267,9 @@ _ALARMS: Mapping[str, Callable[[Past], str | None]] = {
     "reward_faults": _reward_faults,
     "kl_jump": _kl_jump,
     "gradient_spike": _gradient_spike,
+    "loss_spike": _loss_spike,
+    "slow": _slow,
+    "straggler": _straggler,
     "cut_rows": _much_cut,
 }
 

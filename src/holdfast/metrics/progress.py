@@ -227,7 +227,7 @@ class Bar:
         from rich.text import Text
 
         numbers = {name: text.ljust(self._widths[name]) for name, text in self._numbers.items()}
-        line = frame(self._times(), numbers, self._ranks, bool(self._total), self._console.width)
+        line = fitted_frame(self._times(), numbers, self._ranks, bool(self._total), self._console.width)
         done = round(line.bar * min(self._step / self._total, 1.0)) if self._total else 0
         glyph = "━" if self._console.encoding.lower().startswith("utf") else "="
         # Without colours what is to come would look like what is done.
@@ -265,7 +265,7 @@ class Times(NamedTuple):
 _SHORTEST_BAR, _LONGEST_BAR = 8, 24
 
 
-def frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool, width: int) -> Frame:
+def fitted_frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool, width: int) -> Frame:
     """Return what of a bar's line fits into a width.
 
     The step stands there always. What else there is comes by rank: the first number, the time left, the second number,

@@ -16,7 +16,7 @@ from holdfast.optim.randomness import private_randomness, with_own_generators
 from holdfast.optim.state import Collected, OptimizerState, groups_of, names_of
 from holdfast.parallel.shards import odd_class
 
-State = dict[str, Any]
+_State = dict[str, Any]
 
 
 def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -69,7 +69,7 @@ def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     return twin
 
 
-def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], small: nn.Parameter) -> State:
+def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], small: nn.Parameter) -> _State:
     small.grad = torch.zeros_like(small)
     twin = twin_of(optimizer, [{**group, "params": [small]}])
     with private_randomness():

@@ -34,7 +34,7 @@ from holdfast.rewards.base import Sample
 from holdfast.training.build.rows import open_data
 from holdfast.training.directory import checkpoint_place, run_directory
 from holdfast.training.policy.rewards import RewardScorer
-from holdfast.training.run import RunFile
+from holdfast.training.run import ConfiguredRun
 
 FIRST_ROWS = 64
 _TEXT = "What is 12 + 30? It is 42.\n\tdef f(x):  return 'déjà vu, 你好 🙂'"
@@ -160,7 +160,7 @@ def look_at_rewards(run: Looked) -> Iterator[Finding]:
 
 def _samples(run: Looked) -> list[Sample]:
     """Return the first rows with a completion each: what the row has for an answer, or a word."""
-    source = open_data(RunFile(config=run.config, base=run.base)).training[0]
+    source = open_data(ConfiguredRun(config=run.config, base=run.base)).training[0]
     samples = []
     for number, row in enumerate(islice(source.scan(0), _SAMPLES)):
         prompt = prompt_of(row, f"{source.name} row {number}")
@@ -175,7 +175,7 @@ def _try_reward(run: Looked, reward: Any, samples: list[Sample]) -> Iterator[Fin
     section = run.config.rewards.model_copy(update={"workers": 1})
     alone = run.config.model_copy(update={"reward": [reward], "rewards": section})
     with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as logs:
-        scorer = RewardScorer(RunFile(config=alone, base=run.base), section, {}, Path(logs))
+        scorer = RewardScorer(ConfiguredRun(config=alone, base=run.base), section, {}, Path(logs))
         try:
             start = time.perf_counter()
             scorer.start()

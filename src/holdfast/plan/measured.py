@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.errors import UserError
 from holdfast.files import read_json, size_words
-from holdfast.plan.findings import Finding, ok, warn
+from holdfast.plan.findings import Finding, fail, ok, warn
 from holdfast.training.directory import events
 from holdfast.training.peaks import MEMORY
 
 PLAN = "plan.json"
-_PARTS = {"forward_backward": ("forward", "backward")}
-"""Phases of a run that a plan tells apart."""
+"""What `holdfast plan --save` leaves in the run's directory."""
 _MORE = 1.1
 """How many times as much as planned is told as more: what a plan cannot see is a part of it."""
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What `holdfast plan --save` leaves in a run's directory."""
+    """What of a saved plan a measurement is compared with."""
 
     device: str
     """Of the ranks: cuda or cpu."""
-    ranks: int
-    memory: int
-    """Bytes of one device."""
     peaks: Mapping[str, int]
-    """Phase -> bytes of rank 0's device; phases are those of events.jsonl, and forward and backward by themselves."""
-    checkpoint_bytes: int
-
-    def write(self, directory: Path) -> None:
-        """Leave it in a run's directory."""
-        temporary = directory / f".{PLAN}"
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(directory / PLAN)
+    """Phase of a run's clock -> bytes of tensors on rank 0's device."""
 
     @classmethod
     def read(cls, directory: Path) -> SavedPlan | None:
-        """Return what was left; None if nothing was.
+        """Return the plan in a run's directory; None if there is none.
 
         Raises:
             UserError: What is there is not a plan of this version.
@@ -49,8 +38,9 @@ class SavedPlan:
         if not (directory / PLAN).exists():
             return None
         try:
-            return cls(**read_json(directory / PLAN))
-        except (TypeError, ValueError) as error:
+            plan = read_json(directory / PLAN)
+            return cls("cpu" if plan["device"] is None else "cuda", plan["clock_phases"])
+        except (KeyError, TypeError, ValueError) as error:
             message = f"{directory / PLAN} is not a plan of this version ({error}). Write it anew with --save."
             raise UserError(message) from error
 
@@ -82,9 +72,8 @@ def measured_peaks(directory: Path) -> tuple[str, Mapping[str, int]]:
 def compared(planned: Mapping[str, int], measured: Mapping[str, int]) -> Iterator[PhasePeak]:
     """Yield the phases that both know, in the order in which the run met them."""
     for phase, took in measured.items():
-        parts = [planned[part] for part in _PARTS.get(phase, (phase,)) if part in planned]
-        if parts:
-            yield PhasePeak(phase, max(parts), took)
+        if phase in planned:
+            yield PhasePeak(phase, planned[phase], took)
 
 
 def look_at_plan(directory: Path) -> Iterator[Finding]:
@@ -93,8 +82,11 @@ def look_at_plan(directory: Path) -> Iterator[Finding]:
     device, measured = measured_peaks(directory)
     if plan is None or not measured:
         return
-    if device != plan.device:
-        yield ok("plan", f"{directory / PLAN} is of {plan.device}, and the run measured on {device}: not compared")
+    if device != "cuda" or plan.device != "cuda":
+        # Resident memory is that of Python, of libraries and of the allocator besides tensors.
+        yield ok(
+            "plan", f"{directory / PLAN} is of {plan.device}, and the run measured on {device}: not compared by phase"
+        )
         return
     phases = list(compared(plan.peaks, measured))
     more = [phase for phase in phases if phase.ratio > _MORE]
@@ -103,3 +95,16 @@ def look_at_plan(directory: Path) -> Iterator[Finding]:
         yield warn("plan", words, "Leave room for it, or plan anew with the run's own lengths.")
     elif phases:
         yield ok("plan", max(phases, key=lambda phase: phase.measured).words())
+
+
+def verdict(plan: Mapping[str, Any]) -> Finding:
+    """Return what a plan that was just made says of a run, and the first thing to turn where it does not fit."""
+    how = "executed" if plan["executed"] else "by formulas"
+    needed = f"{size_words(plan['peak_bytes'])} of tensors and {size_words(plan['allowance_bytes'])} beside them"
+    words = f"{how}: {needed} of {size_words(plan['memory_bytes'])} per rank"
+    if plan["fits"]:
+        return ok("plan", words)
+    enough = [turn for turn in plan.get("turns", []) if turn["fits"]]
+    turned = plan["turns"][: plan["turns"].index(enough[0]) + 1] if enough else []
+    fix = ", ".join(f"{turn['key']}: {turn['value']}" for turn in turned) or "Start more ranks, or a smaller model"
+    return fail("plan", f"it does not fit: {words}", f"{fix}. See `holdfast plan`.")

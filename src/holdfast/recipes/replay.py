@@ -1,22 +1,31 @@
-"""Make a recorded step again, in one process, from the checkpoint before it."""
+"""Look at a recorded step in one process, from the checkpoint before it: make it again, or explain a mismatch."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from holdfast.checkpoint.keep.choose import Choice
 from holdfast.checkpoint.load.reader import verified_manifest
 from holdfast.checkpoint.place.layout import step_name
-from holdfast.checkpoint.place.storage import open_storage
+from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.config.sections.engine import LocalEngineConfig
 from holdfast.config.sections.rollout import ResidencyConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
-from holdfast.training.directory import FOLDER
+from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.mismatch import Fit, causes, fits, verdict
 from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
+from holdfast.training.policy.run import PolicyRun
 from holdfast.training.saving.resume import resume
 
 REPLAY_TOLERANCE = 1e-3
@@ -36,33 +45,89 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
         ConfigError: The step was not kept, or there is no checkpoint right before it.
     """
     record = read_record(directory, step)
-    storage, before = open_storage(config.checkpoint.storage or directory / FOLDER), step_name(step - 1)
-    if step > 1 and not storage.exists(before):
-        raise ConfigError(
-            f"Step {step} is made again from the checkpoint of step {step - 1}, and {storage.root} has none. Keep "
-            "checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
-        )
-    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
-        # Nothing is sampled here, so nothing need rest meanwhile.
-        changed = {"run": config.run.model_copy(update={"dir": place}), "residency": ResidencyConfig()}
-        apart = _as_recorded(config, record).model_copy(update=changed)
-        run = build_policy_run(apart, record.base, world, lambda _: [])
-        if step > 1:
-            manifest = verified_manifest(storage, before, run.setting.ranks)
-            resume(
-                run.common,
-                storage,
-                Choice(before, manifest, f"weights of step {step - 1}"),
-                run.setting.ranks,
-                manifest.run_id,
-            )
-        metrics = learn(run, record.rollout)
-        run.setting.ranks.close()
+    with _rebuilt(config, directory, record, world) as rebuilt:
+        rebuilt.go_to(step - 1)
+        metrics = learn(rebuilt.run, record.rollout)
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
     pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
     return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in pairs.items()], all(
         abs(then - now) <= REPLAY_TOLERANCE * scale for then, now in pairs.values()
     )
+
+
+def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: World) -> tuple[str, list[Fit]]:
+    """Return why the engine's log-probabilities of a recorded step differ from the trainer's, and what was tried.
+
+    Raises:
+        ConfigError: As `replay_step`.
+    """
+    record = read_record(directory, step)
+    groups = record.rollout.groups
+    temperature = groups[0].trajectories[0].temperature or 1.0
+    tried = causes(temperature)
+    as_it_was = dict([next(iter(tried.items()))])
+    with _rebuilt(config, directory, record, world) as rebuilt:
+        sharded, earlier = rebuilt.run.trained, []
+        if step > 1 and rebuilt.has(step - 2):
+            rebuilt.go_to(step - 2)
+            stale = fits(sharded, groups, as_it_was)[0]
+            earlier = [replace(stale, cause=f"stale weights: those of step {step - 2}")]
+        rebuilt.go_to(step - 1)
+        ranked = fits(sharded, groups, tried)
+        nothing = ranked[0]
+        with torch.no_grad():
+            for value in sharded_parameters(sharded.model).values():
+                local_part(value).copy_(local_part(value).bfloat16())
+        low = replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16")
+        dtype = sharded.plan.compute_dtype
+    causes_tried = sorted([*ranked[1:], *earlier, low], key=lambda fit: fit.mean)
+    return verdict(causes_tried, nothing, dtype), [nothing, *causes_tried]
+
+
+@dataclass(frozen=True)
+class _Rebuilt:
+    """A run in one process, at whichever step a checkpoint holds."""
+
+    run: PolicyRun
+    storage: Storage
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of a step; the start of the run needs none."""
+        return step == 0 or self.storage.exists(step_name(step))
+
+    def go_to(self, step: int) -> None:
+        """Take over the state of a step.
+
+        Raises:
+            ConfigError: There is no checkpoint of it.
+        """
+        if step == 0:
+            return  # as it was built; nothing goes back there from another step
+        if not self.has(step):
+            raise ConfigError(
+                f"Step {step + 1} is made again from the checkpoint of step {step}, and {self.storage.root} has none. "
+                "Keep checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
+            )
+        name, ranks = step_name(step), self.run.setting.ranks
+        manifest = verified_manifest(self.storage, name, ranks)
+        choice = Choice(name, manifest, f"weights of step {step}")
+        resume(self.run.common, self.storage, choice, ranks, manifest.run_id)
+
+
+@contextmanager
+def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
+    storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
+    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
+        # Nothing is sampled here, so nothing need rest meanwhile, and no server need live.
+        changed = {
+            "run": config.run.model_copy(update={"dir": place}),
+            "residency": ResidencyConfig(),
+            "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig()}),
+        }
+        apart = _as_recorded(config, record).model_copy(update=changed)
+        run = build_policy_run(apart, record.base, world, lambda _: [])
+        yield _Rebuilt(run, storage)
+        run.setting.ranks.close()
 
 
 def _as_recorded(config: GRPOConfig, record: Record) -> GRPOConfig:

@@ -44,8 +44,13 @@ class Sampled(NamedTuple):
     """[C], under the distribution the token was drawn from"""
     finish: Finish
     weights_version: int
+    """Of the first token."""
     expert_choices: NDArray[np.int16] | None = None
     """[P + C, layers, k] of the prompt and the completion, as `holdfast.models.layers.expert_choices.CHOICES_COLUMN`"""
+    segments: tuple[tuple[int, int], ...] = ()
+    """First token and weights version of each part, where the weights changed on the way; else empty"""
+    unscored: int = 0
+    """Tokens of which the engine tells no log-probability; NaN stands for it, and nothing corrects them"""
 
 
 Interrupted = Callable[[], bool]
@@ -67,8 +72,8 @@ class RolloutEngine(Protocol):
         When `interrupted` says so, completions that are not done come back as ABORT.
         """
 
-    def sleep(self) -> None:
-        """Give memory back until the next weights arrive."""
+    def sleep(self) -> bool:
+        """Give memory back until the next weights arrive; return whether the present weights went with it."""
 
     def close(self) -> None:
         """Give everything back."""

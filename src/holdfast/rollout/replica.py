@@ -156,9 +156,10 @@ class ReplicaEngine:
         self._waiting.extend(requests)
         self._sampling = sampling
 
-    def sleep(self) -> None:
+    def sleep(self) -> bool:
         """Give the weights' memory back."""
         self._replica.release()
+        return True
 
     def close(self) -> None:
         """Give everything back."""

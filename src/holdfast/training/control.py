@@ -145,7 +145,7 @@ class StopRequests:
         return [rank for rank, heard in enumerate(noticed) if not heard]
 
 
-class Times(Protocol):
+class Intervals(Protocol):
     """A section that says when something is due."""
 
     @property
@@ -164,7 +164,7 @@ class Times(Protocol):
 class Timetable:
     """When something is due, by steps, epochs or minutes."""
 
-    def __init__(self, config: Times, epoch: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: Intervals, epoch: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
         self._last_time = clock()

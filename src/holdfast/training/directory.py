@@ -21,8 +21,8 @@ from holdfast.files import append_text, naming, parse_json, read_bytes, read_jso
 IDENTITY, EVENTS = "run.json", "events.jsonl"
 COMPLETIONS = "completions"
 _LONGEST_LOG = 2**34
-FOLDER = "checkpoints"
-"""As in `checkpoint.layout`; repeated here because that package imports torch."""
+CHECKPOINTS = "checkpoints"
+"""As FOLDER in `checkpoint.place.layout`; repeated here because that package imports torch."""
 
 
 def run_directory(config: Any) -> Path:
@@ -33,7 +33,7 @@ def run_directory(config: Any) -> Path:
 
 def checkpoint_place(directory: Path, config: Any) -> str | Path:
     """Return where the checkpoints of the run in a directory are; a dry run leaves checkpoint.storage alone too."""
-    return directory / FOLDER if config.dry_run else config.checkpoint.storage or directory / FOLDER
+    return directory / CHECKPOINTS if config.dry_run else config.checkpoint.storage or directory / CHECKPOINTS
 
 
 def check_writable(directory: Path) -> None:
@@ -59,11 +59,11 @@ def _check_writable(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
     # What an evaluation before the run leaves is no reason to refuse the run.
-    own = {FOLDER, "logs", COMPLETIONS}
+    own = {CHECKPOINTS, "logs", COMPLETIONS}
     others = {entry.name for entry in directory.iterdir()} - own if directory.exists() else set()
-    foreign = directory / FOLDER
+    foreign = directory / CHECKPOINTS
     if foreign.is_dir() and any(not entry.name.startswith((".", "step-", "pins")) for entry in foreign.iterdir()):
-        others.add(FOLDER)
+        others.add(CHECKPOINTS)
     if others and not (directory / IDENTITY).exists():
         raise ConfigError(f"{directory} holds other things than a run. Choose another run.dir or run.name.")
     place = directory

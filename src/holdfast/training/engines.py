@@ -8,7 +8,8 @@ import psutil
 import torch
 from torch import nn
 
-from holdfast.config.sections.rollout import EngineConfig, EngineKind, GraphsKind
+from holdfast.config.sections.engine import LocalEngineConfig, LocalKind, UserEngineConfig, VLLMEngineConfig
+from holdfast.config.sections.rollout import EngineConfig, EngineSection, GraphsKind
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
@@ -22,7 +23,9 @@ from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.graphs import CudaRecorder
 from holdfast.rollout.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
+from holdfast.training.observe import load_function
 from holdfast.training.run import ShardedModel
+from holdfast.training.serving.publish import ServedEngine, open_servers
 
 
 def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
@@ -33,29 +36,72 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
     Raises:
         ConfigError: Completions do not end, memory has no room, or the engine cannot decode this model.
     """
-    common = shared_by_ranks(sharded)
+    section, ranks = rollout.engine, sharded.setting.ranks
+    ranks.on_all_ranks(lambda: _refuse_endless(sharded, rollout))
+    if isinstance(section, VLLMEngineConfig):
+        ranks.on_all_ranks(lambda: _refuse_unserved(sharded, tells_experts=tells_experts))
+        return open_servers(sharded, section, stops_of(sharded))
+    if isinstance(section, UserEngineConfig):
+        make = load_function(section.path, sharded.setting.base, "rollout.engine.path")
+        return ranks.on_all_ranks(lambda: _user_engine(make(**section.kwargs), section.path))
+    common, kind = shared_by_ranks(sharded), section.kind
 
     def opened() -> RolloutEngine:
-        if not stop_tokens(sharded.origin) and not rollout.stop:
-            raise ConfigError(
-                "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
-                "text. Give the tokenizer an eos_token, or set rollout.stop."
-            )
-        check_copy_fits(sharded, rollout.copy_gib, common, in_process=samples_in_process(sharded, rollout.engine))
-        return build_engine(sharded, rollout.engine, rollout.rows, rollout.graphs, tells_experts=tells_experts)
+        check_copy_fits(sharded, rollout.copy_gib, common, in_process=samples_in_process(sharded, kind))
+        return build_engine(sharded, kind, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
-    return sharded.setting.ranks.on_all_ranks(opened)
+    return ranks.on_all_ranks(opened)
+
+
+def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:
+    if not stop_tokens(sharded.origin) and not rollout.stop:
+        raise ConfigError(
+            "Nothing ends a completion: the tokenizer has no end-of-sequence token, and rollout.stop names no "
+            "text. Give the tokenizer an eos_token, or set rollout.stop."
+        )
+
+
+def _refuse_unserved(sharded: ShardedModel, *, tells_experts: bool) -> None:
+    """Refuse what servers do not do.
+
+    Raises:
+        ConfigError: The run needs it.
+    """
+    if tells_experts:
+        raise ConfigError("rollout.replay_routing: servers do not tell us experts. Leave it out.")
+    if sharded.plan.compute_dtype not in {"float32", "bfloat16"}:
+        raise ConfigError(
+            f"rollout.engine: vllm computes in float32 or bfloat16, and this run in {sharded.plan.compute_dtype}. Set "
+            "parallel.compute_dtype."
+        )
+
+
+_MEMBERS = ("update_weights", "submit", "collect", "sleep", "close")
+
+
+def _user_engine(engine: Any, path: str) -> RolloutEngine:
+    missing = [name for name in _MEMBERS if not callable(getattr(engine, name, None))]
+    if missing:
+        raise ConfigError(
+            f"rollout.engine.path: what {path} returns has no {', '.join(missing)}; an engine has the members of "
+            "holdfast.rollout.engine.RolloutEngine."
+        )
+    made: RolloutEngine = engine
+    return made
 
 
 def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
     """Let an engine take over the policy's present weights; all ranks call this together."""
+    if isinstance(engine, ServedEngine):
+        engine.publish(sharded)
+        return
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     engine.update_weights(live_tensors(sharded.model, sharded.setting.ranks, dtype), sharded.state.updates)
 
 
 def build_engine(
     sharded: ShardedModel,
-    kind: EngineKind = "auto",
+    kind: LocalKind = "auto",
     rows: int = 512,
     graphs: GraphsKind = "off",
     *,
@@ -74,13 +120,7 @@ def build_engine(
         ConfigError: The engine that was asked for cannot decode this model.
     """
     origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
-    # Behind an image token that is not an image's, training and sampling would read different things: it ends the text.
-    marks = (origin.family.image_token_id, origin.family.video_token_id)
-    ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
-    stops = Stops(
-        frozenset(ends),
-        lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
-    )
+    stops = stops_of(sharded)
     dtype = getattr(torch, sharded.plan.compute_dtype)
     can = _decodes_in_process(sharded)
     if kind == "inprocess" and not can:
@@ -111,17 +151,32 @@ def build_engine(
     return TransformersEngine(origin, device, dtype, stops, fill, rows=rows, tells_experts=tells_experts)
 
 
+def stops_of(sharded: ShardedModel) -> Stops:
+    """Return what ends a completion, whatever samples it."""
+    origin, tokenizer = sharded.origin, sharded.origin.tokenizer
+    # Behind an image token that is not an image's, training and sampling would read different things: it ends the text.
+    marks = (origin.family.image_token_id, origin.family.video_token_id)
+    ends = [*stop_tokens(origin), *(token for token in marks if token is not None)]
+    return Stops(
+        frozenset(ends),
+        lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
+    )
+
+
 def _decodes_in_process(sharded: ShardedModel) -> bool:
     return sharded.origin.packed and not sharded.model.padded
 
 
-def samples_in_process(sharded: ShardedModel, kind: EngineKind) -> bool:
+def samples_in_process(sharded: ShardedModel, kind: LocalKind) -> bool:
     """Return whether it is our own decoding that an engine of this kind samples by."""
     return _decodes_in_process(sharded) and kind != "transformers"
 
 
-def why_no_videos(sharded: ShardedModel, kind: EngineKind) -> str:
+def why_no_videos(sharded: ShardedModel, section: EngineSection) -> str:
     """Return why what this engine completes may have no videos; "" where it may."""
+    if not isinstance(section, LocalEngineConfig):
+        return "servers get tokens alone" if isinstance(section, VLLMEngineConfig) else ""
+    kind = section.kind
     if samples_in_process(sharded, kind):
         return ""
     return "transformers' generate, which samples here, would place its frames as if they were images"

@@ -33,7 +33,7 @@ from holdfast.models.build.model import Blueprint
 from holdfast.models.source.origin import files_fingerprint, locate, remember_fingerprint, same_files
 from holdfast.models.source.vision import VIDEO_FILE
 from holdfast.parallel.collectives import RankGroup
-from holdfast.training.run import Identity, RunFile, Setting
+from holdfast.training.run import ConfiguredRun, Identity, Setting
 
 _ORDER = ("shuffle", "shuffle_buffer", "validation_split", "packing", "filter")
 _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos", "max_length", "overlong")
@@ -47,7 +47,9 @@ _IMAGES = "images of source "
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
-def identity(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint, marks: Mapping[str, str]) -> Identity:
+def identity(
+    setting: ConfiguredRun, stream: BatchStream[Any, Any], origin: Blueprint, marks: Mapping[str, str]
+) -> Identity:
     """Return hashes of everything a resumed run must find unchanged.
 
     Args:
@@ -123,7 +125,7 @@ def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]
     return {"image processor": hash_bytes(text.encode())} | {key: str(value) for key, value in bounds.items()}
 
 
-def image_fingerprints(setting: RunFile, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
+def image_fingerprints(setting: ConfiguredRun, stream: BatchStream[Any, Any], origin: Blueprint) -> dict[str, str]:
     """Return marks of the images that rows hold or name, for a model that sees them; reads files."""
     if origin.image_processor is None:
         return {}
@@ -192,12 +194,12 @@ def weights_fingerprint(origin: Blueprint, seed: int) -> str:
     return files_fingerprint(origin.directory)
 
 
-def _adapter_of_reference(setting: RunFile) -> dict[str, str]:
+def _adapter_of_reference(setting: ConfiguredRun) -> dict[str, str]:
     mark = adapter_fingerprint(setting) if _has_reference(setting.config) else ""
     return {"model.lora.path": mark} if mark else {}
 
 
-def adapter_fingerprint(setting: RunFile) -> str:
+def adapter_fingerprint(setting: ConfiguredRun) -> str:
     """Return what tells the adapter that a policy starts from, and its reference is, from others; "" without one."""
     section = setting.config.model
     if section.lora is None or section.lora.path is None:
@@ -218,7 +220,7 @@ def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
     return changes
 
 
-def user_files(setting: RunFile) -> dict[str, str]:
+def user_files(setting: ConfiguredRun) -> dict[str, str]:
     """Return the hashes of the user's files, of what they import from beside them, and of a template in place."""
     hashes: dict[str, str] = {}
     for key, name in _code_files(setting.config):
@@ -232,13 +234,13 @@ def user_files(setting: RunFile) -> dict[str, str]:
     return hashes
 
 
-def filter_hashes(setting: RunFile) -> dict[str, str]:
+def filter_hashes(setting: ConfiguredRun) -> dict[str, str]:
     """Return the hashes of the file that says which rows are taken, and of what it imports from beside it."""
     name = setting.config.data.filter
     return {} if name is None else _code_hashes("data.filter", name, setting)
 
 
-def _code_hashes(key: str, name: str, setting: RunFile) -> dict[str, str]:
+def _code_hashes(key: str, name: str, setting: ConfiguredRun) -> dict[str, str]:
     """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
     file = name.rpartition(":")[0]
     source_file = next((place for place in (setting.base / file, Path(file)) if place.is_file()), None)
@@ -368,7 +370,7 @@ def _modules(place: Path, dotted: str) -> Iterator[Path]:
         place /= part
 
 
-def reward_models(setting: RunFile) -> dict[str, Path]:
+def reward_models(setting: ConfiguredRun) -> dict[str, Path]:
     """Return the directories of the models that score, by the names they have in the configuration."""
     directories = {}
     for section in getattr(setting.config, "reward", ()):
@@ -382,7 +384,7 @@ def reward_models(setting: RunFile) -> dict[str, Path]:
     return directories
 
 
-def reward_model_hashes(setting: RunFile) -> dict[str, str]:
+def reward_model_hashes(setting: ConfiguredRun) -> dict[str, str]:
     """Return what tells the models that score from others: their weights, and the files that say how they read text."""
     hashes = {}
     for name, directory in reward_models(setting).items():

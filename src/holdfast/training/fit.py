@@ -16,6 +16,7 @@ from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
 from holdfast.training.control import Control, Decision, StopRequests, is_end
 from holdfast.training.journal import Journal
+from holdfast.training.profiling import StepProfiler
 from holdfast.training.run import Run, Setting, StepAbandoned
 from holdfast.training.saving.checkpoints import Checkpoints
 from holdfast.training.saving.exports import (
@@ -26,6 +27,7 @@ from holdfast.training.saving.exports import (
     note_exported,
     set_final_aside,
 )
+from holdfast.training.stragglers import Stragglers
 from holdfast.training.watched import MADE_LATER, OWED, owe, reason_to_end, set_standings, standings, watch
 from holdfast.types import StepEvent
 
@@ -69,7 +71,7 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
                 journal.failed(error)
                 raise
             exports_at_end = run.setting.config.checkpoint.export_at_end or dry
-            place = export_run(run, FINAL) if exports_at_end and is_end(stopped) else None
+            place = export_run(run, FINAL, journal.latest) if exports_at_end and is_end(stopped) else None
             if stopped is None and run.trained.state.step > first:
                 journal.event("done")
     finally:
@@ -94,12 +96,17 @@ class _Loop:
     """Metrics of the step the run stands at, its evaluation included."""
     evaluated_at: int = -1
 
+    def __post_init__(self) -> None:
+        """Open what sees the steps from outside."""
+        self.profiler = StepProfiler(self.run.setting)
+
     def run_to_end(self) -> str | None:
         """Return why the run stopped early; None if it did not."""
         run, state, dry = self.run, self.run.trained.state, self.run.setting.config.dry_run
         evaluation = run.setting.config.evaluation
         if self._has_ended():
             return reason_to_end(run)
+        self.journal.started()
         stopped = self._begin() or self._train()
         if is_end(stopped) and (evaluation.at_end or dry) and self.evaluated_at != state.step:
             self._evaluate_at_end()
@@ -182,7 +189,10 @@ class _Loop:
 
     def _train(self) -> str | None:
         """Make steps; return why they stopped early."""
-        stopped = self._steps()
+        try:
+            stopped = self._steps()
+        finally:
+            self.profiler.close()
         if skipped := self.run.stream.bad_rows:
             self.journal.say(f"{skipped} bad rows were skipped since this start (data/bad_rows)")
         return stopped
@@ -192,15 +202,19 @@ class _Loop:
         run.setting.log.clock.read()  # what came before is no part of the first step's time
         run.setting.log.peaks.note_load()
         first = run.trained.state.step
+        stragglers = Stragglers(run.setting.ranks, run.setting.world.device.type)
         while not run.finished:
             run.setting.world.failure.at_step(run.trained.state.step)
             done = run.trained.state.step
             self.checkpoints.mark()
+            self.profiler.before(done + 1)
             try:
                 line = self.step()
                 if line is None:
                     return None
+                self.profiler.after(run.trained.state.step)
                 self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
+                self.line |= stragglers.look(run.trained.state.step)
                 self.journal.saved(self.checkpoints.check_step_after(done, self.requests))
                 event = StepEvent(run.trained.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from holdfast.checkpoint.session import Saved
-from holdfast.escaping import escaped_paragraph
+from holdfast.escaping import escaped, escaped_paragraph
 from holdfast.files import append_text, size_words
-from holdfast.metrics.health import Health, cut_rows
+from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
 from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, JsonlSink, SampleFiles, Sink
 from holdfast.metrics.trackers.client import Trackers
@@ -22,10 +22,16 @@ from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
 from holdfast.training.peaks import MEMORY
 from holdfast.training.run import Run
+from holdfast.types import Batch
 
 SAMPLES = "samples.jsonl"
 LOGS, LOG = "logs", "rank-0.log"
 """Of the launcher's directory and of the run's."""
+SPIKES_FOLDER = "spikes"
+"""Of the run: the batches of steps whose loss or gradient spiked, a file of each rank. What makes an alarm a spike are
+numbers that all ranks share, so all of them write their part without a word between."""
+_SHOWN_TOKENS = 200
+"""Of a sequence there, as text."""
 _NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "_terminated_length")
 """Numbers of an evaluation that stand in metrics.jsonl and are left out on the screen."""
 _TOLD_IF_ANY = tuple(f"/reward/{fault}" for fault in FAULTS)
@@ -113,6 +119,11 @@ class Journal:
                 self.say(text)
         self._screen.close()
 
+    def started(self) -> None:
+        """Note a start that has something to do: when, and on how many of which devices."""
+        world = self._run.setting.world
+        self.event("start", time=time.time(), ranks=world.size, device=world.device.type)
+
     def report(self, line: Mapping[str, float]) -> None:
         """Take a step's numbers, or an evaluation's; one over no sets has none."""
         if not line:
@@ -129,6 +140,7 @@ class Journal:
         self._tell()
         if "loss" in line:
             self._warn(step, line)
+            self._run.setting.log.batches.clear()
         if evaluated:
             shown = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
             text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in shown.items())
@@ -161,11 +173,20 @@ class Journal:
             return
         alarms = self._health.see(step, line)
         for alarm, sentence in alarms.items():
-            self.event("health", alarm=alarm, text=sentence)
-            self.say(f"warning: {sentence}")
+            batch = self._recorded(step) if alarm in SPIKES else {}
+            where = "".join(f" The rows of this batch are in {path}." for path in batch.values())
+            self.event("health", alarm=alarm, text=sentence + where, **batch)
+            self.say(f"warning: {sentence}{where}")
         _, sentence = cut_rows([line])
         if step == 1 and sentence and "cut_rows" not in alarms:
             self.say(f"note: {sentence}")
+
+    def _recorded(self, step: int) -> dict[str, str]:
+        """Record a step's batch, on every rank; a disk that does not take it ends no run."""
+        try:
+            return {"batch": _record_batch(self._run, step)}
+        except OSError:
+            return {}
 
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
@@ -229,3 +250,37 @@ class Journal:
 
 def _is_shown(name: str, value: float) -> bool:
     return not name.endswith(_NOT_TOLD) and (value != 0 or not name.endswith(_TOLD_IF_ANY))
+
+
+def _record_batch(run: Run, step: int) -> str:
+    """Write the sequences that this rank trained in a step; return the file's path in the run.
+
+    Raises:
+        OSError: The disk does not take it.
+    """
+    name = f"{SPIKES_FOLDER}/step-{step:08d}.rank-{run.setting.ranks.rank}.jsonl"
+    place = run.setting.directory / name
+    place.parent.mkdir(exist_ok=True)
+    lines = [json.dumps(line) for line in _sequences(run.setting.log.batches, run.trained.origin.tokenizer)]
+    place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return name
+
+
+def _sequences(batches: Sequence[Batch], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    written = set()
+    for batch in batches:
+        for index, sample in enumerate(batch.sample_ids):
+            own = batch.sequence_ids == index
+            tokens = batch.tokens[own].tolist()
+            if sample in written or not tokens:
+                continue
+            written.add(sample)
+            text = "" if tokenizer is None else tokenizer.decode(tokens[:_SHOWN_TOKENS])
+            yield {
+                "sample_id": sample,
+                "prompt_id": batch.prompt_ids[index],
+                "source": batch.sources[index],
+                "tokens": len(tokens),
+                "trained_tokens": int(batch.loss_mask[own].sum()),
+                "begins": escaped(text),
+            }

@@ -38,7 +38,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.training.peaks import PhasePeaks
-from holdfast.types import Example
+from holdfast.types import Batch, Example
 
 
 class PhaseClock:
@@ -80,13 +80,15 @@ class Logbook:
     """What a step or an evaluation has to tell the user; rank 0 prints it."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of a step; rank 0 writes them to samples.jsonl."""
+    batches: list[Batch] = field(default_factory=list)
+    """What this rank trained on in this step, for the record of a spike."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
     """Of the checkpoint that the run continues from."""
     peaks: PhasePeaks = field(default_factory=PhasePeaks)
 
 
 @dataclass(kw_only=True)
-class RunFile:
+class ConfiguredRun:
     """A configuration, and the folder that its paths begin at."""
 
     config: TrainingConfig
@@ -104,7 +106,7 @@ class RunFile:
 
 
 @dataclass(kw_only=True)
-class Setting(RunFile):
+class Setting(ConfiguredRun):
     """A run's file, the ranks that carry it out, and what they say of it."""
 
     world: World

@@ -68,6 +68,7 @@ def train_step(
     sums: dict[str, Tensor] = {}
     sent: Tensor | None = None
     router_loads = loads_before(trained, mini_batch)
+    trained.setting.log.batches += mini_batch.micro_batches
     with trained.setting.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             set_last_micro_batch(trained.model, trained.plan, last=index == len(mini_batch.micro_batches) - 1)

@@ -105,7 +105,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "it did not come"
-        time.sleep(0.05)
+        time.sleep(0.01)
     return value
 
 

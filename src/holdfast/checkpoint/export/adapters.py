@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.checkpoint.export.about import with_file_hashes
+from holdfast.checkpoint.export.card import laid_cards, with_card
 from holdfast.checkpoint.export.model import (
     ExportReached,
     check_bytes,
@@ -93,7 +94,8 @@ def write_adapters(
             write_file(file, headers, ((name, iter([tensors[name]])) for name in headers), notes)
         reached("assets")
         hashes = {WEIGHTS: file.hexdigest()}
-        hashes |= write_texts(staging, {**with_file_hashes(texts, staging, hashes), SETTINGS: about.settings})
+        laid = laid_cards(with_card(with_file_hashes(texts, staging, hashes), adapter=True), directory, None)
+        hashes |= write_texts(staging, {**laid, SETTINGS: about.settings})
         reached("read back")
         with settled(staging, hashes):
             check_bytes(staging, hashes)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.export.about import with_file_hashes
+from holdfast.checkpoint.export.card import laid_cards, with_card
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.format.manifest import NAME as MANIFEST
 from holdfast.checkpoint.place.layout import STAGING, TRASH
@@ -186,7 +187,8 @@ def _write(
             hashes[name] = file.hexdigest()
         form.reached("assets")
         index = {INDEX: index_json(files, headers)} if len(files) > 1 else {}
-        hashes |= write_texts(staging, {**index, **with_file_hashes(form.texts, staging, hashes)})
+        texts = laid_cards(with_card(with_file_hashes(form.texts, staging, hashes)), directory, origin.directory)
+        hashes |= write_texts(staging, {**index, **texts})
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
         hashes = {name: hashes.get(name) or place.hash(name) for name in place.files("")}

@@ -20,6 +20,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, 
 from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.adapters import Description, write_adapters
+from holdfast.checkpoint.export.card import CARD, card_of
 from holdfast.checkpoint.export.model import (
     ExportFormat,
     check_outside,
@@ -37,6 +38,7 @@ from holdfast.checkpoint.place.layout import ASSETS, STAGING
 from holdfast.checkpoint.place.storage import rename_new
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.roots import verb_of
 from holdfast.errors import ConfigError
 from holdfast.files import read_json, read_text
 from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
@@ -165,7 +167,10 @@ def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: b
         weights="averages" if averaged else "trained",
         parent=read_json(parent) if parent.exists() else None,
     )
-    return {EXPORTED_CONFIG: config, ABOUT: about.text()}
+    settings = _settings(folder)
+    numbers = {name: value for name, value in manifest.metrics.items() if value is not None}
+    card = card_of(settings, verb_of(settings), about, numbers, manifest.fingerprints.get("data", {}))
+    return {EXPORTED_CONFIG: config, ABOUT: about.text(), CARD: card}
 
 
 def _check_writable(place: Path) -> None:

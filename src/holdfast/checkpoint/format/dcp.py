@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -189,8 +189,13 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
-def read_dcp_metadata(data: bytes, where: str) -> Metadata:
+def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Metadata:
     """Read DCP's metadata without running anything it brings.
+
+    Args:
+        data: The file.
+        where: Its path.
+        foreign: Whether it may list things that are no tensors, each of them a pickle; ours never does.
 
     Raises:
         CheckpointCorrupt: The metadata is damaged, hostile, or lists something that is not a tensor.
@@ -198,7 +203,7 @@ def read_dcp_metadata(data: bytes, where: str) -> Metadata:
     """
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-        _check_form(metadata)
+        _check_form(metadata, foreign=foreign)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
         if is_out_of_memory(error) and _pickle_is_modest(data):
             raise no_memory_for(where, len(data)) from error
@@ -218,11 +223,13 @@ def _pickle_is_modest(data: bytes) -> bool:
     return all(number is not None and number <= len(data) for number in numbers)
 
 
-def _check_form(metadata: Any) -> None:
+def _check_form(metadata: Any, *, foreign: bool) -> None:
     """Look at everything that is used later: an unpickled object may have any attributes, or none."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it holds a {type(metadata).__name__}, not DCP metadata")
     for name, entry in metadata.state_dict_metadata.items():
+        if foreign and isinstance(entry, BytesStorageMetadata):
+            continue
         if not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"it lists {name}, which is no tensor: reading it would unpickle it")
         numbers = [*entry.size, *(number for chunk in entry.chunks for number in (*chunk.offsets, *chunk.sizes))]

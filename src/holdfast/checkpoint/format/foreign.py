@@ -65,17 +65,21 @@ _FILES = {
 _SYSTEMS: list[System] = [
     (
         lambda names, inner: _any(names | inner, r"world_size_\d+_rank_\d+\.pt$"),
-        "it looks like a checkpoint of verl or EasyR1 (one pickle per rank). Merge it with their model merger, then "
-        "set model.path to the result.",
+        "it looks like a checkpoint of verl or EasyR1 (one pickle per rank). `holdfast checkpoint check` looks at it, "
+        "`holdfast checkpoint import` goes on from it.",
     ),
     (
-        lambda names, _: "latest_checkpointed_iteration.txt" in names or _any(names, r"^global_step_\d+$"),
-        "it looks like a run of verl or EasyR1 with its checkpoints. Merge one of them, such as global_step_10/actor, "
-        "with their model merger, then set model.path to the result.",
+        lambda names, _: (
+            "latest_checkpointed_iteration.txt" in names
+            or "checkpoint_tracker.json" in names
+            or _any(names, r"^global_step_\d+$")
+        ),
+        "it looks like a run of verl or EasyR1 with its checkpoints. `holdfast checkpoint import` goes on from one of "
+        "them, such as global_step_10/actor.",
     ),
     (
         lambda names, _: "meta.pt" in names and ".metadata" in names,
-        "it looks like a sharded checkpoint of Lightning. Convert it with `lightning consolidate`.",
+        "it looks like a sharded checkpoint of Lightning. `holdfast checkpoint import` goes on from it.",
     ),
     (
         lambda names, _: _any(names, r"\.ckpt$"),
@@ -84,8 +88,8 @@ _SYSTEMS: list[System] = [
     ),
     (
         lambda names, _: _any(names, r"^(pytorch_model_fsdp|optimizer)_\d+$") or "random_states_0.pkl" in names,
-        "it looks like a checkpoint of accelerate or transformers' Trainer. Export it as a model directory and set "
-        "model.path.",
+        "it looks like a checkpoint of accelerate or transformers' Trainer. `holdfast checkpoint import` goes on "
+        "from it.",
     ),
     (
         lambda names, _: _any(names, r"^checkpoint-\d+$"),

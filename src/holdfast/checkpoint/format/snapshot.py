@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -59,6 +59,8 @@ class Snapshot:
     """Of models trained beside, by name; their tensors are among `tensors`: `checkpoint/load/companions.py`."""
     coordinate: Mapping[str, int] = field(default_factory=dict)
     """This rank's place on the mesh, by axis; empty on none."""
+    readers: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
+    """What reads each tensor, where they are read as they are written; those in `tensors` have no memory then."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

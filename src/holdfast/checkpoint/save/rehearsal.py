@@ -40,7 +40,7 @@ from holdfast.optim.state import OptimizerState, collect
 from holdfast.optim.state_template import inert_state
 from holdfast.parallel.collectives import RankGroup
 
-Trained = tuple[LiveTensors, Optimizer | None]
+TrainedState = tuple[LiveTensors, Optimizer | None]
 """What of a model will be saved, and its optimizer if that will be."""
 
 NONCE = "nonce"
@@ -122,7 +122,7 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
     room: Room = Room(),  # noqa: B008 - frozen
     trained_steps: int = 0,
     beside: Beside | None = None,
-    companions: Mapping[str, Trained] | None = None,
+    companions: Mapping[str, TrainedState] | None = None,
 ) -> RehearsalReport:
     """Save, verify and load once, and leave nothing behind.
 

@@ -41,6 +41,7 @@ from holdfast.checkpoint.format.snapshot import Described, Snapshot, describe_sn
 from holdfast.checkpoint.place.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.save.agreement import agree_on_save, described_optimizers, reason_of, together_in_phase
+from holdfast.checkpoint.save.reading_planner import ReadingPlanner
 from holdfast.errors import HoldfastError
 from holdfast.files import size_words
 from holdfast.parallel.collectives import RankGroup
@@ -216,7 +217,8 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
                 _prepare(storage, staging, final)
         refuse_full_disk(snapshot, storage.root, _free_bytes(storage, ranks), ranks)
         reached("shards")
-        files, seconds = _write_shards(snapshot, storage, staging, ranks)
+        planner = ReadingPlanner(snapshot) if snapshot.readers else None
+        files, seconds = _write_shards(snapshot, storage, staging, ranks, planner)
         reached("rank state")
         with together_in_phase(ranks, "rank state"):
             began = time.monotonic()
@@ -224,7 +226,7 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
             seconds += time.monotonic() - began
         reached("collect")
         with together_in_phase(ranks, "collect"):
-            described = describe_snapshot(snapshot)
+            described = describe_snapshot(snapshot) if planner is None else planner.described
         everything = ranks.gather((files, described))
         _tell_of_straggler(ranks.gather(seconds), notify)
         manifest: Manifest | None = None
@@ -301,14 +303,20 @@ def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> N
 
 
 def _write_shards(
-    snapshot: Snapshot, storage: Storage, staging: str, ranks: RankGroup
+    snapshot: Snapshot, storage: Storage, staging: str, ranks: RankGroup, planner: ReadingPlanner | None
 ) -> tuple[dict[str, FileEntry], float]:
     writer = _TimedWriter(storage, f"{staging}/{DCP}")
     if ranks.size == 1:
         one_process_is_meant()
     try:
         with without_crc32():
-            dcp_save(dict(snapshot.tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+            dcp_save(
+                dict(snapshot.tensors),
+                storage_writer=writer,
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.size == 1,
+            )
     except CheckpointException as error:  # torch raises it on every rank, with the causes by rank
         rank, (cause, _) = next(iter(error.failures.items()))
         raise SaveFailed(f"rank {rank} could not save in phase 'shards': {reason_of(cause)}.") from error

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 from holdfast.config.yaml12 import parse_text
 
-Status = Literal["same", "differs", "none"]
+KeyStatus = Literal["same", "differs", "none"]
 READABLE = ("trl", "easyr1", "verl", "axolotl", "llamafactory")
 """Systems whose files `holdfast config import` reads."""
 HINTED = ("transformers", *READABLE, "lightning", "deepspeed", "others")
@@ -28,7 +28,7 @@ class Entry:
     """What one key of another system is here."""
 
     key: str
-    status: Status
+    status: KeyStatus
     targets: tuple[str, ...]
     """Dotted keys here; `*` stands for a name or for an item of a list."""
     note: str = ""
@@ -118,7 +118,7 @@ def _entries(key: str, raw: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _entry(key: str, raw: Mapping[str, Any]) -> Entry:
-    status = next(name for name in get_args(Status) if name in raw)
+    status = next(name for name in get_args(KeyStatus) if name in raw)
     targets = [] if status == "none" else raw[status]
     options = {name: raw[name] for name in ("values", "rule", "when", "unless", "needs", "earlier") if name in raw}
     for name in ("when", "unless"):
@@ -126,7 +126,7 @@ def _entry(key: str, raw: Mapping[str, Any]) -> Entry:
             options[name] = {other: [spelled(value) for value in values] for other, values in options[name].items()}
     return Entry(
         key,
-        cast("Status", status),
+        cast("KeyStatus", status),
         tuple([targets] if isinstance(targets, str) else targets),
         raw[status] if status == "none" else raw.get("note", ""),
         as_here=tuple(spelled(value) for value in raw.get("as_here", [])),

@@ -83,6 +83,18 @@ class MetricsConfig(Section):
                 yield f"sinks.{place}", f"{label} is there already; every tracker has a name of its own"
 
 
+class ProfileConfig(Section):
+    """torch's profiler over some steps: a trace of every rank in profile/, on CUDA with a snapshot of memory."""
+
+    steps: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+    """The first and the last step, as in [10, 13]."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield steps that end before they begin."""
+        if self.steps[1] < self.steps[0]:
+            yield "steps", f"{self.steps[1]} comes before {self.steps[0]}; give the first step, then the last"
+
+
 class CompletionsConfig(Section):
     """Greedy completions of evaluation prompts, compared with the row's answer."""
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from holdfast.config.base import (
     AtLeastTwo,
+    ByKind,
     Count,
     Fraction,
     Mistake,
@@ -18,10 +19,12 @@ from holdfast.config.base import (
     Section,
     Seed,
 )
+from holdfast.config.sections.engine import LocalEngineConfig, UserEngineConfig, VLLMEngineConfig
 
-EngineKind = Literal["auto", "inprocess", "transformers"]
 GraphsKind = Literal["auto", "off"]
 
+
+EngineSection = Annotated[LocalEngineConfig | VLLMEngineConfig | UserEngineConfig, ByKind("auto")]
 
 _COLDEST = 1e-4
 
@@ -64,9 +67,8 @@ class SamplingConfig(Section):
 class EngineConfig(SamplingConfig):
     """What is sampled, and with which engine."""
 
-    engine: EngineKind = "auto"
-    """`inprocess` decodes over the training weights; `transformers` calls `generate`, slower and for any architecture;
-    `auto` takes the first where the model's attention allows it."""
+    engine: EngineSection = LocalEngineConfig()
+    """What samples; `vllm`: servers outside of this process."""
     rows: PositiveInt = 512
     """Most completions decoded together on one rank. Memory and speed only."""
     copy_gib: Positive | None = None

@@ -9,17 +9,11 @@ from urllib.parse import urlsplit
 from holdfast.config.base import Mistake, Positive, PositiveInt, Section
 
 
-class ServerConfig(Section):
-    """Where an endpoint is that tells the log-probabilities of given tokens, and how it is asked."""
+class EndpointConfig(Section):
+    """How a server is asked, whatever for."""
 
-    kind: Literal["server"] = "server"
-    url: str
-    """Up to and including the version, as in http://localhost:8000/v1."""
     model: str | None = None
     """Name it is served under; default: the only one there."""
-    answers: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
-    """How it is asked: `prompt_logprobs` is vLLM's own form, which names every token by its id; `echo` is the older one
-    of /completions (`echo: true, logprobs: 0`), for servers without the first."""
     api_key_variable: str | None = None
     """Name of the environment variable that holds the key; a key itself never stands in a file."""
     timeout_seconds: Positive = 60.0
@@ -28,6 +22,17 @@ class ServerConfig(Section):
     """Requests before the run stops; the connection, 408, 409, 429 and 5xx are tried again."""
     requests: PositiveInt = 16
     """Most requests of one rank at a time."""
+
+
+class ServerConfig(EndpointConfig):
+    """Where an endpoint is that tells the log-probabilities of given tokens, and how it is asked."""
+
+    kind: Literal["server"] = "server"
+    url: str
+    """Up to and including the version, as in http://localhost:8000/v1."""
+    answers: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    """How it is asked: `prompt_logprobs` is vLLM's own form, which names every token by its id; `echo` is the older one
+    of /completions (`echo: true, logprobs: 0`), for servers without the first."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what is wrong with the address or the key."""

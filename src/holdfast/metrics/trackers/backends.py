@@ -259,8 +259,11 @@ class MlflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        local = f"sqlite:///{run.folder.absolute()}/mlflow.db"
+        database = run.folder.absolute() / "mlflow.db"
+        local = f"sqlite:///{database}"
         address = setting("MLFLOW_TRACKING_URI", local)
+        if address == local and not database.exists():
+            _make_tables(database)
         self._client = MlflowClient(tracking_uri=address)
         experiment = self._experiment(run, local=address == local)
         marks = self._client.search_runs([experiment], f"tags.`holdfast.run_id` = '{run.run_id}'", max_results=1)
@@ -304,6 +307,17 @@ class MlflowTracker:
         """Set the status of the run."""
         words = {"finished": "FINISHED", "failed": "FAILED"}
         self._client.set_terminated(self._id, words.get(status, "KILLED"))
+
+
+def _make_tables(database: Path) -> None:
+    """Make the tables of a new database, whole or not at all: no later start could finish what a kill left halfway."""
+    from mlflow import MlflowClient
+
+    half = database.with_name("new.db")
+    for file in database.parent.glob("new.db*"):
+        file.unlink()
+    MlflowClient(tracking_uri=f"sqlite:///{half}").search_experiments()
+    half.rename(database)
 
 
 def _mlflow_name(name: str) -> str:

@@ -45,7 +45,7 @@ _KINDS: Mapping[str, Callable[..., Backend]] = {
 }
 
 
-class TrackedRun:
+class RunEnd:
     """The end of the run, as standard input tells it."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[
     return _KINDS[tracker.kind](run), tracked
 
 
-def follow(directory: Path, label: str, base: Path, run: TrackedRun, beat: Callable[[], None]) -> None:
+def follow(directory: Path, label: str, base: Path, run: RunEnd, beat: Callable[[], None]) -> None:
     """Mirror a run until it ends."""
     place = directory / "trackers"
     place.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
     """Follow a run, or catch up with one that ended."""
     of_run = "--of-run" in arguments
     directory, label, *rest = [argument for argument in arguments if argument != "--of-run"]
-    run = TrackedRun()
+    run = RunEnd()
     if of_run:
         pipe = os.dup(sys.stdout.fileno())
         os.set_blocking(pipe, False)

@@ -23,7 +23,7 @@ from holdfast.models.names import named_parameters
 from holdfast.models.source.origin import files_fingerprint, same_files
 from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.four_bit import FourBitLinear, four_bit_layers, packed
-from holdfast.models.weights.loading import Rows, WeightGroup, WeightSource
+from holdfast.models.weights.loading import RowSlices, WeightGroup, WeightSource
 from holdfast.models.weights.safetensors_files import read_header
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -198,7 +198,7 @@ def _derived(
         shape = targets[name].shape
         targets[magnitudes[name]] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
 
-    def load(rows: Rows) -> dict[str, Tensor]:
+    def load(rows: RowSlices) -> dict[str, Tensor]:
         loaded = group.load({name: part for name, part in rows.items() if name in group.targets})
         # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
         wide = torch.promote_types(storage, torch.float32)
@@ -216,7 +216,7 @@ def _derived(
 def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> WeightGroup:
     """Return tensors of the base, some of them from the file of the adapters instead."""
 
-    def load(rows: Rows) -> dict[str, Tensor]:
+    def load(rows: RowSlices) -> dict[str, Tensor]:
         own = {name: stored.read(PEFT_PREFIX + name, rows[name]) for name in names & set(rows)}
         return group.load(rows) | own
 
@@ -226,7 +226,7 @@ def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> 
 def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> WeightGroup:
     """Return a tensor of an adapter as it begins."""
 
-    def load(rows: Rows) -> dict[str, Tensor]:
+    def load(rows: RowSlices) -> dict[str, Tensor]:
         part = rows[name]
         if stored is not None:
             return {name: stored.read(PEFT_PREFIX + name, part)}

@@ -264,7 +264,7 @@ _LINEAR = 1.0
 
 
 @dataclass(frozen=True)
-class Rule:
+class HeadRule:
     """`softcap * tanh(scale * y / softcap) + offset`, as measured."""
 
     scale: float
@@ -305,7 +305,7 @@ def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype:
     outputs, logits = sent.double(), returned.double()
     ours = _applied(outputs, spec.scale, spec.softcap)
     if float((ours - logits).abs().max()) > _LIMITS[dtype] * float(logits.abs().max()):
-        rule = Rule(spec.scale, spec.softcap, 0.0, 0.0)
+        rule = HeadRule(spec.scale, spec.softcap, 0.0, 0.0)
         raise ModelError(
             f"The logits of {name} follow from its output layer by another rule than Holdfast reads from its "
             f"configuration: measured, what the layer gives is returned {measured_rule(outputs, logits).words()}; "
@@ -313,7 +313,7 @@ def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype:
         )
 
 
-def measured_rule(outputs: Tensor, logits: Tensor) -> Rule:
+def measured_rule(outputs: Tensor, logits: Tensor) -> HeadRule:
     """Return the scale, soft cap and addition that come closest; [V] each, float64, `outputs` rising."""
     middle = outputs.abs() <= _LINEAR
     if int(middle.sum()) < 2:  # a small vocabulary
@@ -328,7 +328,7 @@ def measured_rule(outputs: Tensor, logits: Tensor) -> Rule:
     error = float(
         (_applied(outputs, scale, softcap) + offset - logits).abs().max() / logits.abs().max().clamp(min=1e-30)
     )
-    return Rule(scale, softcap, offset, error)
+    return HeadRule(scale, softcap, offset, error)
 
 
 def _applied(outputs: Tensor, scale: float, softcap: float | None) -> Tensor:

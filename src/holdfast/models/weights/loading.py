@@ -24,7 +24,7 @@ from holdfast.models.names import canonical_name
 from holdfast.models.weights.conversion import Conversion, Header
 from holdfast.models.weights.safetensors_files import StoredTensors
 
-Rows = Mapping[str, slice]
+RowSlices = Mapping[str, slice]
 """Tensor name to the rows (of dimension 0) that are wanted."""
 
 
@@ -34,7 +34,7 @@ class WeightGroup:
 
     targets: Mapping[str, Header]
     """What the group yields, whole."""
-    load: Callable[[Rows], dict[str, Tensor]]
+    load: Callable[[RowSlices], dict[str, Tensor]]
     """Returns the wanted rows of each tensor named in its argument, on the CPU."""
 
 
@@ -64,7 +64,7 @@ class StoredSource:
         rows = self.grow_rows.get(name)
         return header if rows is None or not header.shape else Header((rows, *header.shape[1:]), header.dtype)
 
-    def _load(self, conversion: Conversion, rows: Rows) -> dict[str, Tensor]:
+    def _load(self, conversion: Conversion, rows: RowSlices) -> dict[str, Tensor]:
         """Read and convert; of a tensor that is only renamed or stacked, no more than the wanted rows are read."""
         (name,) = conversion.targets if len(conversion.targets) == 1 else (None,)
         if name is not None and conversion.renames_only and name not in self.grow_rows:
@@ -103,7 +103,7 @@ class LiveSource:
             yield WeightGroup(targets, partial(_live_rows, tensor))
 
 
-def _live_rows(tensor: Tensor, rows: Rows) -> dict[str, Tensor]:
+def _live_rows(tensor: Tensor, rows: RowSlices) -> dict[str, Tensor]:
     whole = tensor.detach().cpu()
     return {name: whole[part] if whole.ndim else whole for name, part in rows.items()}
 
@@ -159,7 +159,7 @@ class _Part:
     names: tuple[str, ...]
     seed: int
 
-    def load(self, rows: Rows) -> dict[str, Tensor]:
+    def load(self, rows: RowSlices) -> dict[str, Tensor]:
         """Draw the part in float32 and cut the wanted rows.
 
         Raises:

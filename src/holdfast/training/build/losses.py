@@ -27,10 +27,10 @@ from holdfast.objectives.policy import build_policy_objective
 from holdfast.objectives.preference import KTO, PairedPreference, PairedScores, WeightedLoss
 from holdfast.objectives.supervised import DynamicFineTuning, NegativeLogLikelihood
 from holdfast.training.observe import load_function
-from holdfast.training.run import RunFile
+from holdfast.training.run import ConfiguredRun
 
 
-def supervised_objective(section: SupervisedObjective, setting: RunFile) -> Objective:
+def supervised_objective(section: SupervisedObjective, setting: ConfiguredRun) -> Objective:
     """Return the loss of a supervised run.
 
     Raises:
@@ -45,7 +45,7 @@ def supervised_objective(section: SupervisedObjective, setting: RunFile) -> Obje
             return _users_objective(section, setting)
 
 
-def policy_objective(config: GRPOConfig, setting: RunFile) -> Objective:
+def policy_objective(config: GRPOConfig, setting: ConfiguredRun) -> Objective:
     """Return the loss of a policy's run.
 
     Raises:
@@ -59,7 +59,7 @@ def policy_objective(config: GRPOConfig, setting: RunFile) -> Objective:
     return made if config.critic is None else replace(made, shapes_advantages=False)
 
 
-def preference_objective(section: PreferenceConfig, setting: RunFile) -> Objective:
+def preference_objective(section: PreferenceConfig, setting: ConfiguredRun) -> Objective:
     """Return the loss of a run on preferences.
 
     Raises:
@@ -80,7 +80,7 @@ def preference_objective(section: PreferenceConfig, setting: RunFile) -> Objecti
     return PairedPreference(losses, section.sft, section.needs_reference)
 
 
-def _pair_loss(section: PreferenceLoss, setting: RunFile) -> PairLoss:
+def _pair_loss(section: PreferenceLoss, setting: ConfiguredRun) -> PairLoss:
     match section:
         case UserLossConfig():
             made = _made_by_user(
@@ -99,7 +99,7 @@ def _pair_loss(section: PreferenceLoss, setting: RunFile) -> PairLoss:
             return pair_loss_of(section)
 
 
-def _users_objective(section: UserObjectiveConfig, setting: RunFile) -> Objective:
+def _users_objective(section: UserObjectiveConfig, setting: ConfiguredRun) -> Objective:
     made = _made_by_user(load_function(section.path, setting.base, "objective.path"), section, "objective")
     missing = [name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(made, name)]
     if missing:

@@ -52,16 +52,7 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     config, world, ranks = setting.config, setting.world, setting.ranks
     mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
-    storage, frozen = storage_of(config.model)
-    set_storage(origin.model, storage, frozen)
-    if not trained:
-        origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
-    if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
-        origin.model.set_experts_implementation("eager")
-    router_loss, router_note = (None, "")
-    if trained:
-        router_loss, router_note = ranks.on_all_ranks(lambda: _router_loss(config, origin, world))
-    policy = policy_model(config, origin, router_loss)
+    policy, router_note = unplaced_policy(setting, origin, trained=trained)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     if setting.without_numbers is not None:
@@ -80,6 +71,25 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
             if line:
                 print(line, flush=True)
     return sharded
+
+
+def unplaced_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> tuple[PolicyModel, str]:
+    """Return the policy as it is before its parameters have memory, and what to say of its routers.
+
+    Raises:
+        ConfigError: Its routers' loss cannot be computed on these ranks; the same on all of them.
+    """
+    config = setting.config
+    storage, frozen = storage_of(config.model)
+    set_storage(origin.model, storage, frozen)
+    if not trained:
+        origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
+    if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
+        origin.model.set_experts_implementation("eager")
+    router_loss, router_note = (None, "")
+    if trained:
+        router_loss, router_note = setting.ranks.on_all_ranks(lambda: _router_loss(config, origin, setting.world))
+    return policy_model(config, origin, router_loss), router_note
 
 
 def policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:

@@ -34,7 +34,7 @@ from holdfast.optim.muon import ADAMW, MUON, Muon, Stack
 from holdfast.optim.user import build_user_optimizer
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.observe import load_function
-from holdfast.training.run import RunFile, Setting
+from holdfast.training.run import ConfiguredRun, Setting
 
 LOW_BIT = {"adamw_8bit": AdamW8bit, "adamw_4bit": AdamW4bit, "adamw_fp8": AdamWFP8}
 
@@ -203,7 +203,7 @@ def stacks_of(policy: PolicyModel) -> dict[str, Stack]:
     return stacks
 
 
-def _class_at(path: str, setting: RunFile) -> Any:
+def _class_at(path: str, setting: ConfiguredRun) -> Any:
     place, _, name = path.rpartition(":")
     if place.endswith(".py"):
         return load_function(path, setting.base, "optim.path")

@@ -26,7 +26,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
-from holdfast.training.run import EvaluationSet, Logbook, RunFile, Setting
+from holdfast.training.run import ConfiguredRun, EvaluationSet, Logbook, Setting
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
@@ -58,7 +58,7 @@ class OpenedData:
         return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def open_data(setting: RunFile, rows: Any = None, *, training: bool = True) -> OpenedData:
+def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True) -> OpenedData:
     """Open every source.
 
     Args:
@@ -156,7 +156,7 @@ def check_batch(config: TrainingConfig, data: OpenedData, ranks: int) -> None:
 
 
 def row_tokeniser(
-    setting: RunFile, tokenizer: Any, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
+    setting: ConfiguredRun, tokenizer: Any, formats: dict[str, RowFormat], images: ImageSide | str = BLIND
 ) -> Tokenise[Example]:
     """Return the function that turns rows into sequences."""
     data = setting.config.data
@@ -166,7 +166,7 @@ def row_tokeniser(
 
 
 def evaluation_tokenisers(
-    setting: RunFile, tokenizer: Any, opened: OpenedData, images: ImageSide | str = BLIND
+    setting: ConfiguredRun, tokenizer: Any, opened: OpenedData, images: ImageSide | str = BLIND
 ) -> dict[str, Tokenise[Example]]:
     """Return the functions that turn rows of evaluation sets into sequences, by the set's name.
 
@@ -184,7 +184,7 @@ def evaluation_tokenisers(
 
 
 def preference_tokeniser(
-    config: DPOConfig, setting: RunFile, tokenizer: Any, images: ImageSide | str = BLIND
+    config: DPOConfig, setting: ConfiguredRun, tokenizer: Any, images: ImageSide | str = BLIND
 ) -> Tokenise[Example]:
     """Return the function that turns rows with preferences into sequences."""
     rows = RowTokeniser(tokenizer, config.data, setting.base, images)
@@ -362,7 +362,7 @@ def first_sequences(
     return sequences
 
 
-def row_filter(setting: RunFile) -> Accept | None:
+def row_filter(setting: ConfiguredRun) -> Accept | None:
     """Return the function that says which training rows are taken; None takes all."""
     path = setting.config.data.filter
     if path is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from holdfast.advantages.group import RewardMatrix
 from holdfast.advantages.user import Groups, user_advantages
 from holdfast.config.sections.advantage import UserAdvantageConfig
+from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.candidates import Tokenise
@@ -178,6 +179,8 @@ def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
     """Return what turns images into tokens; or why no row may have some."""
     if config.rollout.record:
         return "rollout.record keeps no images, so a step with some could not be made again; leave it out"
+    if isinstance(config.rollout.engine, VLLMEngineConfig):
+        return "rollout.engine: vllm is sent tokens alone; use rollout.engine: auto"
     if isinstance(config.reference, ServerReferenceConfig) and config.kl.coefficient > 0:
         return NO_IMAGES
     return image_side_of(config, origin)

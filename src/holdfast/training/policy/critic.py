@@ -119,15 +119,15 @@ def _named() -> Iterator[None]:
         raise type(error)(f"The critic (section critic) cannot be built: {error}") from error
 
 
-Numbers = NDArray[np.float64]
+_Numbers = NDArray[np.float64]
 
 
 class _Judged(NamedTuple):
     """What the critic makes of the chosen tokens of a micro-batch, [N] each."""
 
-    advantages: Numbers
-    returns: Numbers
-    values: Numbers
+    advantages: _Numbers
+    returns: _Numbers
+    values: _Numbers
     sequence: NDArray[np.int64]
 
 
@@ -240,8 +240,8 @@ def _at(batch: Batch, name: str) -> Tensor:
     return batch.per_token[name].flatten()[batch.scored].to(torch.float64)
 
 
-def _numbers(values: Tensor) -> Numbers:
-    numbers: Numbers = host_value(values, "values and rewards of tokens, for advantages")
+def _numbers(values: Tensor) -> _Numbers:
+    numbers: _Numbers = host_value(values, "values and rewards of tokens, for advantages")
     return numbers
 
 

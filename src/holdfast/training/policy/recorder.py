@@ -1,7 +1,8 @@
 """Keep what a step was made of, so that one process can make it again, and show some of it to people.
 
 rollouts/step-N.jsonl.gz holds a line about the step and one for each of its groups: everything between sampling and
-the update, and nothing that follows from the weights. samples.jsonl holds the completions of some steps as text.
+the update, and nothing that follows from the weights. samples.jsonl holds the completions of some steps as text, and
+the tokens of a few of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,10 +226,70 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     own_samples += [_shown(step, group, trained=False) for group in rollout.left_out]
     everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
     shown = sorted(everyone, key=lambda item: item.sample_id)
+    tokens = _tokens(run, rollout, shown)
     if run.setting.world.is_first and shown:
-        run.setting.log.samples += [item._asdict() for item in shown]
+        run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in shown]
         if config.show:
             run.setting.log.messages.append(table(choose_samples(shown, config.show), step))
+
+
+def _tokens(run: PolicyRun, rollout: Rollout, shown: Sequence[Shown]) -> dict[int, list[list[Any]]]:
+    """Return the tokens of the best, the worst and the newest completion; all ranks call this together."""
+    if not shown or run.config.metrics.samples != "jsonl":
+        return {}
+    chosen = {item.sample_id for _, item in choose_samples(shown, 3)}
+    own = {
+        trajectory.sample_id: _token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
+        for group in (*rollout.groups, *rollout.left_out)
+        for trajectory in group.trajectories
+        if trajectory.sample_id in chosen
+    }
+    return {sample: rows for part in run.setting.ranks.gather(own) for sample, rows in part.items()}
+
+
+_MOST_TOKENS = 2_000
+"""Of a completion; what comes after is in no record of this kind."""
+_TOKEN_DIGITS = 4
+
+
+def _token_rows(trajectory: Trajectory, prompt_tokens: int, tokenizer: Any) -> list[list[Any]]:
+    """Return [text, log-probability in nats, advantage] of each token behind a prompt; [] without a fast tokenizer.
+
+    A character of several tokens stands at the last of them. What the policy did not choose has no log-probability.
+
+    Args:
+        trajectory: Prompt and completion.
+        prompt_tokens: Length of the prompt.
+        tokenizer: Of the run.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    chosen = slice(prompt_tokens, prompt_tokens + _MOST_TOKENS)
+    texts = _token_texts(backend, trajectory.tokens[chosen].tolist())
+    own = trajectory.loss_mask[chosen].tolist()
+    logprobs = trajectory.sampler_logprobs[chosen].tolist()
+    advantages = [None] * len(own) if trajectory.advantages is None else trajectory.advantages[chosen].tolist()
+    return [
+        [text, _rounded(logprob) if is_own else None, _rounded(advantage) if is_own else None]
+        for text, is_own, logprob, advantage in zip(texts, own, logprobs, advantages, strict=True)
+    ]
+
+
+def _token_texts(backend: Any, tokens: Sequence[int]) -> Iterator[str]:
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    for token in tokens:
+        yield stream.step(backend, token) or ""
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, _TOKEN_DIGITS)
+
+
+def _line(item: Shown, tokens: list[list[Any]] | None) -> dict[str, Any]:
+    return item._asdict() | ({"tokens": tokens} if tokens else {})
 
 
 def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:

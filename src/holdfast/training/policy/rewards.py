@@ -20,7 +20,7 @@ from holdfast.rewards.serving.in_process import RewardsHere
 from holdfast.training.build.begin import Live
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
-from holdfast.training.run import RunFile, Setting
+from holdfast.training.run import ConfiguredRun, Setting
 
 _MOST_WORKERS = 4
 _SHARE_OF_WAIT = 0.75
@@ -89,7 +89,7 @@ class RewardScorer:
     """
 
     def __init__(
-        self, run_file: RunFile, config: RewardPoolConfig, models: Mapping[str, TextScorer], logs: Path
+        self, run_file: ConfiguredRun, config: RewardPoolConfig, models: Mapping[str, TextScorer], logs: Path
     ) -> None:
         assert isinstance(run_file.config, GRPOConfig)
         rewards = run_file.config.reward

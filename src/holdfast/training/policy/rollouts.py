@@ -233,10 +233,16 @@ def sample_groups(
             Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id], prompt.model_inputs, prompt.positions)
             for prompt in prompts
         ]
-        sampled = generate(sampler.engine, requests, sampling, setting.interrupted)
+        # What ends an engine outside of this process for one rank ends the step on all.
+        sampled = setting.ranks.on_all_ranks(lambda: generate(sampler.engine, requests, sampling, setting.interrupted))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
-        if any(setting.ranks.gather(aborted)):
+        everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled)))
+        if any(gone for gone, _ in everyone):
             raise StepAbandoned
+        if unscored := sum(count for _, count in everyone):
+            setting.log.messages.append(
+                f"warning: the engine tells no log-probability of {unscored} sampled tokens; nothing corrects them"
+            )
         _refuse_nan(sharded, sampled)
         by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
         of_id = {prompt.prompt_id: prompt for prompt in prompts}
@@ -254,7 +260,11 @@ def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
     Raises:
         RunStopped: A log-probability is NaN on some rank; raised on all ranks.
     """
-    broken = {completion.request_id for completion in sampled if np.isnan(completion.logprobs).any()}
+    broken = {
+        completion.request_id
+        for completion in sampled
+        if np.count_nonzero(np.isnan(completion.logprobs)) > completion.unscored
+    }
     ids = sorted(number for part in sharded.setting.ranks.gather(broken) for number in part)
     if ids:
         raise RunStopped(
@@ -309,6 +319,8 @@ def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: Samplin
     size, chosen = prompt.tokens.size, sampled.tokens.size
     logprobs = np.concatenate([np.zeros(size, np.float32), sampled.logprobs])
     versions = np.concatenate([np.full(size, -1, np.int32), np.full(chosen, sampled.weights_version, np.int32)])
+    for start, version in sampled.segments:
+        versions[size + start :] = version
     return Trajectory(
         prompt_id=prompt.prompt_id,
         sample_id=prompt.prompt_id * 2**20 + sampled.place,

@@ -63,8 +63,7 @@ class Sampler:
 
     def release(self, sharded: ShardedModel) -> None:
         """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-        if sharded.plan.sharded and self.published is not None:
-            self.engine.sleep()
+        if sharded.plan.sharded and self.published is not None and self.engine.sleep():
             self.published = None
 
 

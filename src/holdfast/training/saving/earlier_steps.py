@@ -23,7 +23,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run, say
 from holdfast.training.saving.exports import set_best_aside
-from holdfast.training.saving.resume import Continuation, go_on, restore
+from holdfast.training.saving.resume import Continuation, go_on, restore_run
 
 RECORD = ".resumed-from.json"
 
@@ -141,7 +141,7 @@ def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: s
             f"{storage.root}/{name}: a tensor in it holds NaN or infinity. To continue from it nevertheless, set "
             "checkpoint.resume.not_finite: true."
         )
-    return restore(run, storage, name, manifest, ranks, manifest.run_id if run_id is None else run_id)
+    return restore_run(run, storage, name, manifest, ranks, manifest.run_id if run_id is None else run_id)
 
 
 def _put_later_aside(run: Run, storage: Storage, step: int) -> list[str]:

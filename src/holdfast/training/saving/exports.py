@@ -14,9 +14,11 @@ import torch
 from holdfast.checkpoint.export.about import ABOUT_FILE as ABOUT
 from holdfast.checkpoint.export.about import Exported, read_about
 from holdfast.checkpoint.export.adapters import Description, export_adapters
+from holdfast.checkpoint.export.card import CARD, card_of
 from holdfast.checkpoint.export.model import check_export_names, export, sync_directory
 from holdfast.checkpoint.place.layout import LATER, TRASH, fresh, step_name
 from holdfast.config.load import EXPORTED_CONFIG
+from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.adapters.files import peft_settings
@@ -61,7 +63,7 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     Args:
         run: The run.
         name: Of the export.
-        metrics: Of this step; what a best export is the best of stands in it.
+        metrics: Of this step; what a best export is the best of stands in it, and what its card says of evaluations.
 
     Of a model with adapters that is the model with the adapters merged, and exports/<name>-adapter holds them alone.
     Averages of the weights go to exports/<name>-ema, or in the place of the weights. exports/<name> comes last:
@@ -79,15 +81,17 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     if ema is not None and ema.export != "none":
         with run.trained.averaged():
             averages = replace(about, weights="averages")
-            place = _export(run, name if ema.export == "instead" else f"{name}-ema", averages)
+            place = _export(run, name if ema.export == "instead" else f"{name}-ema", averages, metrics or {})
         if ema.export == "instead":
             return place
-    return _export(run, name, about)
+    return _export(run, name, about, metrics or {})
 
 
-def _export(run: Run, name: str, exported: Exported) -> str:
+def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float]) -> str:
     place = run.setting.directory / EXPORTS / name
-    texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.setting.config), ABOUT: exported.text()}
+    config = as_plain(run.setting.config)
+    card = card_of(config, run.setting.config.verb, exported, metrics, run.identity.get("data", {}))
+    texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.setting.config), ABOUT: exported.text(), CARD: card}
     with run.setting.phase("export"):
         about = describe_adapters(run)
         if about is not None:

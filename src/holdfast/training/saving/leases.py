@@ -91,14 +91,14 @@ class Places:
 
     def has_run(self) -> bool:
         """Return whether the run's directory holds a run, or checkpoints of one."""
-        own = LocalStorage(self._directory / directory.FOLDER)
+        own = LocalStorage(self._directory / directory.CHECKPOINTS)
         return directory.is_run(self._directory) or has_any(own)
 
     def lost_identity(self) -> str | None:
         """Return which run the checkpoints in the run's directory say they are of, where run.json holds nothing."""
         if not directory.is_blank(self._directory):
             return None
-        own = LocalStorage(self._directory / directory.FOLDER)
+        own = LocalStorage(self._directory / directory.CHECKPOINTS)
         named = {each.run_id for storage in (own, self._storage) for each in manifests(storage).values()}
         return named.pop() if len(named) == 1 else None
 
@@ -111,7 +111,7 @@ class Places:
         """
         is_new = not self._directory.exists()
         with directory.refusing(self._directory):
-            self._leases = [stack.enter_context(Lease(self._directory / directory.FOLDER, self._announce))]
+            self._leases = [stack.enter_context(Lease(self._directory / directory.CHECKPOINTS, self._announce))]
         try:
             self._take_storage(stack)
         except BaseException:
@@ -125,7 +125,7 @@ class Places:
         try:
             if not self._storage.renames:
                 self._leases.append(stack.enter_context(ObjectLease(self._storage, notify=self._announce)))
-            elif not (place.exists() and place.samefile(self._directory / directory.FOLDER)):
+            elif not (place.exists() and place.samefile(self._directory / directory.CHECKPOINTS)):
                 self._made = [each for each in (place, *place.parents) if not each.exists()]
                 self._leases.append(stack.enter_context(Lease(place, self._announce)))
         except OSError as error:

@@ -10,10 +10,10 @@ from holdfast.checkpoint.export.about import check_weights, read_about
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.models.source.origin import locate
 from holdfast.training import directory
-from holdfast.training.run import Run, RunFile
+from holdfast.training.run import ConfiguredRun, Run
 
 
-def notes_of_exports(setting: RunFile, model: Path | None, *, whole: bool = False) -> list[str]:
+def notes_of_exports(setting: ConfiguredRun, model: Path | None, *, whole: bool = False) -> list[str]:
     """Return a line for each export that a model is loaded from, which says whose and of which step it is.
 
     Args:
@@ -33,7 +33,7 @@ def notes_of_exports(setting: RunFile, model: Path | None, *, whole: bool = Fals
     return lines
 
 
-def _places(setting: RunFile, model: Path | None) -> dict[str, Path]:
+def _places(setting: ConfiguredRun, model: Path | None) -> dict[str, Path]:
     places = {} if model is None else {"model.path": model}
     section = setting.config.model
     if section.lora is not None and section.lora.path is not None:
@@ -41,7 +41,7 @@ def _places(setting: RunFile, model: Path | None) -> dict[str, Path]:
     return places
 
 
-def evaluated_model(setting: RunFile, model: Path | None) -> tuple[str, dict[str, Any]]:
+def evaluated_model(setting: ConfiguredRun, model: Path | None) -> tuple[str, dict[str, Any]]:
     """Return a name for files about the model that is evaluated, other than any other model's, and what it is.
 
     It is that of the run and step of an export; other models have that of their directory and a hash of where it lies.

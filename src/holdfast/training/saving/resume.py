@@ -53,7 +53,7 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
         ranks,
         not_finite=run.setting.config.checkpoint.resume.not_finite,
         check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
-        use=lambda name, manifest: restored.append(restore(run, storage, name, manifest, ranks, run_id)),
+        use=lambda name, manifest: restored.append(restore_run(run, storage, name, manifest, ranks, run_id)),
     )
     if choice is None:
         return None
@@ -73,7 +73,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: RankGroup, run_id:
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
-    restored = restore(run, storage, choice.name, choice.manifest, ranks, run_id)
+    restored = restore_run(run, storage, choice.name, choice.manifest, ranks, run_id)
     say(run, choice.words, *restored.lines)
 
 
@@ -88,7 +88,7 @@ class Continuation:
     """What the user reads of it."""
 
 
-def restore(  # noqa: PLR0913 - what is continued, and from what
+def restore_run(  # noqa: PLR0913 - what is continued, and from what
     run: Run, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
 ) -> Continuation:
     """Put a run where a verified checkpoint left it.
@@ -133,7 +133,13 @@ def restore(  # noqa: PLR0913 - what is continued, and from what
         )
     _damage(run)
     run.setting.log.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
-    lines = (_exactness(run, loaded), _hyperparameters(run), *accepted, *loaded.notes, *_changed(run, then))
+    lines = (
+        _of_another_system(loaded) or _exactness(run, loaded),
+        _hyperparameters(run),
+        *accepted,
+        *loaded.notes,
+        *_changed(run, then),
+    )
     return Continuation(manifest, (*accepted, *loaded.deviations), lines)
 
 
@@ -236,6 +242,21 @@ def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
         if key.startswith(MOVES_NUMBERS) and then.get(key) != now.get(key)
     ]
     return [f"changed since the checkpoint: {', '.join(changes)}; the new values hold from here on"] if changes else []
+
+
+IMPORTED = "imported"
+"""Key of trainer.json in a checkpoint that was another system's: whose it was, and what was lost on the way."""
+
+
+def _of_another_system(loaded: LoadedState) -> str:
+    """Return what a checkpoint says that was imported from another system; "" of any other."""
+    source = loaded.shared.get(IMPORTED)
+    if not isinstance(source, dict):
+        return ""
+    return (
+        f"imported from {source.get('system')}, step {source.get('step')}: weights and optimizer continue as they were "
+        "there; the order of rows and random numbers are this run's own"
+    )
 
 
 def _exactness(run: Run, loaded: LoadedState) -> str:

@@ -14,7 +14,7 @@ from holdfast.checkpoint.export.model import write_assets
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
 from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, hold, outline, take, with_companions
-from holdfast.checkpoint.save.rehearsal import RehearsalFailed, Trained
+from holdfast.checkpoint.save.rehearsal import RehearsalFailed, TrainedState
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.models.adapters.files import AdapterSource
 from holdfast.models.weights.loading import StoredSource
@@ -45,7 +45,7 @@ class Contents:
         """Whose state is saved; None where weights alone are."""
         return self._run.trained.optimizer if self._full else None
 
-    def beside(self) -> dict[str, Trained]:
+    def beside(self) -> dict[str, TrainedState]:
         """Return what is saved of models beside the run's own, by name."""
         companions = self._companions
         return {

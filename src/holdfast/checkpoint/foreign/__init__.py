@@ -1,0 +1,1 @@
+"""Other systems' checkpoints, read without running anything they bring."""

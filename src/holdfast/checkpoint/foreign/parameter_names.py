@@ -1,0 +1,59 @@
+"""The order of a model's parameters, for optimizer states that are numbered; and which names are tied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.foreign.record import ForeignCheckpoint
+from holdfast.config.sections.model import ModelConfig
+from holdfast.errors import ModelError
+from holdfast.models.build.model import configured
+from holdfast.models.names import named_parameters, tied_names
+from holdfast.models.source.configuration import maker, on_meta
+
+
+def skeleton_of(folder: Path) -> Any:
+    """Return the model that a directory's config.json describes, on the meta device; its own code is never run.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    raw_config, _ = configured(ModelConfig(path=str(folder)), folder)
+    return on_meta(maker(raw_config, trust_remote_code=False, scorer=False), raw_config)
+
+
+def ordered_parameters(checkpoint: ForeignCheckpoint) -> list[str]:
+    """Return the names of a checkpoint's parameters in the order of `named_parameters`; of tied ones the first.
+
+    The configuration beside it knows; without one, the order of the weights is the same but for buffers.
+    """
+    stored = checkpoint.weights
+    names = [name for name in stored if name not in checkpoint.tied_away]
+    if checkpoint.model_files is None:
+        return names
+    try:
+        skeleton = skeleton_of(checkpoint.model_files)
+    except (ModelError, OSError, ValueError, RuntimeError) as error:
+        checkpoint.add(
+            "note", f"the configuration beside it builds no model ({error}); names follow the weights' order"
+        )
+        return names
+    shapes = {name: tuple(value.shape) for name, value in named_parameters(skeleton).items()}
+    missing = [name for name in shapes if name not in stored]
+    differing = [name for name in shapes if name in stored and stored[name].shape != shapes[name]]
+    if missing or differing:
+        first = (missing or differing)[0]
+        checkpoint.add("note", f"the configuration beside it is of another model: {first} differs; names follow the "
+                               "weights' order")  # fmt: skip
+        return names
+    note_ties(checkpoint, tied_names(skeleton))
+    return list(shapes)
+
+
+def note_ties(checkpoint: ForeignCheckpoint, ties: dict[str, tuple[str, ...]]) -> None:
+    """Note which names of a checkpoint are of one tensor."""
+    for first, others in ties.items():
+        for other in others:
+            if other in checkpoint.weights and first in checkpoint.weights:
+                checkpoint.tied_away[other] = first

@@ -1,0 +1,54 @@
+"""`holdfast launch`: hand a run to a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from holdfast.cli.train import check_paths
+from holdfast.config.verbs.roots import load_run, verb_of
+from holdfast.config.verbs.training import as_plain
+from holdfast.launch.environment import resolve_ranks
+from holdfast.launch.slurm import Job, batch_script, check_cluster, submit
+from holdfast.training.directory import run_directory
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the command line asks of Slurm; see `Job`."""
+
+    nodes: int
+    gpus_per_node: int | None
+    time: str | None
+    interface: str | None
+
+
+def launch_slurm(file: Path, overrides: Sequence[str], ask: Ask, *, to_submit: bool) -> None:
+    """Print the batch job of a run, or submit it.
+
+    Raises:
+        UserError: The run would be refused, or Slurm has no place for the job.
+    """
+    loaded = load_run(file, overrides)
+    config = loaded.config
+    verb = verb_of(as_plain(config))
+    check_paths(verb, config, loaded.base)
+    job = Job(
+        command=[verb, str(file), *overrides],
+        run_directory=run_directory(config),
+        nodes=ask.nodes,
+        ranks_per_node=ask.gpus_per_node or resolve_ranks(config.launch),
+        gpus_per_node=ask.gpus_per_node or 0,
+        time=ask.time,
+        interface=ask.interface,
+        grace_seconds=config.checkpoint.grace_seconds,
+    )
+    text = batch_script(job)
+    if to_submit:
+        check_cluster(job)
+        typer.echo(submit(text))
+    else:
+        typer.echo(text, nl=False)

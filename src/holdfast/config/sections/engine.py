@@ -1,0 +1,92 @@
+"""What samples in a rollout: this process, servers of vLLM, or an engine of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from holdfast.config.base import FunctionPath, Mistake, OneOrSeveral, Positive, PositiveInt, Section
+from holdfast.config.sections.server import EndpointConfig, endpoint_mistakes
+
+LocalKind = Literal["auto", "inprocess", "transformers"]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class LocalEngineConfig(Section):
+    """Sampling in the ranks' own processes.
+
+    `inprocess` decodes over the training weights; `transformers` calls `generate`, slower and for any architecture;
+    `auto` takes the first where the model's attention allows it.
+    """
+
+    kind: LocalKind = "auto"
+
+
+class UserEngineConfig(Section):
+    """An engine of the user's own: a function that takes the keywords of `kwargs` and returns a `RolloutEngine`."""
+
+    kind: Literal["path"] = "path"
+    path: FunctionPath
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Handed to it by name."""
+
+
+class VLLMEngineConfig(EndpointConfig):
+    """Servers of vLLM over HTTP. Weights are pushed to all of them before a rollout, and every push is verified."""
+
+    kind: Literal["vllm"] = "vllm"
+    url: Annotated[list[str], Field(min_length=1), OneOrSeveral()]
+    """One address or several, without a version, as in http://127.0.0.1:8700."""
+    start: bool = False
+    """Start a server at each address beside the ranks, as `holdfast serve` does, and end it with them."""
+    python: str = "python"
+    """The Python in whose environment vLLM is installed, for servers that we start."""
+    open_to_network: bool = False
+    """Let servers that we start listen at another address than this machine's own. Their routes take weights and
+    requests from whoever reaches them."""
+    timeout_seconds: Positive = 600.0
+    """Longest wait for one whole answer."""
+    requests: PositiveInt = 64
+    """Most requests of one rank at a time."""
+    folder: str = "/dev/shm"  # noqa: S108 - memory, and files with names that nobody can guess
+    """Where buckets of weights are laid for the servers; they see it under the same name."""
+    bucket_mib: Positive = 256.0
+    """Size of a bucket; a larger tensor has one of its own."""
+    prove: Annotated[int, Field(ge=1)] | Literal["every_push", "start"] = "every_push"
+    """After which pushes log-probabilities of fixed sequences are compared, engine against trainer, on every server:
+    each, every so many, or the first of a start. Hashes of all bytes are compared at every push."""
+    tolerance: Positive | None = None
+    """Largest difference of a log-probability in nats; default: 1e-4 in float32, and in bfloat16 0.1 for their mean,
+    which cannot see small updates."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield addresses that are none, come twice, or that nobody should listen at."""
+        yield from super().mistakes()
+        for url in self.url:
+            yield from endpoint_mistakes(url, self.api_key_variable)
+            path = urlsplit(url).path.strip("/")
+            if path:
+                yield "url", f"{url}: its routes stand beside /v1; leave /{path} out"
+        if len({url.rstrip("/") for url in self.url}) < len(self.url):
+            yield "url", "an address comes twice; name every server once"
+        if self.start and not self.open_to_network:
+            for url in self.url:
+                host = urlsplit(url).hostname
+                if host not in LOOPBACK:
+                    yield (
+                        "url",
+                        f"a server that we start listens on this machine alone, and {host} is another address; use "
+                        "127.0.0.1, or set rollout.engine.open_to_network",
+                    )
+        if self.start and any(_port(url) is None for url in self.url):
+            yield "url", "name the port of every server that is to be started, as in http://127.0.0.1:8700"
+
+
+def _port(url: str) -> int | None:
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return None

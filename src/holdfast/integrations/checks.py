@@ -1,0 +1,184 @@
+"""Two checks for any script: that a reference model is sharded, and that activation checkpointing computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a check says; true if all is well."""
+
+    well: bool
+    words: str
+    """The cause, and what to do."""
+
+    def __bool__(self) -> bool:
+        """Return whether all is well."""
+        return self.well
+
+    def __str__(self) -> str:
+        """Return the words."""
+        return self.words
+
+
+def reference_is_sharded(model: nn.Module) -> Answer:
+    """Say whether a model that is only read is sharded, layer by layer, and frozen.
+
+    accelerate's `prepare_model(evaluation_mode=True)` leaves FSDP out without a word: every rank then holds all of the
+    model, on the CPU.
+    """
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        return Answer(False, "the model has no parameters")
+    flat = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
+    whole = [name for name, value in parameters.items() if not isinstance(value, DTensor)]
+    if whole and not flat:
+        device = parameters[whole[0]].device
+        return Answer(
+            False,
+            f"{len(whole)} of {len(parameters)} parameters are whole on every rank, on {device}, such as {whole[0]}: "
+            "the model was not sharded, as with accelerate's prepare_model(evaluation_mode=True). Call fully_shard on "
+            "its layers and on itself, or TRL's prepare_fsdp.",
+        )
+    units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule | FullyShardedDataParallel)]
+    if len(units) < 2 and len(list(model.modules())) > 3:
+        return Answer(
+            False,
+            "only the root is sharded, so that a forward pass gathers the whole model on every rank. Call fully_shard "
+            "on each layer first.",
+        )
+    trained = [name for name, value in parameters.items() if value.requires_grad]
+    if trained:
+        return Answer(
+            False, f"{len(trained)} parameters would be trained, such as {trained[0]}: call requires_grad_(False)"
+        )
+    return Answer(True, f"sharded in {len(units)} units, and frozen")
+
+
+def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> Answer:
+    """Say whether the backward pass recomputes what the forward pass computed: the same gradients with and without.
+
+    Nothing in the model changes: gradients that it had come back. Every rank calls it, with its own batch.
+
+    Args:
+        model: As it is trained, with activation checkpointing on; its output has a `loss`.
+        batch: Keyword arguments of its forward pass, labels among them.
+    """
+    before = {name: value.grad for name, value in model.named_parameters()}
+    state = torch.get_rng_state()
+    try:
+        with_it = _gradients(model, batch, state)
+        if isinstance(with_it, Exception):
+            return Answer(False, _cause(model, with_it))
+        with _without_recomputation(model):
+            without = _gradients(model, batch, state)
+        if isinstance(without, Exception):
+            return Answer(False, f"the model fails without activation checkpointing too: {without}")
+        return _compared(model, with_it, without)
+    finally:
+        torch.set_rng_state(state)
+        for name, value in model.named_parameters():
+            value.grad = before[name]
+
+
+def _gradients(model: nn.Module, batch: Mapping[str, Any], state: Tensor) -> dict[str, Tensor] | Exception:
+    torch.set_rng_state(state)
+    for value in model.parameters():
+        value.grad = None
+    try:
+        model(**batch).loss.backward()
+    except Exception as error:  # noqa: BLE001 - torch says what went wrong in several classes
+        return error
+    return {name: value.grad.detach().clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+@contextmanager
+def _without_recomputation(model: nn.Module) -> Iterator[None]:
+    """Let every layer keep what it computes, whether torch's wrappers or transformers' own layers recompute."""
+    wrappers = [part for part in model.modules() if isinstance(part, CheckpointWrapper)]
+    layers = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
+    functions = [part.checkpoint_fn for part in wrappers]
+    try:
+        for part in wrappers:
+            part.checkpoint_fn = partial(_called_once)
+        for layer in layers:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for part, function in zip(wrappers, functions, strict=True):
+            part.checkpoint_fn = function
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+def _called_once(function: Any, *given: Any, **named: Any) -> Any:
+    return function(*given, **{key: value for key, value in named.items() if key not in _OF_CHECKPOINT})
+
+
+_OF_CHECKPOINT = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+"""Arguments of torch's `checkpoint` itself."""
+
+
+def _cause(model: nn.Module, error: Exception) -> str:
+    """Return why a recomputation failed."""
+    text = " ".join(str(error).split())[:160]
+    if _caches(model) and ("different metadata" in text or "must match the size" in text or "must match" in text):
+        return (
+            "the recomputation appends keys and values to the cache a second time, so that they are twice as long "
+            f"({text}). Set model.config.use_cache = False. use_reentrant=True hides the error and makes gradients "
+            "wrong."
+        )
+    return f"the backward pass fails: {type(error).__name__}: {text}"
+
+
+def _caches(model: nn.Module) -> bool:
+    configs = [getattr(part, "config", None) for part in model.modules()]
+    return any(getattr(config, "use_cache", False) for config in configs)
+
+
+def _compared(model: nn.Module, with_it: Mapping[str, Tensor], without: Mapping[str, Tensor]) -> Answer:
+    if missing := sorted(set(without) - set(with_it)):
+        return Answer(
+            False, f"{missing[0]} gets no gradient with activation checkpointing, and does without: {_advice(model)}"
+        )
+    wrong = [name for name, gradient in without.items() if not _close(with_it[name], gradient)]
+    if not wrong:
+        return Answer(True, f"the gradients of {len(without)} parameters are the same with and without recomputation")
+    zero = [name for name in wrong if not _local(with_it[name]).any() and _local(without[name]).any()]
+    names = ", ".join((zero or wrong)[:2])
+    what = f"are zero with it ({names})" if zero else f"differ ({names})"
+    return Answer(False, f"the gradients of {len(wrong)} of {len(without)} parameters {what}: {_advice(model)}")
+
+
+def _advice(model: nn.Module) -> str:
+    if _caches(model):
+        return (
+            "the layers write into a cache of keys and values, which the recomputation writes again. Set "
+            "model.config.use_cache = False, and use_reentrant=False."
+        )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return (
+            "the routers' loss is taken from a pass without gradients, as use_reentrant=True makes it. Set "
+            "use_reentrant=False."
+        )
+    return "dropout drew other numbers (preserve_rng_state=False), or a layer keeps something between its calls."
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    one, other = _local(one).double(), _local(other).double()
+    return float((one - other).norm()) <= 1e-5 * float(other.norm()) + 1e-12

@@ -1,0 +1,153 @@
+"""Lightning: strategies that save and resume through Holdfast, under the names of those that they replace.
+
+    from holdfast.integrations.lightning import ModelParallelStrategy
+    trainer = Trainer(strategy=ModelParallelStrategy(), callbacks=[ModelCheckpoint(...)])
+
+ModelCheckpoint decides when and where, as before; a checkpoint is a directory of Holdfast's. With save_weights_only it
+has no optimizer, and a resume that needs one is refused before anything is touched. Random state is saved too, which
+Lightning does not do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import strategies
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from holdfast import checkpoint
+from holdfast.checkpoint.errors import CheckpointMismatch
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.integrations.fsdp1 import StandIn, hand_back, stand_in
+from holdfast.integrations.saves import UnsuitableTrainer, save_again
+from holdfast.parallel.collectives import RankGroup
+
+_APART = ("state_dict", "optimizer_states")
+
+
+class _Saving:
+    """The methods that both strategies have in the place of Lightning's own."""
+
+    _rehearse = True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Gather nothing: `save_checkpoint` looks at the live tensors."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning's own signature
+        """Gather nothing, as above."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # noqa: ARG002
+        """Write a checkpoint, whole or not at all; `last` and the like take the place of what had their name.
+
+        Raises:
+            SaveFailed: On all ranks; what had the name still has it.
+        """
+        _save(self, checkpoint, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ARG002
+        """Read a checkpoint; nothing live is touched before everything was verified.
+
+        Raises:
+            CheckpointMismatch: It was saved with save_weights_only, and a fit needs an optimizer's state.
+        """
+        return _load(self, checkpoint_path)
+
+    def setup(self, trainer: Any) -> None:
+        """Set up, then rehearse a save.
+
+        Raises:
+            RehearsalFailed: A checkpoint could not be made; nothing was trained.
+        """
+        super().setup(trainer)  # type: ignore[misc]  # of Lightning's strategy beside this
+        strategy: Any = self
+        if self._rehearse and trainer.state.fn == TrainerFn.FITTING and strategy.optimizers:
+            _rehearse(strategy, Path(trainer.default_root_dir))
+
+
+class ModelParallelStrategy(_Saving, strategies.ModelParallelStrategy):  # type: ignore[misc]  # Lightning is untyped here
+    """FSDP2, with saves that are verified."""
+
+    def __init__(self, *others: Any, rehearse: bool = True, **named: Any) -> None:
+        """Take the arguments of Lightning's own strategy.
+
+        Args:
+            others, named: Its own.
+            rehearse: Save, verify and load once before the first step, and leave nothing behind.
+        """
+        super().__init__(*others, **named)
+        self._rehearse = rehearse
+
+
+class FSDPStrategy(_Saving, strategies.FSDPStrategy):  # type: ignore[misc]  # as above
+    """FSDP1, with saves that are verified."""
+
+    def __init__(self, *others: Any, rehearse: bool = True, **named: Any) -> None:
+        """Take the arguments of Lightning's own strategy; as of `ModelParallelStrategy`."""
+        super().__init__(*others, **named)
+        self._rehearse = rehearse
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and give FSDP1 the mesh without which its shards cannot be saved by name."""
+        super().setup_environment()
+        if self.kwargs.get("device_mesh") is None:
+            mesh = init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shard",))
+            self.kwargs["device_mesh"] = mesh
+
+
+def _optimizer(strategy: Any) -> Optimizer:
+    if len(strategy.optimizers) != 1:
+        raise UnsuitableTrainer(
+            f"This module has {len(strategy.optimizers)} optimizers, and one is saved. Give configure_optimizers one, "
+            "with a param group for each part."
+        )
+    optimizer: Optimizer = getattr(strategy.optimizers[0], "_optimizer", strategy.optimizers[0])
+    return optimizer
+
+
+def _parts(model: nn.Module, optimizer: Optimizer | None) -> StandIn:
+    """Return what is saved: the live model and optimizer, or what stands for them where FSDP1 has them."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        return stand_in(model, optimizer)
+    return StandIn(model, optimizer, {})
+
+
+def _rehearse(strategy: Any, folder: Path) -> None:
+    place = strategy.broadcast(str(folder / ".holdfast-rehearsal"))
+    parts = _parts(strategy.model, _optimizer(strategy))
+    checkpoint.rehearse(place, parts.model, parts.optimizer, {"weights_only": False})
+    RankGroup().on_first_rank(lambda: Path(place).rmdir() if Path(place).is_dir() else None)
+
+
+def _save(strategy: Any, content: dict[str, Any], filepath: Any) -> None:
+    whole = "optimizer_states" in content  # save_weights_only leaves it out
+    extra = {key: value for key, value in content.items() if key not in _APART} | {"weights_only": not whole}
+    parts = _parts(strategy.model, _optimizer(strategy) if whole else None)
+    save_again(Path(strategy.broadcast(filepath)), parts.model, parts.optimizer, strategy.broadcast(extra))
+    strategy.barrier()
+
+
+def _load(strategy: Any, checkpoint_path: Any) -> dict[str, Any]:
+    path = strategy.broadcast(str(checkpoint_path))
+    fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING and strategy.optimizers
+    optimizer = _optimizer(strategy) if fitting else None
+    manifest: Manifest = RankGroup().on_first_rank(lambda: checkpoint.verify(path, "names"))
+    if fitting and "optimizer" not in manifest.contents:
+        raise CheckpointMismatch(
+            f"{path} was saved with save_weights_only, and going on needs the state of an optimizer. Nothing was "
+            "changed. To begin anew from its weights, leave ckpt_path out and call holdfast.checkpoint.load(path, "
+            "module) at the end of configure_model."
+        )
+    parts = _parts(strategy.model, optimizer)
+    restored = checkpoint.load(path, parts.model, parts.optimizer, hyperparameters="checkpoint")
+    if parts.names:
+        hand_back(strategy.model, optimizer, parts)
+    content: dict[str, Any] = dict(restored.extra)
+    # The connector looks for the key, and restores nothing from an empty list: the state is where it belongs already.
+    return content if content.pop("weights_only") else content | {"optimizer_states": []}

@@ -1,0 +1,81 @@
+"""What saves inside somebody else's trainer have in common: names that are written again, and which save is whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast import checkpoint
+from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.place.layout import STAGING, TRASH
+from holdfast.checkpoint.place.storage import exchange
+from holdfast.errors import HoldfastError, UserError
+from holdfast.parallel.collectives import RankGroup
+
+
+class UnsuitableTrainer(UserError):  # noqa: N818 - the name says what is wrong
+    """A trainer is set up in a way whose state cannot be saved here; said before anything is trained."""
+
+
+def is_first() -> bool:
+    """Return whether this is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def save_again(path: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, **others: Any) -> Manifest:
+    """Save, and put what had the name away once the new one is whole; all ranks call this.
+
+    A checkpoint of Holdfast is never written over. Where a trainer writes a name a second time, after a resume or as
+    its `last`, the new one is written beside and the two names are exchanged in one step.
+
+    Args:
+        path: The checkpoint's directory.
+        model, optimizer, extra, others: As `checkpoint.save` takes them.
+
+    Raises:
+        SaveFailed: On all ranks; what had the name still has it.
+    """
+    ranks = RankGroup()
+    taken = ranks.agree(path.exists() or path.is_symlink())
+    target = path.with_name(f"{path.name}.new") if taken else path
+    if taken:
+        ranks.on_first_rank(lambda: shutil.rmtree(target, ignore_errors=True))  # of a save that was killed
+    manifest = checkpoint.save(str(target), model, optimizer, extra, **others)
+    ranks.on_first_rank(lambda: checkpoint.verify(str(target), "files"))
+    if taken:
+        ranks.on_first_rank(lambda: _give_name(target, path))
+    return manifest
+
+
+def _give_name(new: Path, path: Path) -> None:
+    if path.is_symlink() or path.is_file() or not exchange(new, path):
+        old = path.with_name(f"{TRASH}{path.name}")
+        path.rename(old)
+        new.rename(path)
+        new = old
+    if new.is_dir() and not new.is_symlink():
+        shutil.rmtree(new, ignore_errors=True)
+    else:
+        new.unlink(missing_ok=True)
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether a checkpoint is there and every byte is what was written; needs no other rank."""
+    try:
+        checkpoint.verify(str(path), "files")
+    except (CheckpointError, NoCheckpoint, HoldfastError, OSError):
+        return False
+    return True
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what saves that were killed left in a directory; rank 0 calls this, where no save goes on."""
+    for each in list(folder.glob("*")) + list(folder.glob(".*")):
+        if each.is_dir() and (each.name.startswith((STAGING, TRASH)) or each.name.endswith(".new")):
+            shutil.rmtree(each, ignore_errors=True)

@@ -1,0 +1,237 @@
+"""Servers of vLLM beside the ranks: started with a run's flags, started again when one dies, ended with the run.
+
+vLLM's API server is one process of several, and the others outlive it when it is killed; so each server leads a session
+of its own, and a guard ends all of it however this process ends. vLLM is not imported: it has a Python of its own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import holdfast.patience
+from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.errors import ConfigError
+from holdfast.launch.processes import Guard, end
+
+_MARK = "HOLDFAST_SERVERS"
+_EXTENSION = "holdfast_vllm_extension"
+_MOST_RESTARTS = 5
+_TAIL = 12
+"""Lines of a log that are shown."""
+_TERM_SECONDS = 10.0
+_KILL_SECONDS = 5.0
+_BATCHED_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Served:
+    """What servers serve."""
+
+    section: VLLMEngineConfig
+    model: Path
+    """Its directory: configuration and tokenizer; weights are pushed."""
+    name: str
+    dtype: str
+    longest: int
+    """Tokens of a prompt and its completion."""
+    on_cpu: bool
+    folder: Path
+    """For logs, and the file that vLLM's workers import."""
+    extension: str = f"{_EXTENSION}.Extension"
+    """The class that they mix into themselves."""
+
+
+def command_of(served: Served, url: str) -> list[str]:
+    """Return the command of a server at an address; no secret stands in it."""
+    place = urlsplit(url)
+    flags: dict[str, str] = {
+        "--model": str(served.model),
+        "--served-model-name": served.name,
+        "--host": place.hostname or "127.0.0.1",
+        "--port": str(place.port),
+        "--dtype": served.dtype,
+        "--max-model-len": str(served.longest),
+        # Weights come by a push before anything is sampled; a push that were missed would show at once.
+        "--load-format": "dummy",
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--worker-extension-cls": served.extension,
+        "--weight-transfer-config": json.dumps({"backend": "holdfast"}),
+        # vLLM 0.32 leaves the old values packed in a tied output layer, so it is a matrix of its own there.
+        "--hf-overrides": json.dumps({"tie_word_embeddings": False}),
+    }
+    switches = ["--enable-scale-out"]
+    if served.on_cpu:
+        # A seed of its own for each request kills vLLM 0.32 on a CPU where a prompt is computed in chunks.
+        switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        flags["--max-num-batched-tokens"] = str(max(_BATCHED_TOKENS, served.longest))
+    words = [word for pair in flags.items() for word in pair]
+    return [served.section.python, "-m", "vllm.entrypoints.openai.api_server", *words, *switches]
+
+
+def environment_of(served: Served, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a server: ours without what describes a rank, and with the key where there is one."""
+    ours = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    own = {
+        "PYTHONPATH": str(served.folder),
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes of pushes
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if served.on_cpu:
+        own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1")}
+        own |= {"VLLM_CPU_KVCACHE_SPACE": environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+    key = served.section.api_key_variable
+    if key is not None:
+        own["VLLM_API_KEY"] = environ.get(key, "")
+    return ours | own
+
+
+@dataclass
+class _Server:
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+    restarts: int = 0
+
+
+@dataclass
+class Servers:
+    """Servers of a run; a context manager that ends them."""
+
+    served: Served
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _servers: list[_Server] = field(default_factory=list)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """Each server's first process."""
+        return [server.process for server in self._servers]
+
+    def __enter__(self) -> Servers:
+        """Start all servers, and return when all of them answer.
+
+        Raises:
+            ConfigError: One does not start.
+        """
+        source = Path(__file__).parents[1] / "rollout" / "vllm_extension.py"
+        shutil.copyfile(source, self.served.folder / f"{_EXTENSION}.py")
+        self._guard = Guard(f"{_MARK}={self._mark}", self.environ)
+        self._guard.__enter__()
+        try:
+            for number, url in enumerate(self.served.section.url):
+                log = self.served.folder / f"server-{number}.log"
+                self._servers.append(_Server(url, log, self._start(url, log)))
+            self._await_all()
+        except BaseException:
+            self._end()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="holdfast-servers", daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all servers, and every process that they started."""
+        self._ended.set()
+        self._watcher.join()
+        self._end()
+
+    def _start(self, url: str, log: Path) -> subprocess.Popen[bytes]:
+        command = command_of(self.served, url)
+        environment = environment_of(self.served, self.environ) | {_MARK: self._mark}
+        try:
+            with log.open("ab") as file:
+                process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                )
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.engine.python: {self.served.section.python} cannot be started ({error}). Name the Python in "
+                "whose environment vLLM is installed."
+            ) from error
+        self._guard.watch(process.pid)
+        return process
+
+    def _await_all(self) -> None:
+        patience = holdfast.patience.current
+        deadline = time.monotonic() + patience.server_start_seconds
+        for server in self._servers:
+            while not answers(server.url):
+                code = server.process.poll()
+                if code is not None or time.monotonic() > deadline:
+                    what = "did not answer in time" if code is None else f"ended with exit code {code}"
+                    raise ConfigError(
+                        f"rollout.engine: the server for {server.url} {what}. The end of its log:\n{tail(server.log)}"
+                    )
+                time.sleep(patience.server_look_seconds)
+
+    def _watch(self) -> None:
+        """Start servers again that died; weights are pushed to them with the next step's."""
+        while not self._ended.wait(holdfast.patience.current.server_look_seconds):
+            for server in self._servers:
+                code = server.process.poll()
+                if code is None or server.restarts == _MOST_RESTARTS:
+                    continue
+                server.restarts += 1
+                print(
+                    f"warning: the server at {server.url} died (exit code {code}; {server.log}), and is started again "
+                    f"({server.restarts} of at most {_MOST_RESTARTS})",
+                    flush=True,
+                )
+                self._end_one(server)
+                with suppress(ConfigError):
+                    server.process = self._start(server.url, server.log)
+
+    def _end_one(self, server: _Server) -> None:
+        # Its session alone: the others carry the same mark, so one that nobody carries stands in its place.
+        nobody = f"{_MARK}={uuid.uuid4().hex}"
+        end(nobody, [server.process.pid], 0.0, _KILL_SECONDS, lambda: _reap([server]))
+
+    def _end(self) -> None:
+        leaders = [server.process.pid for server in self._servers]
+        end(f"{_MARK}={self._mark}", leaders, _TERM_SECONDS, _KILL_SECONDS, lambda: _reap(self._servers))
+        self._guard.__exit__(None, None, None)
+
+
+def _reap(servers: Sequence[_Server]) -> None:
+    for server in servers:
+        server.process.poll()
+
+
+def answers(url: str) -> bool:
+    """Return whether the server at an address is well."""
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def tail(log: Path) -> str:
+    """Return the last lines of a log."""
+    try:
+        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
+    except OSError:
+        return ""

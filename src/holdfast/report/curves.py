@@ -1,0 +1,177 @@
+"""The numbers of a run as columns: of its effective log, and of the steps that resumes went back behind.
+
+A run of 100,000 steps has gigabytes as dictionaries and tens of megabytes as columns, which is why this does not use
+`metrics.sink.read_metrics`; both leave out the same lines. A reader may follow the file while it grows.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.files import RegularFile, parse_json
+
+BLOCK = 1 << 20
+
+
+def go_on() -> None:
+    """Do nothing between two blocks of a file."""
+
+
+@dataclass
+class Column:
+    """A metric by step, in the order of the log; what was no finite number is NaN."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def cut(self, step: int) -> Column | None:
+        """Take off and return what comes after a step; None if nothing does."""
+        place = bisect_right(self.steps, step)
+        if place == len(self.steps):
+            return None
+        rest = Column(self.steps[place:], self.values[place:])
+        del self.steps[place:], self.values[place:]
+        return rest
+
+    @property
+    def not_finite(self) -> list[int]:
+        """The steps without a finite value."""
+        return [step for step, value in zip(self.steps, self.values, strict=True) if not math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A start of the run that continued it."""
+
+    last: int
+    """The last step that had a line before."""
+    to: int
+    """The step that it went on from; the steps between are lost, and were made again."""
+
+
+@dataclass
+class Curves:
+    """All columns of a run, and what else its metrics.jsonl says."""
+
+    columns: dict[str, Column] = field(default_factory=dict)
+    lost: dict[str, list[Column]] = field(default_factory=dict)
+    """By metric, the parts that resumes went back behind."""
+    rewinds: list[Rewind] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    """Steps of the effective log with an evaluation."""
+    last: int | None = None
+    """Step of the last line that counts."""
+    unread: int = 0
+    """Lines that are no JSON objects with a step."""
+
+    def add(self, line: Any) -> None:
+        """Take a line of metrics.jsonl."""
+        if isinstance(line, dict) and line.get("event") == "rewind" and _is_step(line.get("to")):
+            self._rewind(int(line["to"]))
+        elif isinstance(line, dict) and _is_step(line.get("step")):
+            self._take(int(line["step"]), line)
+        else:
+            self.unread += 1
+
+    def _take(self, step: int, line: Mapping[str, Any]) -> None:
+        columns = self.columns
+        evaluated = False
+        for name, value in line.items():
+            if name == "step" or not (value is None or isinstance(value, int | float)):
+                continue
+            column = columns.get(name)
+            if column is None:
+                column = columns[name] = Column()
+            column.steps.append(step)
+            column.values.append(math.nan if value is None else float(value))
+            evaluated = evaluated or name.startswith("eval/")
+        if evaluated and self.evaluated[-1:] != [step]:
+            self.evaluated.append(step)
+        self.last = step
+
+    def _rewind(self, step: int) -> None:
+        self.rewinds.append(Rewind(step if self.last is None else self.last, step))
+        for name, column in self.columns.items():
+            rest = column.cut(step)
+            if rest is not None:
+                self.lost.setdefault(name, []).append(rest)
+        self.evaluated = [each for each in self.evaluated if each <= step]
+        self.last = step if any(column.steps for column in self.columns.values()) else None
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62
+
+
+class LineReader:
+    """Reads the lines that a file of JSON got since the last look; a torn last line waits for its end.
+
+    Args:
+        path: Of the file.
+        last_bytes: Of a longer file the first look reads only so much, from its end; None: all of it.
+    """
+
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
+        self._path = path
+        self._last_bytes = last_bytes
+        self._place = 0
+        self._rest = b""
+
+    def new(self, between: Callable[[], None] = go_on, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
+        """Yield the offset of each new line and what it holds; None for one that is not JSON.
+
+        Args:
+            between: Called between blocks of the file; what it raises ends the reading.
+            to_end: Nothing will follow, so a last line without an end is read as well.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        if not self._path.exists():
+            return
+        with RegularFile(self._path) as file:
+            self._begin(file)
+            while block := file.read(BLOCK):
+                start = self._place - len(self._rest)
+                self._place += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                for line in lines:
+                    if line.strip():
+                        yield start, parsed(line)
+                    start += len(line) + 1
+                between()
+        if to_end and self._rest.strip():
+            yield self._place - len(self._rest), parsed(self._rest)
+
+    def _begin(self, file: RegularFile) -> None:
+        """Go to where the last look ended; at the first one, to the first whole line of what is to be read."""
+        size = file.seek(0, 2)
+        if size < self._place:  # another file has its name now
+            self._place, self._rest = 0, b""
+        if self._place == 0 and self._last_bytes is not None and size > self._last_bytes:
+            self._place = file.seek(size - self._last_bytes)
+            while block := file.read(BLOCK):
+                if (end := block.find(b"\n")) >= 0:
+                    self._place += end + 1
+                    break
+                self._place += len(block)
+        file.seek(self._place)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the file ends within a line."""
+        return bool(self._rest.strip())
+
+
+def parsed(line: bytes) -> Any:
+    """Return what a line of JSON says; None for one that is none."""
+    try:
+        return parse_json(line)
+    except (ValueError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,200 @@
+"""Read a run directory into one record, whatever state it is in: half written, damaged, of an earlier version, running.
+
+What cannot be read is left out and named in `notes`; nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import UserError
+from holdfast.escaping import escaped
+from holdfast.files import NotRegular, read_json, read_text
+from holdfast.metrics.sink import METRICS
+from holdfast.report.checkpoints import CheckpointLine, checkpoint_lines
+from holdfast.report.curves import Curves, LineReader, go_on
+from holdfast.report.samples import SAMPLES, Samples, read_samples
+from holdfast.report.settings import Parent, flat_public, read_configuration, read_parent
+from holdfast.report.state import State, json_lines, state_of
+from holdfast.report.story import Mark, marks_of
+from holdfast.training.directory import EVENTS, IDENTITY
+
+VERSIONS, PLAN = "versions.json", "plan.json"
+MEASURED_MEMORY = ("memory/peak_gib", "memory/resident_gib")
+"""Metrics in GiB, of which the first that a run has counts."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run directory says."""
+
+    directory: Path
+    name: str
+    verb: str
+    run_id: str
+    state: State
+    total: int | None
+    """Steps of the whole run, where the configuration says so."""
+    curves: Curves
+    events: Sequence[Mapping[str, Any]]
+    marks: Sequence[Mark]
+    samples: Samples
+    checkpoints: Sequence[CheckpointLine]
+    configuration: Mapping[str, str]
+    """Flat, without what could be secret."""
+    parent: Parent | None
+    versions: Mapping[str, str]
+    planned_bytes: float | None
+    """Peak memory of a rank by plan.json."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, in sentences."""
+
+    @property
+    def measured_bytes(self) -> float | None:
+        """The most memory that rank 0 noted."""
+        for name in MEASURED_MEMORY:
+            column = self.curves.columns.get(name)
+            values = [value for value in column.values if math.isfinite(value)] if column else []
+            if values:
+                return max(values) * 2**30
+        return None
+
+
+def read_run(directory: Path, between: Callable[[], None] = go_on) -> RunRecord:
+    """Return what a run directory says.
+
+    Args:
+        directory: Of the run.
+        between: Called now and then; what it raises ends the reading.
+
+    Raises:
+        UserError: It is not the directory of a run.
+    """
+    check_is_run(directory)
+    notes: list[str] = []
+    identity = _mapping(directory / IDENTITY, notes)
+    curves = _curves(directory, notes, between)
+    events = _events(directory, notes)
+    configuration, note = read_configuration(directory)
+    notes += [note] * bool(note)
+    checkpoint_section = configuration.get("checkpoint")
+    storage = checkpoint_section.get("storage") if isinstance(checkpoint_section, Mapping) else None
+    checkpoints, note = checkpoint_lines(directory, events, storage if isinstance(storage, str) else None)
+    notes += [note] * bool(note)
+    steps = configuration.get("steps")
+    return RunRecord(
+        directory=directory,
+        name=escaped(directory.absolute().name),
+        verb=escaped(str(identity.get("verb", "run"))),
+        run_id=escaped(str(identity.get("run_id", ""))),
+        state=_state(directory, events, curves.last),
+        total=steps if type(steps) is int else None,
+        curves=curves,
+        events=events,
+        marks=marks_of(curves, events),
+        samples=_samples(directory, notes, between),
+        checkpoints=checkpoints,
+        configuration=flat_public(configuration),
+        parent=read_parent(directory, identity),
+        versions={escaped(str(k)): escaped(str(v)) for k, v in _mapping(directory / VERSIONS, notes).items()},
+        planned_bytes=_planned(directory / PLAN),
+        notes=notes,
+    )
+
+
+def check_is_run(directory: Path) -> None:
+    """Refuse what is not the directory of a run.
+
+    Raises:
+        UserError: With the paths that a run has.
+    """
+    try:
+        if (directory / IDENTITY).exists() or (directory / METRICS).exists():
+            return
+        names = "it holds no run.json and no metrics.jsonl" if directory.is_dir() else "there is no such directory"
+    except OSError as error:
+        names = error.strerror or str(error)
+    raise UserError(
+        f"{directory} is not the directory of a run: {names}. `holdfast runs ls DIR` lists the runs in a directory."
+    )
+
+
+def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        values = read_json(path)
+        if isinstance(values, dict):
+            return values
+        reason = "holds something else than Holdfast writes"
+    except FileNotFoundError:
+        reason = "is missing"
+    except (OSError, ValueError) as error:
+        reason = f"cannot be read ({escaped(str(error))[:200]})"
+    notes.append(f"{path.name} {reason}.")
+    return {}
+
+
+def _curves(directory: Path, notes: list[str], between: Callable[[], None]) -> Curves:
+    curves, reader = Curves(), LineReader(directory / METRICS)
+    try:
+        for _, line in reader.new(between, to_end=True):
+            curves.add(line)
+    except (NotRegular, PermissionError) as error:
+        notes.append(f"{METRICS} cannot be read: {escaped(str(error))}.")
+    if curves.last is None:
+        notes.append(f"{METRICS} has no line of a step yet.")
+    if curves.unread == 1 and reader.is_torn:
+        notes.append(f"The last line of {METRICS} is torn, as after a kill, and is left out.")
+    elif curves.unread:
+        notes.append(f"{curves.unread} lines of {METRICS} could not be read and are left out.")
+    for name, column in curves.columns.items():
+        if steps := column.not_finite:
+            where = ", ".join(map(str, steps[:8])) + (" and others" if len(steps) > 8 else "")
+            plural = "s" * (len(steps) != 1)
+            notes.append(f"{escaped(name)} was no finite number at {len(steps)} step{plural}: {where}.")
+    return curves
+
+
+def _events(directory: Path, notes: list[str]) -> list[dict[str, Any]]:
+    path = directory / EVENTS
+    try:
+        return json_lines(read_text(path))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        notes.append(f"{EVENTS} cannot be read: {escaped(str(error))[:200]}.")
+        return []
+
+
+def _samples(directory: Path, notes: list[str], between: Callable[[], None]) -> Samples:
+    try:
+        samples = read_samples(directory, between)
+    except (NotRegular, PermissionError) as error:
+        notes.append(f"{SAMPLES} cannot be read: {escaped(str(error))}.")
+        return Samples()
+    if samples.unread:
+        plural = "s" * (samples.unread != 1)
+        notes.append(
+            f"{samples.unread} line{plural} of {SAMPLES} could not be read and {'are' if plural else 'is'} left out."
+        )
+    return samples
+
+
+def _state(directory: Path, events: Sequence[Mapping[str, Any]], step: int | None) -> State:
+    try:
+        return state_of(directory, events, step)
+    except (OSError, ValueError) as error:
+        return State("failed", f"how it stands cannot be read: {escaped(str(error))[:200]}")
+
+
+def _planned(path: Path) -> float | None:
+    """Return the peak memory of a rank that the plan of a run names; None where there is no plan."""
+    try:
+        values = read_json(path)
+        peak = values["memory"]["peak_bytes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return float(peak) if isinstance(peak, int | float) and math.isfinite(peak) else None

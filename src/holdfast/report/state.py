@@ -1,0 +1,162 @@
+"""How a run stands, from the small files that it and its launcher leave; nothing is written and no byte is hashed."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast import patience
+from holdfast.config.yaml12 import parse_file
+from holdfast.errors import ConfigError
+from holdfast.files import RegularFile, parse_json, read_bytes, read_json
+from holdfast.metrics.sink import METRICS
+
+LEASE = "checkpoints/.lease.json"
+BY_OBSERVER = "stopped by an observer"
+BY_METRIC = "stop_when: "
+"""As `checkpoint.place` and `training` have them; repeated here because these import torch."""
+
+_ENDINGS = ("done", "stop", "failed")
+_SILENT = "nothing says how it ended"
+
+
+@dataclass(frozen=True)
+class State:
+    """How a run stands."""
+
+    name: Literal["running", "done", "stopped", "failed"]
+    why: str
+
+
+def state_of(place: Path, events: Sequence[Mapping[str, Any]], step: int | None) -> State:
+    """Return how the run in a directory stands.
+
+    Args:
+        place: Of the run.
+        events: Of its events.jsonl.
+        step: Of the last line of its metrics.jsonl.
+
+    Raises:
+        OSError: Its lease cannot be read, or is not a file.
+    """
+    lease = place / LEASE
+    holder = _holder(lease)
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
+    if holder and _lives(lease, holder):
+        return State("running", who)
+    report = _failure_report(place)
+    if report is not None:
+        return State("failed", report)
+    ending = _ending(events, step, place / METRICS)
+    # A holder that ended in good order has given its lease back.
+    if holder and _number(ending.get("time")) < _number(holder.get("time")):
+        return State("failed", f"{who} ended without a word")
+    if ending:
+        return _as_state(ending)
+    if _reached_end(place, step):
+        return State("done", "")
+    return State("failed", _SILENT)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _ending(events: Sequence[Mapping[str, Any]], step: int | None, metrics: Path) -> Mapping[str, Any]:
+    """Return the event that ended the run; empty if there is none, or the run went on since.
+
+    A launcher notes when the last rank had gone, whatever step it knows of. A rank notes the step it ends with.
+    """
+    last: Mapping[str, Any] = next((event for event in reversed(events) if event.get("event") in _ENDINGS), {})
+    if "time" in last:
+        since = metrics.exists() and metrics.stat().st_mtime > _number(last["time"]) + patience.current.clocks_seconds
+        return {} if since else last
+    return last if _number(last.get("step")) >= (step or 0) else {}
+
+
+def _as_state(ending: Mapping[str, Any]) -> State:
+    reason = str(ending.get("reason", ""))
+    if ending["event"] == "failed":
+        return State("failed", reason)
+    if ending["event"] == "done" or reason == BY_OBSERVER or reason.startswith(BY_METRIC):
+        return State("done", reason)
+    return State("stopped", reason)
+
+
+def _holder(lease: Path) -> dict[str, Any]:
+    """Return who holds a run's directory; empty where the lease was given back or nobody ever had one."""
+    try:
+        values = parse_json(read_bytes(lease) or b"{}")
+    except (FileNotFoundError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _lives(lease: Path, holder: Mapping[str, Any]) -> bool:
+    """Return whether a holder lives, by the rules of the lease: its lock within this machine, its age beyond."""
+    young = time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
+    if holder.get("host") != socket.gethostname():
+        return young
+    # A lock that is tried refuses a run that takes it at that moment; without its process nobody needs to try.
+    if not Path(f"/proc/{holder.get('pid')}").exists():
+        return False
+    with RegularFile(lease) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return young
+    return False
+
+
+def _failure_report(place: Path) -> str | None:
+    """Return the first line of what a rank reported last, where a launcher was killed before it could tell."""
+    place = place.absolute()
+    reports = []
+    for path in place.parent.glob(f".{place.name}.launch-*/failure-rank-*.json"):
+        try:
+            values = read_json(path)
+            order = values["kind"] == "peer", float(values["time"])
+            reports.append((order, _first_line(f"Rank {values['rank']}: {values['type']}: {values['message']}")))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return min(reports)[1] if reports else None
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _reached_end(place: Path, step: int | None) -> bool:
+    """Return whether a run of an earlier version, which recorded no end, made its last step or its last export."""
+    if step is None:
+        return False
+    try:
+        if _number(read_json(place / "exports" / "final" / "holdfast_export.json").get("step")) >= step:
+            return True
+    except (OSError, ValueError, AttributeError):
+        pass
+    try:
+        last = parse_file(place / "config.resolved.yaml").values.get("steps")
+    except (OSError, ConfigError):
+        return False
+    return isinstance(last, int) and step >= last
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects of whole lines; a kill may tear the last one."""
+    values = []
+    for line in text.splitlines():
+        try:
+            value = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            values.append(value)
+    return values

@@ -1,0 +1,219 @@
+"""Push weights to servers of vLLM: whole tensors in buckets, each a file that both sides see, every byte hashed.
+
+A push is: pause, begin, buckets, end with the name of the weights, caches reset, resume. The name is stamped last, and
+a server that refuses anything stays paused: nobody samples from half a model. A server that is found dead on the way is
+left out and named; one that refuses ends the run. One run pushes to a server at a time, by a lock beside the buckets.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor
+
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.http_client import EndpointRefuses, EndpointUnwell
+from holdfast.models.weights.conversion import Header
+from holdfast.rollout.servers import VLLMServer
+
+Bucket = dict[str, Tensor]
+_MIB = 2**20
+_IS_OPEN = "already active"
+"""What vLLM says of a session that nobody ended."""
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: float) -> Iterator[Bucket]:
+    """Yield tensors in their order, as many together as fit; a larger one has a bucket of its own."""
+    bucket: Bucket = {}
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > most_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the hash of a tensor's bytes, as the receiving end makes it."""
+    data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+@dataclass
+class Publisher:
+    """Pushes to servers from one process of a run; close it at the run's end.
+
+    Args:
+        folder: Where buckets are laid.
+        bucket_mib: Size of a bucket.
+    """
+
+    folder: Path
+    bucket_mib: float
+    locks: dict[str, int] = field(default_factory=dict)
+    """Open lock files, by the identity of the server."""
+
+    def lease(self, server: VLLMServer, identity: str) -> None:
+        """Take a server for this run, until this process ends.
+
+        Raises:
+            ConfigError: Another run has it, or the folder cannot be written to.
+        """
+        if identity in self.locks:
+            return
+        path = self.folder / f"holdfast-server-{identity}.lock"
+        try:
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"rollout.engine.folder: {self.folder} cannot be written to ({error}).") from error
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(opened, 100, 0).decode(errors="replace").strip() or "unknown"
+            os.close(opened)
+            raise ConfigError(
+                f"rollout.engine.url: another run pushes weights to {server.url} (process {holder}), so samples of "
+                "this run would come from its weights. Start a server of this run's own, or end the other run."
+            ) from error
+        os.ftruncate(opened, 0)
+        os.pwrite(opened, f"{os.getpid()}\n".encode(), 0)
+        if not self.locks:
+            atexit.register(self.close)
+        self.locks[identity] = opened
+
+    def push(
+        self,
+        servers: Sequence[VLLMServer],
+        tensors: Iterable[tuple[str, Tensor]],
+        headers: Mapping[str, Header],
+        label: str,
+    ) -> dict[str, str]:
+        """Push to all servers, and return those that were found dead, by address, with what was seen.
+
+        Args:
+            servers: Well a moment ago.
+            tensors: Whole ones on the CPU, under the names of the model's directory; not walked through on an error.
+            headers: Of all of them.
+            label: Name of these weights, which no others have had.
+
+        Raises:
+            RunStopped: A server refuses what is sent.
+        """
+        push = _Push(servers)
+        push.each(lambda server: _begin(server, headers))
+        for bucket, is_last in _with_last(buckets(tensors, self.bucket_mib * _MIB)):
+            file = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors"
+            try:
+                self._write(file, bucket)
+                hashes = {name: digest(tensor) for name, tensor in bucket.items()}
+                content = {"update_info": {"file": str(file), "hashes": hashes, "last": is_last}}
+                bucket.clear()
+                push.each(lambda server, content=content: server.post("/update_weights", content))  # type: ignore[misc]
+            finally:
+                file.unlink(missing_ok=True)
+        push.each(lambda server: _end(server, label))
+        return push.dead
+
+    def _write(self, file: Path, bucket: Bucket) -> None:
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in bucket.items()}, str(file))
+        except OSError as error:
+            raise RunStopped(
+                f"{sum(tensor.nbytes for tensor in bucket.values()) / _MIB:.0f} MiB of weights could not be written to "
+                f"{file.parent} ({error}). Make room there, or name another rollout.engine.folder."
+            ) from error
+
+    def close(self) -> None:
+        """Let other runs have the servers."""
+        for identity, opened in self.locks.items():
+            with suppress(OSError):
+                (self.folder / f"holdfast-server-{identity}.lock").unlink()
+            os.close(opened)
+        self.locks.clear()
+
+
+class _Push:
+    """Servers while they take a push."""
+
+    def __init__(self, servers: Sequence[VLLMServer]) -> None:
+        self._servers = list(servers)
+        self.dead: dict[str, str] = {}
+
+    def each(self, ask: Callable[[VLLMServer], Any]) -> None:
+        """Ask all servers side by side.
+
+        Raises:
+            RunStopped: One refuses.
+        """
+        if not self._servers:
+            return
+        with ThreadPoolExecutor(len(self._servers)) as threads:
+            answers = [threads.submit(_said, ask, server) for server in self._servers]
+        left = []
+        for server, answer in zip(self._servers, answers, strict=True):
+            why = answer.result()
+            if why is None:
+                left.append(server)
+            elif server.is_well():
+                raise RunStopped(
+                    f"The server at {server.url} refuses the weights that were pushed to it: it {why}. It is paused, "
+                    "and no sample of them was trained on. The same command goes on from the last checkpoint."
+                )
+            else:
+                self.dead[server.url] = why
+        self._servers = left
+
+
+def _said(ask: Callable[[VLLMServer], Any], server: VLLMServer) -> str | None:
+    """Return what went wrong; None if nothing did."""
+    try:
+        ask(server)
+    except (EndpointRefuses, EndpointUnwell) as error:
+        return str(error)
+    return None
+
+
+def _begin(server: VLLMServer, headers: Mapping[str, Header]) -> None:
+    shapes = {name: list(header.shape) for name, header in headers.items()}
+    dtypes = {name: str(header.dtype) for name, header in headers.items()}
+    # A request in an open session kills vLLM 0.32, and a part that waits would hold tokens of two policies.
+    server.post("/pause", mode="abort", clear_cache="true")
+    server.post("/init_weight_transfer_engine", {"init_info": {"shapes": shapes, "dtypes": dtypes}})
+    try:
+        server.post("/start_weight_update")
+    except (EndpointRefuses, EndpointUnwell) as error:
+        if _IS_OPEN not in str(error):
+            raise
+        # A push that ended in the middle, as where another server refused it, left its session open here.
+        server.post("/finish_weight_update", {})
+        server.post("/start_weight_update")
+
+
+def _end(server: VLLMServer, label: str) -> None:
+    server.post("/finish_weight_update", {"weight_version": label})
+    server.post("/reset_prefix_cache", reset_running_requests="true")
+    server.post("/resume")
+
+
+def _with_last(items: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+    """Yield buckets, and whether each is the last; at most one waits."""
+    waiting = next(items, None)
+    while waiting is not None:
+        following = next(items, None)
+        yield waiting, following is None
+        waiting = following

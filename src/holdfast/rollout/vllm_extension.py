@@ -1,0 +1,170 @@
+"""The receiving end of a push of weights: runs inside vLLM's own processes, and never in ours.
+
+`holdfast serve` lays a copy of this file where vLLM's workers find it (`--worker-extension-cls`), so it imports torch,
+vLLM, safetensors and xxhash and nothing of Holdfast. Importing it registers the transfer backend `holdfast`.
+
+A push is a session: init names every tensor, its shape and its dtype; buckets follow as safetensors files that both
+sides see; the last one says so. A tensor that is unknown, comes twice, has another shape, dtype or hash, or never comes
+ends the push with its name. Completeness is judged with the last bucket, not at the end of the session: vLLM 0.32
+ends a session when a bucket is refused, and never when its end is.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+BACKEND = "holdfast"
+_IDENTITY = uuid.uuid4().hex
+"""Of this process: a server that was started again has another one."""
+
+
+@dataclass
+class Init(WeightTransferInitInfo):  # type: ignore[misc]
+    """What a push will hold."""
+
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One bucket."""
+
+    file: str = ""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """XXH3 of the bytes of each tensor, in hexadecimal."""
+    last: bool = False
+
+
+class Buckets(WeightTransferEngine):  # type: ignore[misc]
+    """Takes whole tensors out of buckets, and lets the model load them."""
+
+    init_info_cls, update_info_cls = Init, Update
+    declared: Init | None = None
+    seen: frozenset[str] = frozenset()
+    is_open = False
+
+    def init_transfer_engine(self, init_info: Init) -> None:
+        """Learn what every push from now on holds."""
+        if has_experts(self.model) and self.device.type == "cpu":
+            raise ValueError(
+                "this CPU build of vLLM serves experts wrongly after a push in place, the same weights included; "
+                "sample with rollout.engine: auto, or serve on a GPU"
+            )
+        self.declared = init_info
+
+    def start_weight_update(self) -> None:
+        """Begin a push."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self.declared is None:
+            raise ValueError("a push began before init_weight_transfer_engine named its tensors")
+        self.seen, self.is_open = frozenset(), True
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Take a bucket, or refuse it whole."""
+        try:
+            tensors = self.tensors_of(update_info)
+            self.check(tensors, update_info.hashes)
+            self.seen |= frozenset(tensors)
+            self.load(tensors)
+            if update_info.last:
+                self.check_complete()
+        except BaseException:
+            self.close_session()  # or every layer that waits stays on the meta device
+            raise
+
+    def tensors_of(self, update_info: Update) -> dict[str, torch.Tensor]:
+        """Read a bucket; cloned, since vLLM keeps what belongs to an unfinished layer beyond this call."""
+        with safe_open(update_info.file, framework="pt") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+
+    def check(self, tensors: Mapping[str, torch.Tensor], hashes: Mapping[str, str]) -> None:
+        """Refuse what was not declared so, or did not arrive as it was sent."""
+        assert self.declared is not None
+        if absent := sorted(set(hashes) - set(tensors)):
+            raise ValueError(f"{absent[0]} is not in the bucket that announced it")
+        for name, tensor in tensors.items():
+            shape, dtype = self.declared.shapes.get(name), self.declared.dtypes.get(name)
+            if shape is None:
+                raise ValueError(f"{name} is not of this model")
+            if name in self.seen:
+                raise ValueError(f"{name} was sent twice")
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{name} is {list(tensor.shape)}, expected {shape}")
+            if str(tensor.dtype) != dtype:
+                raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
+            if digest(tensor) != hashes.get(name):
+                raise ValueError(f"{name} arrived with other bytes than were sent (hash {digest(tensor)[:12]})")
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Hand checked tensors to the model."""
+        self.model.load_weights(list(tensors.items()))
+
+    def check_complete(self) -> None:
+        """Refuse a push that lacks a tensor."""
+        assert self.declared is not None
+        names = self.declared.shapes
+        if missing := sorted(set(names) - self.seen):
+            raise ValueError(f"{len(missing)} of {len(names)} tensors were not sent, the first: {missing[0]}")
+
+    def finish_weight_update(self) -> None:
+        """End a push."""
+        self.close_session()
+
+    def close_session(self) -> None:
+        """Let layers take their new values; those that came only in part hold garbage, and the push was refused."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self.is_open:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.is_open = False
+
+    def shutdown(self) -> None:
+        """Have nothing to give back."""
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return the hash of a tensor's bytes."""
+    data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def has_experts(model: torch.nn.Module) -> bool:
+    """Return whether a model as vLLM holds it is a mixture of experts."""
+    return any("moe" in type(module).__name__.lower() for module in model.modules())
+
+
+class Extension:
+    """What /collective_rpc may call by name, beside the worker's own methods."""
+
+    def holdfast_identity(self) -> dict[str, Any]:
+        """Return what a trainer asks before its first push."""
+        worker: Any = self
+        config = worker.model_runner.vllm_config
+        return {
+            "identity": _IDENTITY,
+            "backend": config.weight_transfer_config.backend if config.weight_transfer_config else None,
+            "dtype": str(config.model_config.dtype),
+            "longest": int(config.model_config.max_model_len),
+            "vocabulary": int(config.model_config.get_vocab_size()),
+            "logprobs": str(getattr(config.model_config.logprobs_mode, "value", config.model_config.logprobs_mode)),
+            "tied": bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False)),
+            "block": int(config.cache_config.block_size),
+            "device": str(config.device_config.device_type),
+            "experts": has_experts(worker.model_runner.get_model()),
+        }
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - registering twice is an error there
+    WeightTransferEngineFactory.register_engine(BACKEND, Buckets)

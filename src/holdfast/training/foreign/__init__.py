@@ -1,0 +1,1 @@
+"""Another system's checkpoint as one of a run of ours."""

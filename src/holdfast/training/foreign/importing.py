@@ -1,0 +1,268 @@
+"""Write another system's checkpoint as one of a run of ours; the command of the run then continues it.
+
+The run is built without memory, so that what its own resume would refuse is refused before anything is written, in the
+same words. Tensors are read as they are written, one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.export.stored import PARENT
+from holdfast.checkpoint.foreign.alignment import align
+from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Position
+from holdfast.checkpoint.format.manifest import About, Manifest, TensorEntry
+from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, Snapshot, hold, random_state, random_state_as_json
+from holdfast.checkpoint.format.verification import verify_checkpoint
+from holdfast.checkpoint.load.matching import Declared, refusal
+from holdfast.checkpoint.load.trained import Planned as LoadPlanned
+from holdfast.checkpoint.load.trained import plan_trained
+from holdfast.checkpoint.place.layout import step_name
+from holdfast.checkpoint.place.storage import open_storage
+from holdfast.checkpoint.save.agreement import described_optimizers
+from holdfast.checkpoint.save.writer import commit
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.config.versions import versions
+from holdfast.data.batches.stream import Cursor
+from holdfast.errors import ConfigError
+from holdfast.models.names import tied_names
+from holdfast.optim.schedule import learning_rate_factor
+from holdfast.parallel.mesh import World
+from holdfast.training import directory
+from holdfast.training.foreign.states import Planned, described_state, planned_states, rate_of
+from holdfast.training.foreign.weightless import weightless_run
+from holdfast.training.randomness import seed_rank
+from holdfast.training.run import Run, TrainState
+from holdfast.training.saving.leases import Places
+from holdfast.training.saving.resume import IMPORTED
+from holdfast.training.saving.run_snapshot import run_assets
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user says of an import."""
+
+    data_from_start: bool = False
+    step: int | None = None
+    """Where the checkpoint states none."""
+
+
+def import_run(
+    checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path, world: World, wishes: Wishes
+) -> tuple[Manifest, str, list[str]]:
+    """Write a checkpoint of a new run; return its manifest, its place, and what to say.
+
+    Raises:
+        ConfigError: The run exists, the step or the position in the data is not stated.
+        CheckpointMismatch: The checkpoint does not fit the run; nothing was written.
+        CheckpointCorrupt: A file is damaged; nothing was left behind.
+    """
+    step = _step(checkpoint, wishes)
+    _refuse_weights_only(checkpoint)
+    run = weightless_run(config, base, world)
+    if directory.is_run(run.setting.directory):
+        raise ConfigError(
+            f"{run.setting.directory} is a run already, and an import begins one. Give another name: run.name in the "
+            "file."
+        )
+    parts = hold(run.trained.model)
+    align(checkpoint, {*parts.parameters, *parts.buffers}, tied_names(run.trained.model))
+    snapshot, notes = _snapshot(run, checkpoint, step)
+    _refuse_misfit(run, checkpoint, snapshot, step)
+    notes += _move_to(run, checkpoint, step, wishes)
+    manifest, place = _written(run, checkpoint, snapshot, step)
+    return manifest, place, notes
+
+
+def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
+    step = checkpoint.step if wishes.step is None else wishes.step
+    if step is None:
+        raise ConfigError(
+            f"{checkpoint.path} does not state its step, where the schedule has to go on. Give it: --step N."
+        )
+    if checkpoint.step is not None and step != checkpoint.step:
+        raise ConfigError(f"{checkpoint.path} is of step {checkpoint.step}, and --step says {step}. Leave --step out.")
+    return step
+
+
+def _refuse_weights_only(checkpoint: ForeignCheckpoint) -> None:
+    if not checkpoint.states:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} holds weights and no optimizer state, so no run can continue it. Begin a new one from "
+            "its weights: `holdfast checkpoint import --export OUT`, then model.path: OUT."
+        )
+
+
+def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> tuple[Snapshot, list[str]]:
+    """Return what will be written; its tensors have no memory until they are."""
+    states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
+    planned = {MODEL + name: Planned(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()}
+    planned |= {f"{OPTIM}{name}.{slot}": each for name, slots in states.items() for slot, each in slots.items()}
+    tensors = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in planned.items()}
+    by_name = {name: {slot: tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()}
+    seed_rank(run.setting.config.seed, 0, deterministic=run.setting.config.determinism, step=step)
+    trained = {name for group in checkpoint.groups for name in group.names} | set(checkpoint.states)
+    snapshot = Snapshot(
+        tensors=tensors,
+        trained=frozenset(MODEL + name for name in trained),
+        ties=hold(run.trained.model).ties,
+        optimizer=described_state(checkpoint, run.trained.optimizer, by_name),
+        rank_state={"random": random_state_as_json(random_state())},
+        shared={},
+        contents=("model", "optimizer", "trainer", "rank"),
+        readers={name: _reader(name, each.read) for name, each in planned.items()},
+    )
+    return snapshot, [f"repaired: {finding.text}" for finding in checkpoint.of_kind("repair")]
+
+
+def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def named() -> Tensor:
+        try:
+            return read()
+        except (DamagedFile, OSError) as error:
+            raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
+
+    return named
+
+
+def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> None:
+    """Compare with the run as its own resume will.
+
+    Raises:
+        CheckpointMismatch: It would refuse it.
+    """
+    entries = {
+        name: TensorEntry(tuple(value.shape), str(value.dtype).removeprefix("torch."), (), name in snapshot.trained)
+        for name, value in snapshot.tensors.items()
+    }
+    manifest = Manifest("", step, snapshot.contents, {}, entries, optimizer=described_optimizers(snapshot))
+    resume = run.setting.config.checkpoint.resume
+    declared = Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
+    planned = LoadPlanned()
+    trained = run.trained
+    trained.unfreeze(step)
+    parameters = trained.unfreezing.parameters
+    plan_trained(planned, trained.model, parameters, trained.optimizer, manifest, declared, "live")
+    if planned.plan.refused:
+        raise CheckpointMismatch(refusal(str(checkpoint.path), [*planned.plan.refused[:3], *_hints(run, checkpoint)]))
+
+
+def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
+    """Yield what a file of the run would have to say, where most of a misfit has one cause."""
+    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in checkpoint.weights.values()}
+    if len(dtypes) == 1 and dtypes != {run.setting.config.model.dtype}:
+        yield f"model.dtype: {dtypes.pop()} would fit its weights"
+    names = run.trained.unfreezing.parameters
+    frozen = sorted(name for name in names if name in checkpoint.weights and name not in checkpoint.states)
+    here = [name for name in frozen if names[name].requires_grad]
+    if here:
+        yield f"it trained {len(checkpoint.states)} parameters; model.freeze must name the others, such as {here[0]}"
+
+
+def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, wishes: Wishes) -> list[str]:
+    """Put the run at a step and its rows where they stood; return what to say of it.
+
+    Raises:
+        ConfigError: The position is not stated, and the rows were not to begin anew.
+    """
+    run.trained.state = TrainState(step=step, updates=step)
+    notes = []
+    if wishes.data_from_start:
+        notes.append("data: the rows begin anew (--data-from-start)")
+    elif checkpoint.position is None:
+        raise ConfigError(
+            f"{checkpoint.path} does not state its position in the data. Give --data-from-start to begin the rows "
+            "anew; rows that were trained on come again. Nothing was written."
+        )
+    else:
+        run.stream.cursor, words = _cursor(run, checkpoint, checkpoint.position)
+        notes.append(words)
+    return [*notes, *_rates(run, checkpoint, step)]
+
+
+def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tuple[Cursor, str]:
+    """Return where the rows go on, and words about it.
+
+    Raises:
+        ConfigError: A position in rows says nothing here.
+    """
+    data, size = run.setting.config.data, run.stream.state()["sizes"]
+    whole = None if None in size else sum(size)
+    if data.packing == "wrapped" or (whole is None and (position.epoch or position.share)):
+        raise ConfigError(
+            f"{checkpoint.path} states its position in rows, and here windows are cut across rows or nobody knows how "
+            "many there are. Give --data-from-start to begin them anew. Nothing was written."
+        )
+    rows = _rows_done(position, data.batch_size, whole or 0)
+    if whole is not None and rows > whole:
+        raise ConfigError(
+            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other rows. "
+            "Name the same ones, or give --data-from-start. Nothing was written."
+        )
+    first = position.epoch * (whole or 0)
+    cursor = Cursor(first + rows, position.epoch, first, math.ceil(rows / data.batch_size), rows, 0)
+    words = f"data: goes on behind {rows:,} rows of pass {position.epoch + 1}"
+    if data.shuffle:
+        words += ", in this run's own order: some of these come again, and as many that were not trained on do not come"
+    return cursor, words
+
+
+def _rows_done(position: Position, batch_size: int, whole: int) -> int:
+    """Return the rows of the pass that were drawn, from whatever the system counts."""
+    if position.rows is not None:
+        return position.rows
+    if position.batches is not None:
+        return position.batches * batch_size
+    return round((position.share or 0.0) * whole)
+
+
+def _rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
+    """Compare the learning rates there and here."""
+    optim, total = run.setting.config.optim, run.setting.config.steps
+    then = rate_of(checkpoint)
+    if then is None or (optim.schedule.needs_last_step and total is None):
+        return []
+    now = optim.lr * learning_rate_factor(optim.schedule, step, total)
+    return [f"learning rate: {then:g} there, {now:g} for the next step here (optim.lr and optim.schedule)"]
+
+
+def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> tuple[Manifest, str]:
+    setting, config = run.setting, run.setting.config
+    lost = [finding.text for finding in checkpoint.of_kind("loss")]
+    source = {"system": checkpoint.system, "path": str(checkpoint.path), "step": step}
+    assets = dict(run_assets(run)) | {PARENT: json.dumps({IMPORTED: source}, sort_keys=True).encode()}
+    shared = {
+        "state": run.trained.state.as_plain(),
+        "stream": run.stream.state(),
+        IMPORTED: {**source, "lost": lost},
+    }
+    storage = open_storage(directory.checkpoint_place(setting.directory, config))
+    places = Places(setting.directory, storage, lambda _: None)
+    with ExitStack() as stack:
+        places.take(stack)
+        try:
+            directory.create(setting.directory, config, config.verb, None, {IMPORTED: source})
+            about = About(
+                run_id=directory.run_id(setting.directory),
+                step=step,
+                versions=versions(),
+                deviations=(f"imported from {checkpoint.system} ({checkpoint.path})",),
+                fingerprints=run.identity,
+            )
+            complete = replace(snapshot, shared=shared, assets=assets)
+            manifest = commit(complete, storage, about, setting.ranks, name=step_name(step))
+            verify_checkpoint(storage, step_name(step), "files")
+            directory.note_saved(setting.directory, step)
+        except BaseException:
+            places.remove()
+            raise
+    return manifest, f"{storage.root}/{step_name(step)}"

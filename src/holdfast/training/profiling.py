@@ -1,0 +1,67 @@
+"""Profile some steps: what torch saw of them, as a trace of every rank, and where the device's memory went.
+
+profile/rank-N.json.gz opens in ui.perfetto.dev or chrome://tracing; profile/rank-N.memory.pickle, on CUDA alone, at
+pytorch.org/memory_viz. Profiling slows the steps it sees and changes no number.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from holdfast.training.run import Setting
+
+PROFILE_FOLDER = "profile"
+_MOST_ALLOCATIONS = 100_000
+
+
+class StepProfiler:
+    """Sees the steps that `profile.steps` names; does nothing in a run that has no such section."""
+
+    def __init__(self, setting: Setting) -> None:
+        section = setting.config.profile
+        self._first, self._last = (0, 0) if section is None else section.steps
+        self._setting = setting
+        self._profile: profile | None = None
+        self._cuda = setting.world.device.type == "cuda"
+
+    def before(self, step: int) -> None:
+        """Begin, if this is the first step that is seen, or the run was started again within them."""
+        if self._profile is not None or not self._first <= step <= self._last:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        self._profile = profile(activities=activities, profile_memory=True)
+        if self._cuda:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        self._profile.start()
+
+    def after(self, step: int) -> None:
+        """End and write, if this was the last one."""
+        if self._profile is not None and step >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was seen; a disk that does not take it is told, and ends no run."""
+        if self._profile is None:
+            return
+        seen, self._profile = self._profile, None
+        seen.stop()
+        folder, rank = self._setting.directory / PROFILE_FOLDER, self._setting.ranks.rank
+        try:
+            folder.mkdir(exist_ok=True)
+            seen.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
+            if self._cuda:
+                _write_memory(folder / f"rank-{rank}.memory.pickle")
+            words = f"steps {self._first} to {self._last} are profiled in {folder}; open a trace in ui.perfetto.dev"
+        except (OSError, RuntimeError) as error:
+            words = f"warning: the profile could not be written: {error}"
+        self._setting.log.messages.append(words)
+
+
+def _write_memory(place: Path) -> None:
+    torch.cuda.memory._dump_snapshot(str(place))  # type: ignore[no-untyped-call]  # torch's
+    with suppress(RuntimeError):
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,1 @@
+"""Servers of vLLM that sample from the policy: reached, pushed to, and proved."""

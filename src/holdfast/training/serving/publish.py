@@ -1,0 +1,173 @@
+"""Publish the policy's weights to servers of vLLM, and open the engine that samples from them.
+
+Before a sample is drawn every server that lives has the present weights: their bytes are compared by hash on arrival,
+and what the engine makes of them by a proof (`proof.py`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.errors import RunStopped
+from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
+from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.rollout.publish import Publisher
+from holdfast.rollout.sampling import Stops
+from holdfast.rollout.servers import VLLMServer
+from holdfast.rollout.vllm import VLLMEngine
+from holdfast.training.run import ShardedModel
+from holdfast.training.serving.meet import living_of, met, state_of
+from holdfast.training.serving.proof import Proof, Prover
+
+
+class Outgoing(NamedTuple):
+    """What a push holds."""
+
+    conversions: tuple[Conversion, ...]
+    headers: Mapping[str, Header]
+    tie: tuple[str, str] | None
+    """Names of the embedding, and of the output layer that is sent with its values."""
+
+
+def outgoing(sharded: ShardedModel) -> Outgoing:
+    """Plan a push: names as in an export, and an output layer of its own even where the model ties it."""
+    skeleton, dtype = sharded.origin.skeleton, _dtype(sharded)
+    planned = plan_outgoing(skeleton, headers_of(held_tensors(sharded.model), dtype), sharded.origin.used_conversions)
+    headers = {name: header for conversion in planned for name, header in conversion.targets.items()}
+    inputs, outputs = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    if outputs is None or outputs.weight is not inputs.weight:
+        return Outgoing(tuple(planned), headers, None)
+    of_module = {id(module): name for name, module in skeleton.named_modules()}
+    source, head = f"{of_module[id(inputs)]}.weight", f"{of_module[id(outputs)]}.weight"
+    embedding = next(next(iter(each.targets)) for each in planned if source in each.sources or head in each.sources)
+    # vLLM 0.32 leaves the old values packed in a tied head, so servers hold it as a matrix of its own.
+    return Outgoing(tuple(planned), {**headers, head: headers[embedding]}, (embedding, head))
+
+
+def _stream(sharded: ShardedModel, plan: Outgoing) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors on rank 0, on the CPU; elsewhere send their shards."""
+    holdings, is_first = held_tensors(sharded.model), sharded.setting.world.is_first
+    for name, pieces in converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first):
+        parts = list(pieces)
+        whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
+        yield name, whole
+        if plan.tie is not None and name == plan.tie[0]:
+            yield plan.tie[1], whole.clone()  # a bucket's file takes no memory twice
+
+
+def _dtype(sharded: ShardedModel) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    return dtype
+
+
+class ServedEngine(VLLMEngine):
+    """Servers that sample from a policy; all ranks build it, and rank 0 pushes.
+
+    Args:
+        section: The servers, and how they are asked.
+        servers: The same, reached and checked.
+        stops: What ends a completion.
+        mark: Drawn anew at each start of a run, the same on all ranks: no two pushes have one name.
+        prover: Compares them with the trainer.
+    """
+
+    def __init__(
+        self,
+        section: VLLMEngineConfig,
+        servers: Sequence[VLLMServer],
+        stops: Stops,
+        mark: str,
+        prover: Prover,
+    ) -> None:
+        super().__init__(section, servers, stops)
+        self._mark_of_run, self._pushes = mark, 0
+        self._publisher = Publisher(Path(section.folder), section.bucket_mib)
+        self._prover = prover
+        self.proofs: list[Proof] = []
+        """Of the last push that was proved; on rank 0."""
+
+    def publish(self, sharded: ShardedModel) -> None:
+        """Push the policy's present weights to every server that lives, and prove it; all ranks call this together.
+
+        Raises:
+            RunStopped: No server lives, one refuses the weights, or one says other numbers than the trainer.
+        """
+        start, ranks = time.perf_counter(), sharded.setting.ranks
+        self._pushes += 1
+        label = f"{self._mark_of_run}-{self._pushes}"
+        with ranks.together():
+            pushed = self._pushed(sharded, label)
+        servers = ranks.agree(pushed)
+        self.follow(servers, label, sharded.state.updates)
+        if self._is_proved():
+            present = [server for server in self.servers if server.url in servers]
+            self.proofs = self._prover.prove(sharded, present)
+        if self._pushes == 1 and sharded.setting.world.is_first:
+            worst = max((proof.difference for proof in self.proofs), default=float("nan"))
+            print(
+                f"weights pushed to {len(servers)} of {len(self.servers)} servers and proved in "
+                f"{time.perf_counter() - start:.1f} s: log-probabilities differ by {worst:.1e}",
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Close connections, and let other runs push."""
+        super().close()
+        self._publisher.close()
+
+    def _pushed(self, sharded: ShardedModel, label: str) -> list[str]:
+        """Return the addresses of the servers that took the weights; on rank 0."""
+        plan = outgoing(sharded)
+        tensors = _stream(sharded, plan)
+        if not sharded.setting.world.is_first:
+            for _ in tensors:
+                pass
+            return []
+        try:
+            living = living_of(self.servers, self._section)
+            for server in living:
+                self._publisher.lease(server, state_of(server, sharded).identity)
+            dead = self._publisher.push(living, tensors, plan.headers, label)
+            for url, why in dead.items():
+                print(
+                    f"warning: the server at {url} {why} while weights were pushed to it, and is left out", flush=True
+                )
+            pushed = [server.url for server in living if server.url not in dead]
+            if not pushed:
+                raise RunStopped(
+                    f"No server took the weights: {'; '.join(f'{url} {why}' for url, why in dead.items())}."
+                )
+            return pushed
+        finally:
+            for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
+                pass
+
+    def _is_proved(self) -> bool:
+        every = self._section.prove
+        if every == "start":
+            return self._pushes == 1
+        return every == "every_push" or (self._pushes - 1) % int(every) == 0
+
+
+def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops) -> ServedEngine:
+    """Reach the servers of a section, and see that they fit the run; all ranks call this together.
+
+    Raises:
+        ConfigError: One is not there, or serves something else.
+    """
+    ranks = sharded.setting.ranks
+    servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
+    states = ranks.on_first_rank(lambda: met(servers, sharded, section))
+    named = [replace(server, model=state.model) for server, state in zip(servers, states, strict=True)]
+    mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
+    block, longest = max(int(state.facts["block"]) for state in states), min(state.longest for state in states)
+    return ServedEngine(section, named, stops, mark, Prover(section.tolerance, block, longest))

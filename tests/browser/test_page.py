@@ -1,0 +1,217 @@
+"""The page in Chromium: nothing is asked for, nothing complains, what is drawn is the log, and it can be used."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.metrics.sink import read_metrics
+from holdfast.report.page import write_page
+from tests.browser.driver import AXE, Browser, driving, missing
+from tests.report.cases import RunFolder, killed_run, long_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+
+SAMPLES = 64
+"""Completions of the killed run that count."""
+WIDTHS, THEMES = (380, 800, 1400), ("light", "dark")
+HERE = Path(__file__).parent
+OVERLAPS = (HERE / "overlaps.js").read_text()
+DRAWN = (HERE / "drawn.js").read_text()
+CONTRAST = (HERE / "contrast.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with driving() as browser:
+        yield browser
+
+
+@pytest.fixture
+def quiet(browser: Browser) -> Iterator[Browser]:
+    """Return the browser; after the test nothing may have been asked for and nothing may have complained."""
+    browser.size(1400)
+    browser.prefer("light")
+    yield browser
+    requests = [address for address in browser.requests() if not address.startswith(("file:", "data:"))]
+    assert requests == []
+    assert browser.console() == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    run = killed_run(tmp_path_factory.mktemp("killed"))
+    write_page([run.place], None)
+    return run
+
+
+def open_page(browser: Browser, run: RunFolder) -> None:
+    browser.open(run.place / "report.html")
+
+
+def test_what_is_drawn_is_the_effective_log_and_every_mark(quiet: Browser, run: RunFolder) -> None:
+    open_page(quiet, run)
+    quiet.draw_all()
+
+    drawn: dict[str, list[dict[str, Any]]] = quiet.run(DRAWN)
+
+    lines = read_metrics(run.place / "metrics.jsonl")
+    curves = [trace for chart, traces in drawn.items() if chart.startswith("chart-") for trace in traces]
+    of_log = [trace for trace in curves if trace["kind"] in {"curve", "evaluation"}]
+    assert len(of_log) >= 7
+    for trace in of_log:
+        points = [(line["step"], line[trace["metric"]]) for line in lines if trace["metric"] in line]
+        assert trace["x"] == [step for step, _ in points]
+        assert trace["y"] == [None if value is None else pytest.approx(value, rel=1e-6) for _, value in points]
+        assert (trace["mode"] == "markers") == (trace["kind"] == "evaluation")
+    raw = (run.place / "metrics.jsonl").read_text().splitlines()
+    rewinds = sum('"event"' in line for line in raw)
+    marks = Counter({trace["kind"]: len(trace["x"]) for trace in drawn["timeline"]})
+    evaluated = len({line["step"] for line in lines if any(name.startswith("eval/") for name in line)})
+    assert (marks["resumed"], marks["failed"], marks["evaluated"]) == (rewinds, rewinds, evaluated)
+    assert (marks["saved"], marks["alarm"], marks["exported"]) == (6, 1, 1)
+    lost = [trace for trace in curves if trace["kind"] == "lost" and trace["metric"] == "reward"]
+    assert [(trace["x"][0], trace["x"][-1]) for trace in lost] == [(11, 14), (31, 37), (51, 52)]
+
+
+def test_a_filter_is_typed_and_a_group_opened_by_the_keyboard_alone(quiet: Browser, run: RunFolder) -> None:
+    open_page(quiet, run)
+    focus = "const e = document.activeElement; return e.id || e.tagName + ' ' + e.textContent.slice(0, 30)"
+
+    quiet.press("Tab")
+    first = quiet.run(focus)
+    seen = []
+    for _ in range(60):
+        quiet.press("Tab")
+        seen.append(quiet.run(focus))
+        if seen[-1] == "search":
+            break
+    quiet.press(*"with tok")
+    quiet.wait_for("return document.getElementById('count').textContent.startsWith('1 of ')")
+    for _ in range(3):
+        quiet.press("Tab")
+    quiet.press("Enter")
+    quiet.wait_for("return document.querySelector('#list details[open] article pre.completion')")
+
+    assert first == "A Skip to the curves"
+    assert {"theme", "logarithmic", "metric", "search"} <= set(seen)
+    text = quiet.run("return document.querySelector('#list details[open] pre.completion').textContent")
+    tokens = quiet.run(
+        "return [...document.querySelectorAll('#list .token')].map((e) => [e.textContent, e.style.backgroundColor])"
+    )
+    assert text == "plain answer"
+    assert [words for words, _ in tokens] == ["plain", " ans", "wer"]
+    assert tokens[0][1] != tokens[1][1] != tokens[2][1]
+    assert quiet.run("return document.getElementById('count').textContent") == f"1 of {SAMPLES} completions in 1 groups"
+
+
+def test_orders_sort_by_reward_and_more_is_shown_on_request(quiet: Browser, run: RunFolder) -> None:
+    open_page(quiet, run)
+
+    quiet.run(
+        "const order = document.getElementById('order'); order.value = 'high'; order.dispatchEvent(new Event('change'))"
+    )
+
+    read = "return [...document.querySelectorAll('#list article .numbers')].map((e) => e.textContent)"
+    rewards = [float(text.partition("reward ")[2].split("advantage")[0]) for text in quiet.run(read)]
+    assert len(rewards) == 25
+    assert rewards == sorted(rewards, reverse=True)
+    quiet.run("document.getElementById('more').click()")
+    quiet.run("document.getElementById('more').click()")
+    assert len(quiet.run(read)) == SAMPLES
+    assert quiet.run("return document.getElementById('more').hidden")
+
+
+def test_hostile_completions_are_text(quiet: Browser, run: RunFolder) -> None:
+    open_page(quiet, run)
+    quiet.run("window.alert = (words) => { document.title = 'attacked ' + words }")
+
+    quiet.run("for (const box of document.querySelectorAll('#list details')) box.open = true")
+    quiet.wait_for("return document.querySelectorAll('#list article').length > 50")
+
+    completions = "return [...document.querySelectorAll('#list pre.completion')].map((e) => e.textContent)"
+    texts = quiet.run(completions)
+    assert "</script><script>alert(1)</script>" in texts
+    assert "<img src=x onerror=alert(2)>" in texts
+    assert quiet.run("return document.querySelectorAll('#list img, #list script').length") == 0
+    assert "attacked" not in quiet.run("return document.title")
+    longest = max(texts, key=len)
+    assert len(longest) == 301
+    quiet.run("[...document.querySelectorAll('#list article button')].at(-1).click()")
+    assert max(map(len, quiet.run(completions))) == 5000
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_boxes_overlap_and_text_can_be_read(quiet: Browser, run: RunFolder, width: int, theme: str) -> None:
+    quiet.size(width)
+    quiet.prefer(theme)
+    open_page(quiet, run)
+    quiet.run("for (const box of [...document.querySelectorAll('details')].slice(-3)) box.open = true")
+    quiet.run("document.querySelector('#list details').open = true")
+    quiet.draw_all()
+
+    assert quiet.run("return document.documentElement.dataset.theme") == theme
+    assert quiet.run(OVERLAPS) == []
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: tools/install_browser.sh")
+    quiet.run(AXE.read_text() + "; window.axe = axe;")
+    found = quiet.run_async(CONTRAST)
+    assert found["violations"] == []
+    assert found["contrasts"] > 100
+
+
+def test_a_theme_is_switched_and_charts_follow(quiet: Browser, run: RunFolder) -> None:
+    open_page(quiet, run)
+    quiet.draw_all()
+    before = quiet.run("return document.getElementById('chart-0').layout.font.color")
+
+    quiet.run("document.getElementById('theme').click()")
+
+    assert quiet.run("return document.documentElement.dataset.theme") == "dark"
+    assert quiet.run("return document.getElementById('chart-0').layout.font.color") != before
+
+
+def test_a_printed_page_has_every_chart(quiet: Browser, run: RunFolder) -> None:
+    open_page(quiet, run)
+
+    data = quiet.devtools("Page.printToPDF", {"printBackground": True})["data"]
+
+    assert base64.b64decode(data).startswith(b"%PDF")
+    drawn = quiet.run(DRAWN)
+    charts = quiet.run("return page.charts.length")
+    assert {f"chart-{place}" for place in range(charts)} <= set(drawn)
+
+
+def test_two_runs_are_drawn_in_two_colours(quiet: Browser, tmp_path: Path) -> None:
+    one, two = killed_run(tmp_path, "one"), killed_run(tmp_path, "two")
+    page = write_page([one.place, two.place], tmp_path / "both.html")
+    quiet.open(page)
+    quiet.draw_all()
+
+    names = quiet.run("return document.getElementById('chart-0').data.map((trace) => [trace.name, trace.line.color])")
+
+    assert len({colour for _, colour in names}) == 2
+    assert {name.partition(",")[0] for name, _ in names} == {"one", "two"}
+    assert quiet.run(OVERLAPS) == []
+
+
+def test_a_run_of_100_000_steps_opens_in_three_seconds(quiet: Browser, tmp_path: Path) -> None:
+    run = long_run(tmp_path, steps=100_000, samples=20_000, metrics=12)
+    page = write_page([run.place], None)
+    quiet.open(page)
+    quiet.wait_for("return document.querySelector('#chart-0 .main-svg') && document.querySelector('#list details')")
+
+    seconds = quiet.work_seconds()
+    quiet.draw_all()
+    highest = quiet.run("return document.getElementById('chart-0').data.at(-1).y.length")
+
+    assert page.stat().st_size <= 15e6
+    assert seconds <= 3.0
+    assert 500 <= highest <= 1200
+    assert quiet.run("return document.getElementById('count').textContent").startswith("20,000 of 20,000 completions")

@@ -1,0 +1,84 @@
+"""Why an engine's log-probabilities differ from the trainer's, on a step of a real run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.prove import explain, replay
+from holdfast.cli.train import train
+from holdfast.training.policy.recorder import record_path
+
+RUN = """
+steps: 3
+run: {dir: DIRECTORY, name: recorded}
+launch: {ranks: 1, device: cpu}
+model:
+  tokenizer: builtin:characters
+  config: {model_type: llama, vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+           num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, initializer_range: 0.3}
+data: {synthetic: {task: sort, rows: 200}, batch_size: 4, max_length: 48}
+rollout: {group_size: 4, max_new_tokens: 12, record: true, show: 0, temperature: 0.7}
+reward: {kind: length, target: 6}
+optim: {lr: 2.0e-2, schedule: constant}
+checkpoint: {every_steps: 1, keep: {every: 1}, rehearsal: {enabled: false}}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("recorded")
+    (place / "run.yaml").write_text(RUN.replace("DIRECTORY", str(place)))
+    assert train("grpo", place / "run.yaml", []) == 0
+    return place / "recorded"
+
+
+def change(directory: Path, step: int, to: Any) -> None:
+    """Change what is recorded of every completion of a step."""
+    path = record_path(directory, step)
+    with gzip.open(path, "rt") as file:
+        head, *groups = (json.loads(line) for line in file)
+    for group in groups:
+        for completion in group["completions"]:
+            to(completion)
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [head, *groups])
+
+
+def test_a_clean_pair_has_nothing_to_explain(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(directory, 1) == 0
+
+    assert "nothing to explain: engine and trainer differ by" in capsys.readouterr().out
+
+
+def test_a_temperature_that_the_trainer_does_not_know_is_named(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(directory, 2, lambda completion: completion.update(temperature=1.0))
+
+    assert explain(directory, 2) == 1
+
+    words = capsys.readouterr().out.splitlines()[-1]
+    assert words.startswith("temperature: sampled at 0.7, scored at 1: the difference falls from")
+
+
+def test_weights_of_the_step_before_are_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, later = record_path(directory, 2), record_path(directory, 3)
+    change(directory, 2, lambda completion: completion.update(temperature=0.7))
+    later.write_bytes(path.read_bytes())  # what step 2 sampled, looked at with the weights of step 3
+
+    assert explain(directory, 3) == 1
+
+    words = capsys.readouterr().out.splitlines()[-1]
+    assert words.startswith("stale weights: those of step 1: the difference falls from")
+    change(directory, 3, lambda completion: completion.update(sampler_logprobs=[-1.0] * len(completion["tokens"])))
+    assert explain(directory, 3) == 1
+    assert "no cause that was tried explains it" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_step_is_made_again_as_before(directory: Path) -> None:
+    assert replay(directory, 2) == 0

@@ -1,0 +1,145 @@
+"""Two real Slurm nodes on this host run, requeue and refuse what a user would start there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import Cluster, missing_programs, slurm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(missing_programs()), reason="Slurm is not installed here: tools/install_slurm.sh installs it"
+    ),
+]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_sort.yaml"
+HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
+SMALL = ["data.synthetic.rows=512", "data.batch_size=8", "evaluation.sets={}", "evaluation.completions=null"]
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def submitted(cluster: Cluster, name: str, *overrides: str, nodes: int = 2) -> str:
+    """Submit the example and return the job's number."""
+    options = ["launch", "slurm", str(EXAMPLE), "--nodes", str(nodes), "--interface", "lo", "--submit"]
+    values = [*SMALL, "launch.ranks=1", "launch.device=cpu", f"run.dir={cluster.base}", f"run.name={name}", *overrides]
+    answer = cluster.run(*HOLDFAST, *options, *values)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.split()[-1]
+
+
+def await_step(cluster: Cluster, job: str, name: str, step: int) -> None:
+    """Return when a run has a line for a step in its metrics; fail with the job's output if it ends before."""
+    metrics, deadline = cluster.base / name / "metrics.jsonl", time.monotonic() + 90
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline, cluster.output(job)
+        assert cluster.state(job) not in ENDED, cluster.output(job)
+        time.sleep(0.2)
+
+
+def weights(cluster: Cluster, name: str) -> bytes:
+    (file,) = (cluster.base / name / "exports").glob("*/model.safetensors")
+    return file.read_bytes()
+
+
+def saved_steps(cluster: Cluster, name: str) -> list[int]:
+    lines = (cluster.base / name / "events.jsonl").read_text().splitlines()
+    return [event["saved"] for event in map(json.loads, lines) if event.get("event") == "checkpoint"]
+
+
+def test_a_requeued_job_ends_with_the_weights_of_a_straight_one(cluster: Cluster) -> None:
+    straight = submitted(cluster, "straight", "steps=60")
+    assert cluster.await_state(straight, ENDED, 120) == "COMPLETED", cluster.output(straight)
+
+    job = submitted(cluster, "requeued", "steps=60")
+    await_step(cluster, job, "requeued", 5)
+    assert cluster.run("scontrol", "requeue", job).returncode == 0
+
+    assert cluster.await_state(job, ENDED, 180) == "COMPLETED", cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+    assert weights(cluster, "requeued") == weights(cluster, "straight")
+
+
+def test_a_job_that_is_signalled_before_its_limit_requeues_itself(cluster: Cluster) -> None:
+    job = submitted(cluster, "signalled", "steps=60")
+    await_step(cluster, job, "signalled", 5)
+
+    # What Slurm does before the limit: the batch shell alone gets the signal.
+    assert cluster.run("scancel", "--batch", "--signal=TERM", job).returncode == 0
+
+    assert cluster.await_state(job, ENDED, 180) == "COMPLETED", cluster.output(job)
+    assert f"Job {job} is requeued, 1 of at most 3 times" in cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+
+
+def test_tasks_that_are_neither_ranks_nor_nodes_are_refused_with_both_numbers(cluster: Cluster) -> None:
+    values = ["launch.ranks=2", "launch.device=cpu", f"run.dir={cluster.base}", "run.name=refused"]
+
+    answer = cluster.run("srun", "-N2", "-n3", "-K1", *HOLDFAST, "sft", str(EXAMPLE), *values)
+
+    assert answer.returncode != 0
+    assert answer.stderr.count("srun started 3 tasks on 2 nodes, and the run has 4 ranks") == 1, answer.stderr
+    assert not (cluster.base / "refused").exists()
+
+
+def test_a_mistaken_override_on_two_nodes_is_one_paragraph(cluster: Cluster) -> None:
+    answer = cluster.run("srun", "-N2", "-K1", *HOLDFAST, "sft", str(EXAMPLE), "optim.learning=1")
+
+    assert answer.returncode != 0
+    assert answer.stderr.count("optim.learning: unknown key") == 1, answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_as_many_tasks_as_ranks_are_one_rank_each(cluster: Cluster) -> None:
+    values = [*SMALL, "launch.ranks=2", "launch.device=cpu", f"run.dir={cluster.base}", "run.name=tasks", "steps=4"]
+
+    answer = cluster.run("srun", "-N2", "-n4", *HOLDFAST, "sft", str(EXAMPLE), *values, GLOO_SOCKET_IFNAME="lo")
+
+    assert answer.returncode == 0, answer.stderr
+    assert "done after step 4" in answer.stdout
+    assert len(weights(cluster, "tasks")) > 0
+
+
+def test_an_interface_that_does_not_exist_is_named(cluster: Cluster) -> None:
+    answer = cluster.run("srun", "-N2", "-K1", *HOLDFAST, "sft", str(EXAMPLE), GLOO_SOCKET_IFNAME="ib9")
+
+    assert answer.stderr.count("GLOO_SOCKET_IFNAME=ib9") == 1, answer.stderr
+
+
+def test_more_nodes_or_gpus_than_there_are_is_refused_before_it_is_submitted(cluster: Cluster) -> None:
+    asked = [*HOLDFAST, "launch", "slurm", str(EXAMPLE), "--submit", "--nodes"]
+
+    many, gpus = cluster.run(*asked, "3"), cluster.run(*asked, "2", "--gpus-per-node", "8")
+
+    assert (many.returncode, gpus.returncode) == (2, 2)
+    assert "--nodes 3, but the partition p has 2" in many.stderr
+    assert "--gpus-per-node 8, but no node of the partition p has GPUs" in gpus.stderr
+
+
+def test_without_sbatch_nothing_is_submitted(cluster: Cluster) -> None:
+    answer = cluster.run(*HOLDFAST, "launch", "slurm", str(EXAMPLE), "--submit", PATH=str(cluster.base))
+
+    assert answer.returncode == 2
+    assert "There is no sbatch on this machine" in answer.stderr
+    assert shutil.which("sbatch") is not None
+
+
+def test_as_many_tasks_as_nodes_are_one_launcher_each(cluster: Cluster) -> None:
+    values = [*SMALL, "launch.ranks=2", "launch.device=cpu", f"run.dir={cluster.base}", "run.name=launchers", "steps=2"]
+
+    answer = cluster.run("srun", "-N2", *HOLDFAST, "sft", str(EXAMPLE), *values, GLOO_SOCKET_IFNAME="lo")
+
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("done after step 2") == 1

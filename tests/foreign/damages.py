@@ -1,0 +1,313 @@
+"""Ways in which a checkpoint of another system is damaged, each with words that name it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One way, on one fixture."""
+
+    fixture: str
+    do: Callable[[Path], None]
+    """Changes a copy of the fixture's checkpoint."""
+    named: str
+    """What the check must say, as a regular expression."""
+
+
+def actor(folder: Path) -> Path:
+    return folder / "global_step_2" / "actor"
+
+
+def rank_file(folder: Path, kind: str = "model", rank: int = 1) -> Path:
+    return next(actor(folder).glob(f"{kind}_world_size_*_rank_{rank}.pt"))
+
+
+def cut(path: Path, share: float = 0.6) -> None:
+    os.truncate(path, int(path.stat().st_size * share))
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def sparse(path: Path) -> None:
+    size = path.stat().st_size
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def members(path: Path) -> list[tuple[zipfile.ZipInfo, bytes]]:
+    with zipfile.ZipFile(path) as archive:
+        return [(entry, archive.read(entry)) for entry in archive.infolist()]
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], bytes | None], kind: int = zipfile.ZIP_STORED) -> None:
+    """Write an archive again, each member as `change` returns it; None leaves it out."""
+    entries = members(path)
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for entry, data in entries:
+            new = change(entry.filename, data)
+            if new is not None:
+                archive.writestr(entry.filename, new)
+
+
+def storage(path: Path, number: int) -> Callable[[str], bool]:
+    return lambda name: name.endswith(f"/data/{number}")
+
+
+def without_storage(path: Path, number: int = 0) -> None:
+    rewritten(path, lambda name, data: None if storage(path, number)(name) else data)
+
+
+def short_storage(path: Path, number: int = 0) -> None:
+    rewritten(path, lambda name, data: data[:-4] if storage(path, number)(name) else data)
+
+
+def nan_in(path: Path, number: int = 0) -> None:
+    nan = torch.tensor([float("nan")]).numpy().tobytes()
+    rewritten(path, lambda name, data: nan + data[4:] if storage(path, number)(name) else data)
+
+
+def flipped(path: Path, number: int = 0) -> None:
+    """Change bytes of a storage in the file itself, so that the archive's checksum tells."""
+    data = bytearray(path.read_bytes())
+    content = next(content for entry, content in members(path) if storage(path, number)(entry.filename))
+    at = bytes(data).find(content)
+    data[at] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+def zeroed_storage(path: Path, number: int = 0) -> None:
+    data = path.read_bytes()
+    content = next(content for entry, content in members(path) if storage(path, number)(entry.filename))
+    at = data.find(content)
+    path.write_bytes(data[:at] + bytes(len(content)) + data[at + len(content) :])
+
+
+def compressed(path: Path) -> None:
+    rewritten(path, lambda _, data: data, zipfile.ZIP_DEFLATED)
+
+
+def pickled(path: Path, value: Any) -> None:
+    """Replace the pickle of a torch file."""
+    rewritten(path, lambda name, data: value if name.endswith("data.pkl") else data)
+
+
+class _Runs:
+    """Would run a command, if anybody let it."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def hostile(path: Path) -> None:
+    pickled(path, pickle.dumps(_Runs(f"touch {path.parent}/owned"), protocol=2))
+
+
+def huge_memo(path: Path) -> None:
+    pickled(path, b"\x80\x02}r\xff\xff\xff\x7f.")
+
+
+def outside(path: Path) -> None:
+    target = path.parent.parent / "elsewhere.pt"
+    shutil.move(path, target.parent.parent.parent / "elsewhere.pt")
+    path.symlink_to(target.parent.parent.parent / "elsewhere.pt")
+
+
+def changed_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def state_of(path: Path, change: Callable[[Any], None]) -> None:
+    """Load a plain torch file, change what it holds, and save it again."""
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+def other_schedule(folder: Path) -> None:
+    path = rank_file(folder, "extra_state")
+    data = next(data for entry, data in members(path) if entry.filename.endswith("data.pkl"))
+    at = data.find(b"last_epoch")
+    number = data.find(b"K\x02", at)
+    pickled(path, data[: number + 1] + b"\x05" + data[number + 2 :])
+
+
+def step_on_one_rank(folder: Path) -> None:
+    """Let one rank's optimizer be of a later save: its step counters say another number."""
+    path = rank_file(folder, "optim")
+    five = torch.tensor(5.0).numpy().tobytes()
+    two = torch.tensor(2.0).numpy().tobytes()
+    rewritten(path, lambda _, data: five if data == two else data)
+
+
+def swap_ranks(folder: Path) -> None:
+    shutil.copyfile(rank_file(folder, rank=0), rank_file(folder, rank=1))
+
+
+def other_world(folder: Path) -> None:
+    path = rank_file(folder)
+    shutil.copyfile(path, path.with_name(path.name.replace("world_size_2", "world_size_4")))
+
+
+def swap_config(folder: Path) -> None:
+    changed_json(actor(folder) / "huggingface" / "config.json", hidden_size=16, intermediate_size=24)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def reset_metadata(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+
+
+def stray_shard(folder: Path) -> None:
+    shutil.copyfile(folder / "__0_0.distcp", folder / "__7_0.distcp")
+
+
+def flipped_shard(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    at = bytes(data).find(b"/data/0")
+    data[at + 100] ^= 0xFF  # behind the name there is padding up to 64 bytes, then the numbers
+    path.write_bytes(bytes(data))
+
+
+VERL, FLAT, ORIG = "verl-fsdp2", "verl-fsdp1-flat", "verl-fsdp1-orig"
+DAMAGES = {
+    "a rank's weights are missing": Damage(
+        VERL, lambda f: rank_file(f).unlink(), r"model_world_size_2_rank_1\.pt is missing"
+    ),
+    "a rank's optimizer is missing": Damage(VERL, lambda f: rank_file(f, "optim").unlink(), r"optim_world.*is missing"),
+    "a rank's rest is missing": Damage(
+        VERL, lambda f: rank_file(f, "extra_state").unlink(), r"extra_state.*is missing"
+    ),
+    "weights are cut short": Damage(VERL, lambda f: cut(rank_file(f)), r"model.*rank_1\.pt is cut short"),
+    "an optimizer is cut short": Damage(FLAT, lambda f: cut(rank_file(f, "optim")), r"optim.*is cut short"),
+    "weights are empty": Damage(VERL, lambda f: empty(rank_file(f)), r"rank_1\.pt is empty"),
+    "weights are zeros": Damage(VERL, lambda f: zeros(rank_file(f)), r"rank_1\.pt holds zeros"),
+    "weights are a hole": Damage(VERL, lambda f: sparse(rank_file(f)), r"rank_1\.pt holds zeros"),
+    "a storage is missing": Damage(VERL, lambda f: without_storage(rank_file(f)), r"lacks .*data/0"),
+    "a storage is short": Damage(VERL, lambda f: short_storage(rank_file(f)), r"bytes in .*data/0"),
+    "a weight is NaN": Damage(VERL, lambda f: nan_in(rank_file(f)), r"NaN or infinite"),
+    "a moment is NaN": Damage(FLAT, lambda f: nan_in(rank_file(f, "optim"), 1), r"of .* holds 1 numbers that are NaN"),
+    "a byte flipped": Damage(VERL, lambda f: flipped(rank_file(f)), r"checksum of storage 0"),
+    "a storage is zeros": Damage(VERL, lambda f: zeroed_storage(rank_file(f)), r"checksum of storage 0.*only zeros"),
+    "members are compressed": Damage(VERL, lambda f: compressed(rank_file(f)), r"compressed members"),
+    "one rank's file twice": Damage(VERL, swap_ranks, r"there twice"),
+    "two world sizes": Damage(VERL, other_world, r"several world sizes"),
+    "the configuration says other ranks": Damage(
+        VERL, lambda f: changed_json(actor(f) / "fsdp_config.json", world_size=8), r"says 8 ranks"
+    ),
+    "another model's configuration": Damage(VERL, swap_config, r"another model's"),
+    "schedules of two steps": Damage(VERL, other_schedule, r"of different steps"),
+    "optimizers of two steps": Damage(VERL, step_on_one_rank, r"are of two steps"),
+    "flat optimizers of two steps": Damage(FLAT, step_on_one_rank, r"are of two steps"),
+    "the tracker names no step": Damage(
+        VERL, lambda f: (f / "latest_checkpointed_iteration.txt").write_text("9") and None, r"names step 9"
+    ),
+    "a run of parameters is lost": Damage(
+        ORIG,
+        lambda f: pickled(rank_file(f, "optim"), pickle.dumps({"state": {}, "param_groups": []})),
+        r"has .* numbers for|holds no state",
+    ),
+    "weights are another pickle": Damage(
+        VERL, lambda f: pickled(rank_file(f), pickle.dumps([1, 2])), r"no state of a model"
+    ),
+    "DCP's list is missing": Damage("dcp", lambda f: (f / ".metadata").unlink(), r"lacks \.metadata.*never ended"),
+    "DCP's list is cut short": Damage("dcp", lambda f: cut(f / ".metadata"), r"\.metadata cannot be read"),
+    "DCP's list is empty": Damage("dcp", lambda f: empty(f / ".metadata"), r"\.metadata is empty"),
+    "DCP's list is another pickle": Damage("dcp", reset_metadata, r"\.metadata cannot be read"),
+    "a shard is missing": Damage(
+        "titan", lambda f: (f / "step-2" / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"
+    ),
+    "a shard is cut short": Damage(
+        "titan", lambda f: cut(f / "step-2" / "__1_0.distcp"), r"__1_0\.distcp has .* were written"
+    ),
+    "a shard of another save": Damage("dcp", stray_shard, r"__7_0\.distcp is not in \.metadata"),
+    "a chunk is damaged": Damage("dcp", flipped_shard, r"__0_0\.distcp"),
+    "the step in the name is another": Damage("titan", lambda f: (f / "step-2").rename(f / "step-4"), r"of step 2"),
+    "the optimizer's DCP is missing a shard": Damage(
+        "accelerate-v2-sharded",
+        lambda f: (f / "optimizer_0" / "__1_0.distcp").unlink(),
+        r"optimizer_0/__1_0\.distcp is missing",
+    ),
+    "a rank's random state is missing": Damage(
+        "accelerate-v2-sharded", lambda f: (f / "random_states_0.pkl").unlink(), r"random state of rank 0"
+    ),
+    "the full optimizer is cut short": Damage("accelerate-v2-full", lambda f: cut(f / "optimizer.bin"), r"cut short"),
+    "the weights are gone": Damage(
+        "accelerate-v2-full", lambda f: (f / "pytorch_model_fsdp.bin").unlink(), r"no weights"
+    ),
+    "progress and directory differ": Damage(
+        "trainer-full", lambda f: changed_json(f / "trainer_state.json", global_step=4), r"is of step 4"
+    ),
+    "progress is missing": Damage(
+        "trainer-sharded", lambda f: (f / "trainer_state.json").unlink(), r"trainer_state\.json is missing"
+    ),
+    "progress is cut short": Damage(
+        "trainer-full", lambda f: cut(f / "trainer_state.json"), r"trainer_state\.json cannot be read"
+    ),
+    "meta.pt is missing": Damage("lightning-mp-sharded", lambda f: (f / "meta.pt").unlink(), r"meta\.pt is missing"),
+    "meta.pt is empty": Damage("lightning-fsdp-sharded", lambda f: empty(f / "meta.pt"), r"meta\.pt is empty"),
+    "one file is cut short": Damage("lightning-mp-full", cut, r"cut short"),
+}
+
+HOSTILE = {
+    "a pickle that runs a command": Damage(VERL, lambda f: hostile(rank_file(f)), r"asks for (posix|os)\.system"),
+    "a pickle in the rest": Damage(
+        VERL, lambda f: hostile(rank_file(f, "extra_state")), r"asks for (posix|os)\.system"
+    ),
+    "a pickle in the schedule": Damage(
+        "trainer-full", lambda f: hostile(f / "scheduler.pt"), r"asks for (posix|os)\.system"
+    ),
+    "a pickle in meta.pt": Damage(
+        "lightning-mp-sharded", lambda f: hostile(f / "meta.pt"), r"asks for (posix|os)\.system"
+    ),
+    "a pickle as one file": Damage("lightning-mp-full", hostile, r"asks for (posix|os)\.system"),
+    "a pickle in DCP's list": Damage(
+        "dcp",
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps(_Runs(f"touch {f}/owned"))) and None,
+        r"asks for posix\.system",
+    ),
+    "a table of two thousand million entries": Damage(
+        VERL, lambda f: huge_memo(rank_file(f)), r"more memory than goes"
+    ),
+    "a link out of the directory": Damage(VERL, lambda f: outside(rank_file(f)), r"link that leads out"),
+    "a pipe in the place of a file": Damage(VERL, lambda f: fifo(rank_file(f)), r"is a pipe"),
+    "a pipe in the place of DCP's list": Damage("dcp", lambda f: fifo(f / ".metadata"), r"is a pipe"),
+}
+
+
+def bomb(path: Path) -> None:
+    """Make an archive that grows a thousandfold when it is unpacked."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", bytes(10**7))
+    path.write_bytes(buffer.getvalue())
+
+
+HOSTILE["an archive that grows"] = Damage(VERL, lambda f: bomb(rank_file(f)), r"compressed members")

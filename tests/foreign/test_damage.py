@@ -1,0 +1,102 @@
+"""Damage is named, what is whole raises no alarm, and nothing that a checkpoint brings is run."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.foreign.examine import examine
+from holdfast.checkpoint.foreign.recognise import open_foreign
+from holdfast.checkpoint.foreign.record import UnreadableForeign
+from tests.foreign.damages import DAMAGES, HOSTILE, Damage
+from tests.foreign.reading import hash_of, place_of
+from tests.foreign.test_readers import WHOSE
+
+
+def copied(fixtures: Path, name: str, folder: Path) -> Path:
+    """Return a copy of a fixture's checkpoint."""
+    source = place_of(fixtures / name)
+    target = folder / "copy" / source.name
+    target.parent.mkdir()
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)
+    return target
+
+
+def said_of(path: Path) -> str:
+    """Return all damage that is named, or why the path is refused."""
+    try:
+        checkpoint = open_foreign(path)
+    except UnreadableForeign as error:
+        return str(error)
+    examine(checkpoint)
+    return "\n".join(finding.text for finding in checkpoint.of_kind("damage"))
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named(fixtures: Path, name: str, tmp_path: Path) -> None:
+    damage: Damage = DAMAGES[name]
+    path = copied(fixtures, damage.fixture, tmp_path)
+    damage.do(path)
+
+    said = said_of(path)
+
+    assert re.search(damage.named, said), said
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_that_a_checkpoint_brings_is_run(fixtures: Path, name: str, tmp_path: Path) -> None:
+    damage: Damage = HOSTILE[name]
+    path = copied(fixtures, damage.fixture, tmp_path)
+    damage.do(path)
+    before = hash_of(path.parent) if "pipe" not in name else ""
+
+    said = said_of(path)
+
+    assert re.search(damage.named, said), said
+    assert not list(tmp_path.rglob("owned"))
+    assert before == (hash_of(path.parent) if before else "")
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", WHOSE)
+def test_what_is_whole_raises_no_alarm(fixtures: Path, name: str) -> None:
+    assert said_of(place_of(fixtures / name)) == ""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_change_is_named_or_changes_no_number(fixtures: Path, seed: int, tmp_path: Path) -> None:
+    """A seeded mutator beside the list: it cuts, zeroes, deletes or flips bytes of some file."""
+    draw = random.Random(seed)
+    name = draw.choice(list(WHOSE))
+    path = copied(fixtures, name, tmp_path)
+    whole = {key: value.read() for key, value in open_foreign(path).weights.items()}
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    file = draw.choice(files)
+    data = bytearray(file.read_bytes())
+    match draw.choice(["cut", "zeros", "delete", "flip"]):
+        case "cut":
+            file.write_bytes(bytes(data[: draw.randrange(len(data))]))
+        case "zeros":
+            start = draw.randrange(len(data))
+            file.write_bytes(bytes(data[:start] + bytes(min(512, len(data) - start)) + data[start + 512 :]))
+        case "delete" if path.is_dir():
+            file.unlink()
+        case _:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            file.write_bytes(bytes(data))
+
+    said = said_of(path)
+
+    if not said:
+        changed = {key: value.read() for key, value in open_foreign(path).weights.items()}
+        assert changed.keys() == whole.keys()
+        assert all(changed[key].equal(value) for key, value in whole.items())

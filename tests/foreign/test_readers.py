@@ -1,0 +1,135 @@
+"""Checkpoints that other systems' own code wrote are read bitwise, without running them, and continue as there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from holdfast.checkpoint.foreign.alignment import align
+from holdfast.checkpoint.foreign.examine import examine
+from holdfast.checkpoint.foreign.recognise import open_foreign
+from holdfast.checkpoint.foreign.record import ForeignCheckpoint
+from holdfast.models.names import named_parameters, tied_names
+from tests.foreign.reading import hash_of, place_of, truth_of
+
+SIZES = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False}  # fmt: skip
+WHOSE = {
+    "dcp": ("plain DCP", None),
+    "dcp-flat-tied": ("plain DCP", None),
+    "verl-fsdp2": ("verl", 2),
+    "verl-fsdp2-4": ("verl", 4),
+    "verl-fsdp2-1": ("verl", 1),
+    "verl-fsdp2-tied": ("verl", 2),
+    "verl-fsdp2-poison": ("verl", 2),
+    "verl-fsdp1-flat": ("verl", 2),
+    "verl-fsdp1-orig": ("verl", 2),
+    "verl-fsdp1-orig-4": ("verl", 4),
+    "verl-fsdp1-nomesh": ("verl", 2),
+    "accelerate-v1-sharded": ("accelerate", 2),
+    "accelerate-v2-sharded": ("accelerate", 2),
+    "accelerate-v2-full": ("accelerate", 2),
+    "trainer-sharded": ("transformers' Trainer (or TRL)", 2),
+    "trainer-full": ("transformers' Trainer (or TRL)", 2),
+    "lightning-mp-sharded": ("Lightning", None),
+    "lightning-mp-full": ("Lightning", None),
+    "lightning-mp-weights": ("Lightning", None),
+    "lightning-fsdp-sharded": ("Lightning", None),
+    "titan": ("torchtitan", 2),
+}
+
+
+def opened(fixture: Path) -> ForeignCheckpoint:
+    checkpoint = open_foreign(place_of(fixture))
+    examine(checkpoint)
+    return checkpoint
+
+
+def plain_model(*, tied: bool) -> Any:
+    torch.manual_seed(1)
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 19, (2, 7), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", WHOSE)
+def test_every_tensor_is_bitwise_what_the_source_held(fixtures: Path, name: str) -> None:
+    before, truth = hash_of(fixtures / name), truth_of(fixtures / name)
+
+    checkpoint = opened(fixtures / name)
+
+    assert (checkpoint.system, checkpoint.world_size) == WHOSE[name]
+    assert not checkpoint.of_kind("damage")
+    assert checkpoint.step == 2 or name == "lightning-mp-weights"
+    assert truth["model"].keys() <= checkpoint.weights.keys() | checkpoint.tied_away.keys()
+    for parameter, value in truth["model"].items():
+        stored = checkpoint.weights[parameter].read()
+        assert stored.dtype == value.dtype
+        assert torch.equal(stored, value), parameter
+    if name != "lightning-mp-weights":
+        assert set(checkpoint.states) == set(truth["optim"])
+    for parameter, slots in checkpoint.states.items():
+        for slot, value in truth["optim"][parameter].items():
+            assert torch.equal(slots[slot].read(), torch.as_tensor(value)), (parameter, slot)
+    assert hash_of(fixtures / name) == before
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", [name for name in WHOSE if name != "lightning-mp-weights"])
+def test_the_next_losses_are_those_of_the_systems_own_resume(fixtures: Path, name: str) -> None:
+    checkpoint, truth = opened(fixtures / name), truth_of(fixtures / name)
+    ranks = 4 if name.endswith("-4") else 1 if name.endswith("-1") else 2
+    model = plain_model(tied="tied" in name)
+    align(checkpoint, set(named_parameters(model)), tied_names(model))
+    parameters = named_parameters(model)
+
+    with torch.no_grad():
+        for parameter, value in parameters.items():
+            value.copy_(checkpoint.weights[parameter].read())
+    settings = next(group.settings for group in checkpoint.groups if group.names)
+    trained = [parameters[parameter] for parameter in checkpoint.states]
+    chosen = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    optimizer = torch.optim.AdamW(trained, **chosen)
+    for parameter, slots in checkpoint.states.items():
+        optimizer.state[parameters[parameter]] = {slot: value.read() for slot, value in slots.items()}
+    losses = []
+    for step in (2, 3):
+        rows = (
+            truth["batches"][step - 2].chunk(ranks)
+            if "batches" in truth
+            else [batch(step, rank) for rank in range(ranks)]
+        )
+        total = sum(model(input_ids=ids, labels=ids).loss for ids in rows) / ranks
+        model.zero_grad()
+        total.backward()
+        for each in model.parameters():
+            if not any(each is one for one in trained):
+                each.grad = None
+        optimizer.step()
+        losses.append(float(total.detach()))
+
+    assert losses == pytest.approx(truth["next"], abs=1e-6)
+
+
+def test_the_state_that_easyr1_kept_in_bfloat16_is_bitwise_that_of_its_ranks(fixtures: Path) -> None:
+    checkpoint, truth = opened(fixtures / "easyr1_adamw_bf16_frozen"), truth_of(fixtures / "easyr1_adamw_bf16_frozen")
+
+    assert checkpoint.system == "EasyR1"
+    assert not checkpoint.of_kind("damage")
+    for name, value in truth["model"].items():
+        assert torch.equal(checkpoint.weights[name].read(), value), name
+    assert set(checkpoint.states) == {name for rank in truth["raw"] for name in rank}
+    for name, slots in checkpoint.states.items():
+        assert set(slots) == {"step", "exp_avg", "exp_avg_sq", "compensation"}
+        for slot in ("exp_avg", "exp_avg_sq", "compensation"):
+            runs = [rank[name][slot].flatten() for rank in truth["raw"] if slot in rank.get(name, {})]
+            stored = slots[slot].read()
+            assert stored.dtype == torch.bfloat16
+            assert torch.equal(stored.flatten(), torch.cat(runs)), (name, slot)

@@ -1,0 +1,139 @@
+"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [weights] [last] [resume=]`.
+
+Prints one JSON line: the loss of every step of rank 0, and what lies in OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+_INIT = FullyShardedDataParallel.__init__
+
+
+def _on_cpu(self, *arguments, device_id=None, **named):
+    """Name the CPU: without a device FSDP1 asks for an accelerator, and Lightning names none on a CPU."""
+    _INIT(self, *arguments, device_id=torch.device("cpu") if device_id is None else device_id, **named)
+
+
+FullyShardedDataParallel.__init__ = _on_cpu
+OUT, KIND, FLAGS = Path(sys.argv[1]), sys.argv[2], set(sys.argv[3:])
+WIDTH = 512 if "wide" in FLAGS else 24
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+        self.seen: list[tuple[int, float]] = []
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        torch.manual_seed(0)
+        self.model = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=67,
+                hidden_size=WIDTH,
+                intermediate_size=2 * WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                use_cache=False,
+                attention_dropout=0.1,
+            )
+        )
+        if "frozen" in FLAGS:
+            self.model.model.layers[0].requires_grad_(False)
+        if KIND == "mp":
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+
+    def training_step(self, batch, index):
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.seen.append((self.global_step, float(loss.detach())))
+        if self.global_rank == 0:
+            print(f"at {self.global_step + 1}", flush=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW([value for value in self.parameters() if value.requires_grad], lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def strategy(ranks: int):
+    if KIND == "mp":
+        from holdfast.integrations.lightning import ModelParallelStrategy
+
+        return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    from holdfast.integrations.lightning import FSDPStrategy
+
+    layer = type(
+        Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=7,
+                hidden_size=8,
+                intermediate_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                num_key_value_heads=1,
+            )
+        ).model.layers[0]
+    )
+    return FSDPStrategy(auto_wrap_policy={layer})
+
+
+def main() -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    data = torch.stack(
+        [torch.randint(0, 67, (9,), generator=torch.Generator().manual_seed(row)) for row in range(4)]
+    )  # one step an epoch
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    module = Module()
+    saves = ModelCheckpoint(
+        dirpath=OUT,
+        filename="s{step}",
+        every_n_train_steps=2,
+        save_top_k=2 if "top2" in FLAGS else -1,
+        monitor="step" if "top2" in FLAGS else None,
+        mode="max",
+        save_weights_only="weights" in FLAGS,
+        save_last="last" in FLAGS or None,
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy(ranks),
+        max_epochs=6,
+        callbacks=[saves],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=OUT,
+    )
+    resume = next((flag.removeprefix("resume=") for flag in FLAGS if flag.startswith("resume=")), None)
+    try:
+        trainer.fit(module, loader, ckpt_path=resume)
+    except Exception as error:  # noqa: BLE001 - the test reads what it is
+        print(json.dumps({"error": type(error).__name__, "words": str(error)[:600]}), flush=True)
+        os._exit(3)
+    if trainer.is_global_zero:
+        there = sorted(each.name for each in OUT.iterdir())
+        print(json.dumps({"lines": module.seen, "there": there}), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+main()

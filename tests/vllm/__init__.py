@@ -1,0 +1,1 @@
+"""Rollouts on a real vLLM: `make test-vllm`."""
