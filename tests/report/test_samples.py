@@ -6,12 +6,12 @@ from pathlib import Path
 
 from holdfast.metrics.sink import SampleFiles
 from holdfast.report.curves import go_on
-from holdfast.report.samples import SHOWN_CHARACTERS, WHOLE, Sample, choose_whole, read_samples
+from holdfast.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_whole, read_samples
 from tests.report.cases import RunFolder, killed_run
 
 
-def sample(step: int, place: int, reward: float | None) -> Sample:
-    return Sample(step, place, "p", "c", reward, {}, 0.0, "stop", True, -1)
+def sample(step: int, place: int, reward: float | None) -> ShownSample:
+    return ShownSample(step, place, "p", "c", reward, {}, 0.0, "stop", True, -1)
 
 
 def test_completions_are_those_of_the_effective_run(tmp_path: Path) -> None:

@@ -110,8 +110,13 @@ def test_a_fault_behind_the_transfer_stops_the_run(policy_of: Build, fleet: Flee
     policy.publish()
     policy.move(scale, seed=1)
     fleet.plant(fault)
+    words = "say other log-probabilities than the trainer"
+    if (
+        fault == "half_a_bucket"
+    ):  # vLLM fills the rest of a layer with whatever was in memory, NaN at times: it answers 400
+        words += "|so the push cannot be proved"
 
-    with pytest.raises(RunStopped, match="say other log-probabilities than the trainer") as caught:
+    with pytest.raises(RunStopped, match=words) as caught:
         policy.publish()
 
     if fault == "stale":

@@ -10,7 +10,7 @@ from holdfast.report.curves import Column
 from holdfast.report.metrics import EVALUATION, PHASES, leading
 from holdfast.report.reading import RunRecord
 from holdfast.report.sections import number, state_words
-from holdfast.report.settings import NOT_THERE, differences
+from holdfast.report.settings import NOT_THERE, setting_differences
 
 _STEPS = 5
 """Equal steps whose numbers are shown."""
@@ -75,7 +75,7 @@ def compare(first: RunRecord, second: RunRecord) -> Iterator[str]:
 
 
 def _difference(what: str, one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[str]:
-    rows = [[key, here, there] for key, here, there in differences(one, other)]
+    rows = [[key, here, there] for key, here, there in setting_differences(one, other)]
     yield ""
     if not rows:
         yield f"{what}: the same"

@@ -14,14 +14,14 @@ from holdfast.files import size_words
 if TYPE_CHECKING:
     from torch import dtype
 
-    from holdfast.checkpoint.foreign.examine import Level
+    from holdfast.checkpoint.foreign.examine import ForeignLevel
     from holdfast.checkpoint.foreign.record import ForeignCheckpoint, Kind, StoredTensor
 
 _MOST = 12
 """Findings of one kind that a person is shown; a script gets all."""
 
 
-def checked(path: Path, level: Level) -> ForeignCheckpoint:
+def checked(path: Path, level: ForeignLevel) -> ForeignCheckpoint:
     """Return a checkpoint with all findings; nothing is written, and nothing in it is run.
 
     Raises:

@@ -35,7 +35,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class OutgoingFiles:
     """A file that is uploaded."""
 
     content: Path | bytes
@@ -90,7 +90,7 @@ def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Ite
     yield f"verified: the hub's hashes of all {len(files)} files are ours. {commit.commit_url}"
 
 
-def _check_arrived(repository: str, commit: str, files: Mapping[str, Outgoing], there: Mapping[str, Any]) -> None:
+def _check_arrived(repository: str, commit: str, files: Mapping[str, OutgoingFiles], there: Mapping[str, Any]) -> None:
     wrong = [name for name, file in files.items() if not _is_same(file, there.get(name))]
     if wrong:
         raise RunStopped(
@@ -111,7 +111,7 @@ def _check_export(export: Path) -> str:
     return exported.words
 
 
-def outgoing_files(export: Path) -> tuple[dict[str, Outgoing], list[str]]:
+def outgoing_files(export: Path) -> tuple[dict[str, OutgoingFiles], list[str]]:
     """Return what of an export is uploaded, by name, and the names of what stays.
 
     The configuration goes without what could be secret, and so does what the export says of its parent.
@@ -119,7 +119,7 @@ def outgoing_files(export: Path) -> tuple[dict[str, Outgoing], list[str]]:
     names = sorted(path.name for path in export.iterdir() if path.is_file() and not path.is_symlink())
     allowed = [name for name in names if any(fnmatch(name, pattern) for pattern in _ALLOWED)]
     left = sorted(path.name for path in export.iterdir() if path.name not in allowed)
-    files: dict[str, Outgoing] = {}
+    files: dict[str, OutgoingFiles] = {}
     for name in allowed:
         match name:
             case "holdfast.yaml":
@@ -135,7 +135,7 @@ def outgoing_files(export: Path) -> tuple[dict[str, Outgoing], list[str]]:
     return files, left
 
 
-def _outgoing(content: Path | bytes) -> Outgoing:
+def _outgoing(content: Path | bytes) -> OutgoingFiles:
     size = content.stat().st_size if isinstance(content, Path) else len(content)
     sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
     if isinstance(content, Path):
@@ -146,10 +146,10 @@ def _outgoing(content: Path | bytes) -> Outgoing:
     else:
         sha256.update(content)
         blob.update(content)
-    return Outgoing(content, size, sha256.hexdigest(), blob.hexdigest())
+    return OutgoingFiles(content, size, sha256.hexdigest(), blob.hexdigest())
 
 
-def _content(file: Outgoing) -> str | bytes:
+def _content(file: OutgoingFiles) -> str | bytes:
     return str(file.content) if isinstance(file.content, Path) else file.content
 
 
@@ -172,7 +172,7 @@ def _what_is_there(
     return {each.rfilename: each for each in info.siblings or ()}, info.sha
 
 
-def _is_same(file: Outgoing, there: Any) -> bool:
+def _is_same(file: OutgoingFiles, there: Any) -> bool:
     if there is None or there.size != file.size:
         return False
     lfs = there.lfs

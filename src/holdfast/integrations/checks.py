@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Answer:
+class StepAnswer:
     """What a check says; true if all is well."""
 
     well: bool
@@ -32,7 +32,7 @@ class Answer:
         return self.words
 
 
-def reference_is_sharded(model: nn.Module) -> Answer:
+def reference_is_sharded(model: nn.Module) -> StepAnswer:
     """Say whether a model that is only read is sharded, layer by layer, and frozen.
 
     accelerate's `prepare_model(evaluation_mode=True)` leaves FSDP out without a word: every rank then holds all of the
@@ -40,12 +40,12 @@ def reference_is_sharded(model: nn.Module) -> Answer:
     """
     parameters = dict(model.named_parameters())
     if not parameters:
-        return Answer(False, "the model has no parameters")
+        return StepAnswer(False, "the model has no parameters")
     flat = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
     whole = [name for name, value in parameters.items() if not isinstance(value, DTensor)]
     if whole and not flat:
         device = parameters[whole[0]].device
-        return Answer(
+        return StepAnswer(
             False,
             f"{len(whole)} of {len(parameters)} parameters are whole on every rank, on {device}, such as {whole[0]}: "
             "the model was not sharded, as with accelerate's prepare_model(evaluation_mode=True). Call fully_shard on "
@@ -53,20 +53,20 @@ def reference_is_sharded(model: nn.Module) -> Answer:
         )
     units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule | FullyShardedDataParallel)]
     if len(units) < 2 and len(list(model.modules())) > 3:
-        return Answer(
+        return StepAnswer(
             False,
             "only the root is sharded, so that a forward pass gathers the whole model on every rank. Call fully_shard "
             "on each layer first.",
         )
     trained = [name for name, value in parameters.items() if value.requires_grad]
     if trained:
-        return Answer(
+        return StepAnswer(
             False, f"{len(trained)} parameters would be trained, such as {trained[0]}: call requires_grad_(False)"
         )
-    return Answer(True, f"sharded in {len(units)} units, and frozen")
+    return StepAnswer(True, f"sharded in {len(units)} units, and frozen")
 
 
-def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> Answer:
+def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> StepAnswer:
     """Say whether the backward pass recomputes what the forward pass computed: the same gradients with and without.
 
     Nothing in the model changes: gradients that it had come back. Every rank calls it, with its own batch.
@@ -80,11 +80,11 @@ def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> Answer
     try:
         with_it = _gradients(model, batch, state)
         if isinstance(with_it, Exception):
-            return Answer(False, _cause(model, with_it))
+            return StepAnswer(False, _cause(model, with_it))
         with _without_recomputation(model):
             without = _gradients(model, batch, state)
         if isinstance(without, Exception):
-            return Answer(False, f"the model fails without activation checkpointing too: {without}")
+            return StepAnswer(False, f"the model fails without activation checkpointing too: {without}")
         return _compared(model, with_it, without)
     finally:
         torch.set_rng_state(state)
@@ -147,18 +147,19 @@ def _caches(model: nn.Module) -> bool:
     return any(getattr(config, "use_cache", False) for config in configs)
 
 
-def _compared(model: nn.Module, with_it: Mapping[str, Tensor], without: Mapping[str, Tensor]) -> Answer:
+def _compared(model: nn.Module, with_it: Mapping[str, Tensor], without: Mapping[str, Tensor]) -> StepAnswer:
     if missing := sorted(set(without) - set(with_it)):
-        return Answer(
+        return StepAnswer(
             False, f"{missing[0]} gets no gradient with activation checkpointing, and does without: {_advice(model)}"
         )
     wrong = [name for name, gradient in without.items() if not _close(with_it[name], gradient)]
     if not wrong:
-        return Answer(True, f"the gradients of {len(without)} parameters are the same with and without recomputation")
+        words = f"the gradients of {len(without)} parameters are the same with and without recomputation"
+        return StepAnswer(True, words)
     zero = [name for name in wrong if not _local(with_it[name]).any() and _local(without[name]).any()]
     names = ", ".join((zero or wrong)[:2])
     what = f"are zero with it ({names})" if zero else f"differ ({names})"
-    return Answer(False, f"the gradients of {len(wrong)} of {len(without)} parameters {what}: {_advice(model)}")
+    return StepAnswer(False, f"the gradients of {len(wrong)} of {len(without)} parameters {what}: {_advice(model)}")
 
 
 def _advice(model: nn.Module) -> str:

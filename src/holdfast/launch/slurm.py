@@ -147,7 +147,7 @@ def check_cluster(job: Job) -> None:
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """The place of this process in a step of `srun`."""
 
     nodes: int
@@ -203,22 +203,22 @@ class Step:
         }
 
 
-def current_step(environ: Mapping[str, str] | None = None) -> Step | None:
+def current_step(environ: Mapping[str, str] | None = None) -> JobStep | None:
     """Return the step of `srun` that this process is a task of; None outside one, and for a step of one task."""
     environ = os.environ if environ is None else environ
     names = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
     if "SLURM_STEP_ID" not in environ or any(name not in environ for name in names):
         return None
     nodes, tasks, number, local_number = (int(environ[name]) for name in names)
-    return Step(nodes, tasks, number, local_number, environ["SLURM_JOB_ID"], environ) if tasks > 1 else None
+    return JobStep(nodes, tasks, number, local_number, environ["SLURM_JOB_ID"], environ) if tasks > 1 else None
 
 
-def become_rank(step: Step) -> None:
+def become_rank(step: JobStep) -> None:
     """Make this process one rank, as torchrun would have."""
     os.environ.update(step.as_rank())
 
 
-def become_launcher(step: Step, launch: LaunchConfig, grace_seconds: float) -> None:
+def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -> None:
     """Replace this process by torchrun with the ranks of its node; does not return.
 
     Each rank gets the command line of this process. The process is replaced so that a signal to all processes of a

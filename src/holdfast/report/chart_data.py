@@ -10,9 +10,9 @@ from typing import Any
 
 from holdfast.escaping import escaped
 from holdfast.report.curves import Column
-from holdfast.report.metrics import EVALUATION, PHASES, evaluations_of, label_of, leading
+from holdfast.report.metrics import EVALUATION, PHASES, evaluations_of, leading, metric_label
 from holdfast.report.reading import RunRecord
-from holdfast.report.samples import Sample
+from holdfast.report.samples import ShownSample
 from holdfast.report.story import KINDS
 from holdfast.report.thinning import bucket_means, drawn_places
 
@@ -34,7 +34,7 @@ def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     return {
         "runs": [_run(run) for run in runs],
         "charts": [_chart(name, names, verb) for name in leading(names)],
-        "others": [{"name": name, "unit": label_of(name, verb).unit} for name in names],
+        "others": [{"name": name, "unit": metric_label(name, verb).unit} for name in names],
     }
 
 
@@ -53,7 +53,7 @@ def rounded(value: float | None, digits: int = SIGNIFICANT) -> float | int | Non
 
 
 def _chart(name: str, names: Sequence[str], verb: str) -> dict[str, Any]:
-    label = label_of(name, verb)
+    label = metric_label(name, verb)
     evaluations = [{"name": each, "set": of_set} for of_set, each in evaluations_of(name, names)]
     return {"name": name, "title": label.title, "unit": label.unit, "evaluations": evaluations}
 
@@ -128,7 +128,7 @@ def _at(steps: Sequence[int], column: Column) -> list[float]:
     return [value if math.isfinite(value) else 0.0 for value in values]
 
 
-def samples_data(items: Sequence[Sample]) -> dict[str, Any]:
+def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
     """Return completions in few bytes: prompts once, rows as lists."""
     prompts: dict[str, int] = {}
     finishes: dict[str, int] = {}

@@ -17,7 +17,7 @@ from holdfast.metrics.sink import METRICS
 from holdfast.report.checkpoints import CheckpointLine, checkpoint_lines
 from holdfast.report.curves import Curves, LineReader
 from holdfast.report.reading import check_is_run
-from holdfast.report.samples import SAMPLES, Sample, sample_of
+from holdfast.report.samples import SAMPLES, ShownSample, sample_of
 from holdfast.report.settings import read_configuration
 from holdfast.report.state import State, json_lines, state_of
 from holdfast.report.story import Mark, marks_of
@@ -51,7 +51,7 @@ class Look:
     events: Sequence[Mapping[str, Any]] = ()
     marks: Sequence[Mark] = ()
     checkpoints: Sequence[CheckpointLine] = ()
-    samples: Sequence[Sample] = ()
+    samples: Sequence[ShownSample] = ()
     ranks: Sequence[RankSign] = ()
     started: float | None = None
     """When the last start began, where it noted that."""
@@ -131,7 +131,7 @@ def _signature(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def last_samples(path: Path) -> list[Sample]:
+def last_samples(path: Path) -> list[ShownSample]:
     """Return the completions at the end of samples.jsonl that are of its last step."""
     if not path.exists():
         return []

@@ -43,7 +43,7 @@ MOST_CHARTS = 12
 """Charts that stand on the page; every other metric can be chosen in one more."""
 
 
-def label_of(name: str, verb: str = "") -> Label:
+def metric_label(name: str, verb: str = "") -> Label:
     """Return what a metric is called."""
     if name == "loss" and verb in {"sft", "distill"}:
         return _SUPERVISED_LOSS

@@ -21,7 +21,7 @@ from holdfast.report import sections
 from holdfast.report.chart_data import as_script, page_data
 from holdfast.report.curves import go_on
 from holdfast.report.html import section, tag, text
-from holdfast.report.metrics import label_of, leading
+from holdfast.report.metrics import leading, metric_label
 from holdfast.report.reading import RunRecord, read_run
 from holdfast.report.thinning import RULE
 
@@ -186,7 +186,7 @@ def _curves(runs: Sequence[RunRecord]) -> str:
 
 
 def _figure(runs: Sequence[RunRecord], name: str, place: int) -> str:
-    label = label_of(name, runs[0].verb)
+    label = metric_label(name, runs[0].verb)
     words = [
         f"{run.name}: {sections.curve_words(run, name)}" if len(runs) > 1 else sections.curve_words(run, name)
         for run in runs

@@ -32,7 +32,7 @@ SAMPLE_RULE = (
 
 
 @dataclass
-class Sample:
+class ShownSample:
     """A completion."""
 
     step: int
@@ -58,7 +58,7 @@ class Sample:
 class Samples:
     """Completions of the effective run."""
 
-    items: list[Sample] = field(default_factory=list)
+    items: list[ShownSample] = field(default_factory=list)
     total: int = 0
     """Completions that were written and count."""
     unread: int = 0
@@ -101,7 +101,7 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
     return samples
 
 
-def sample_of(line: Any, place: int) -> Sample | None:
+def sample_of(line: Any, place: int) -> ShownSample | None:
     """Return a line of samples.jsonl; None if it is none."""
     if (
         not isinstance(line, dict)
@@ -111,7 +111,7 @@ def sample_of(line: Any, place: int) -> Sample | None:
         return None
     prompt, completion = str(line.get("prompt", "")), line["completion"]
     parts = line.get("rewards")
-    return Sample(
+    return ShownSample(
         step=line["step"],
         sample_id=line["sample_id"] if isinstance(line.get("sample_id"), int) else 0,
         prompt=_first(prompt),
@@ -140,12 +140,12 @@ class _Thinner:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._steps: dict[int, list[Sample]] = {}
+        self._steps: dict[int, list[ShownSample]] = {}
         self._counts: dict[int, int] = {}
         self._stride = 1
         self._size = 0
 
-    def take(self, sample: Sample) -> None:
+    def take(self, sample: ShownSample) -> None:
         step = sample.step
         if step not in self._counts:
             self._counts[step] = 0
@@ -170,22 +170,22 @@ class _Thinner:
         self._steps = {each: items for each, items in self._steps.items() if each <= step}
         self._size = sum(map(len, self._steps.values()))
 
-    def chosen(self) -> tuple[list[Sample], int]:
+    def chosen(self) -> tuple[list[ShownSample], int]:
         while self._size > self._most and len(self._steps) > 1:
             self._halve()
         items = [item for step in sorted(self._steps) for item in self._steps[step]]
         return items[: 2 * self._most], sum(self._counts.values())
 
 
-def choose_whole(items: Sequence[Sample]) -> list[Sample]:
+def choose_whole(items: Sequence[ShownSample]) -> list[ShownSample]:
     """Return the completions that are shown whole, by `SAMPLE_RULE`."""
-    steps: dict[int, list[Sample]] = {}
+    steps: dict[int, list[ShownSample]] = {}
     for item in items:
         steps.setdefault(item.step, []).append(item)
     order = list(steps)
     count = min(len(order), WHOLE // 4)
     spread = [order[round(number * (len(order) - 1) / max(1, count - 1))] for number in range(count)]
-    chosen: dict[int, Sample] = {}
+    chosen: dict[int, ShownSample] = {}
     for step in spread:
         scored = [item for item in steps[step] if item.reward is not None]
         ranked = sorted(scored, key=lambda item: item.reward or 0.0)
@@ -200,7 +200,7 @@ def choose_whole(items: Sequence[Sample]) -> list[Sample]:
     return list(chosen.values())
 
 
-def _read_whole(path: Path, chosen: Sequence[Sample]) -> None:
+def _read_whole(path: Path, chosen: Sequence[ShownSample]) -> None:
     """Read all of the text and the tokens of some completions."""
     in_file = sorted((item for item in chosen if item.place >= 0), key=lambda item: item.place)
     if not in_file:
@@ -210,7 +210,7 @@ def _read_whole(path: Path, chosen: Sequence[Sample]) -> None:
             file.seek(item.place)
             line = parsed(_line_of(file))
             if isinstance(line, dict):
-                item.whole = whole_of(line)
+                item.whole = whole_sample(line)
 
 
 def _line_of(file: RegularFile) -> bytes:
@@ -220,7 +220,7 @@ def _line_of(file: RegularFile) -> bytes:
     return data.partition(b"\n")[0]
 
 
-def whole_of(line: Mapping[str, Any]) -> dict[str, Any]:
+def whole_sample(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return prompt, completion and tokens of a line of samples.jsonl, printable, cut beyond reason."""
     tokens = line.get("tokens")
     return {
@@ -240,7 +240,7 @@ def _cut(text: str) -> str:
     return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + words
 
 
-def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[Sample]:
+def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
     """Yield completions that were written as parquet, a file for each step."""
     if not folder.is_dir():
         return
@@ -257,5 +257,5 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[Sample]:
             parts = {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
             sample = sample_of({**row, "rewards": parts}, -1)
             if sample is not None:
-                sample.whole = whole_of(row) if sample.is_cut else None
+                sample.whole = whole_sample(row) if sample.is_cut else None
                 yield sample

@@ -9,9 +9,9 @@ from datetime import datetime, timedelta
 
 from holdfast.files import size_words
 from holdfast.report.html import section, table, tag, text
-from holdfast.report.metrics import EVALUATION, PHASES, evaluations_of, label_of, leading
+from holdfast.report.metrics import EVALUATION, PHASES, evaluations_of, leading, metric_label
 from holdfast.report.reading import RunRecord
-from holdfast.report.settings import NOT_THERE, differences
+from holdfast.report.settings import NOT_THERE, setting_differences
 from holdfast.report.story import Mark
 
 _FIRST_SENTENCES, _LAST_SENTENCES = 100, 400
@@ -76,7 +76,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     for name in [main] if main in columns else []:
         values = columns[name].values
         pairs.append(
-            (f"{label_of(name, verb).title.lower()}, first → last", f"{number(values[0])} → {number(values[-1])}")
+            (f"{metric_label(name, verb).title.lower()}, first → last", f"{number(values[0])} → {number(values[-1])}")
         )
     for name, column in columns.items():
         parts = name.split("/")
@@ -273,7 +273,7 @@ def configuration(runs: Sequence[RunRecord]) -> str:
 def _from_parent(run: RunRecord, before: Mapping[str, str] | None) -> str:
     if before is None:
         return tag("p", text("That run does not lie beside this one, so its configuration cannot be compared."))
-    differing = [row for row in differences(before, run.configuration) if NOT_THERE not in row]
+    differing = [row for row in setting_differences(before, run.configuration) if NOT_THERE not in row]
     if not differing:
         return tag("p", text("Keys that both have are the same."))
     rows = [[tag("code", text(key)), text(one), text(other)] for key, one, other in differing]
@@ -282,7 +282,9 @@ def _from_parent(run: RunRecord, before: Mapping[str, str] | None) -> str:
 
 def _between(runs: Sequence[RunRecord]) -> str:
     keys = list(
-        dict.fromkeys(key for run in runs[1:] for key, _, _ in differences(runs[0].configuration, run.configuration))
+        dict.fromkeys(
+            key for run in runs[1:] for key, _, _ in setting_differences(runs[0].configuration, run.configuration)
+        )
     )
     if not keys:
         return tag("p", text("Their configurations are the same."))

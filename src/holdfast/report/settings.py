@@ -63,7 +63,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def differences(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def setting_differences(first: Mapping[str, str], second: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return (key, first value, second value) of each key in which two configurations differ, names of runs aside."""
     keys = [*first, *(key for key in second if key not in first)]
     pairs = [(key, first.get(key, NOT_THERE), second.get(key, NOT_THERE)) for key in keys if key not in _OF_THE_PLACE]

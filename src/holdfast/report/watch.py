@@ -16,7 +16,7 @@ from holdfast.escaping import escaped
 from holdfast.files import size_words
 from holdfast.report.curves import Column
 from holdfast.report.follow import Follower, Look
-from holdfast.report.metrics import EVALUATION, PHASES, label_of, leading
+from holdfast.report.metrics import EVALUATION, PHASES, leading, metric_label
 from holdfast.report.sections import age, number
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _curves(look: Look, width: int, bars: str) -> Iterator[RenderableType]:
     names += [
         name for name in columns if name.startswith(EVALUATION) and name.endswith(("/accuracy", "/reward", "/loss"))
     ][:2]
-    labels = [name if name.startswith(EVALUATION) else label_of(name, look.verb).title for name in names]
+    labels = [name if name.startswith(EVALUATION) else metric_label(name, look.verb).title for name in names]
     widest = min(max(map(len, labels), default=0), width // 3)
     grid = _grid()
     grid.add_column(width=widest)

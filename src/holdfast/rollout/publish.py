@@ -28,15 +28,15 @@ from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Header
 from holdfast.rollout.servers import VLLMServer
 
-Bucket = dict[str, Tensor]
+TensorBucket = dict[str, Tensor]
 _MIB = 2**20
 _IS_OPEN = "already active"
 """What vLLM says of a session that nobody ended."""
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: float) -> Iterator[Bucket]:
+def buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: float) -> Iterator[TensorBucket]:
     """Yield tensors in their order, as many together as fit; a larger one has a bucket of its own."""
-    bucket: Bucket = {}
+    bucket: TensorBucket = {}
     size = 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > most_bytes:
@@ -129,7 +129,7 @@ class Publisher:
         push.each(lambda server: _end(server, label))
         return push.dead
 
-    def _write(self, file: Path, bucket: Bucket) -> None:
+    def _write(self, file: Path, bucket: TensorBucket) -> None:
         try:
             save_file({name: tensor.contiguous() for name, tensor in bucket.items()}, str(file))
         except OSError as error:
@@ -210,7 +210,7 @@ def _end(server: VLLMServer, label: str) -> None:
     server.post("/resume")
 
 
-def _with_last(items: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+def _with_last(items: Iterator[TensorBucket]) -> Iterator[tuple[TensorBucket, bool]]:
     """Yield buckets, and whether each is the last; at most one waits."""
     waiting = next(items, None)
     while waiting is not None:

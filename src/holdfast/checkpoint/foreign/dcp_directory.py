@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.foreign.pickles import StoredView
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Piece, StoredTensor
+from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.checkpoint.foreign.torch_file import TorchFile
 from holdfast.checkpoint.format.dcp import METADATA, read_dcp_metadata
 from holdfast.files import REGULAR, file_kind, read_bytes
@@ -116,7 +116,7 @@ class DcpDirectory:
             pieces.append(self._piece(offsets, sizes, entry.properties.dtype, info))
         return StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(pieces))
 
-    def _piece(self, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: Any, info: Any) -> Piece:
+    def _piece(self, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: Any, info: Any) -> TensorPiece:
         path = self.folder / info.relative_path
 
         def read() -> Any:
@@ -126,7 +126,7 @@ class DcpDirectory:
                 raise DamagedFile(f"{path.name} holds another tensor at byte {info.offset:,} than {METADATA} says")
             return file.tensor(view)
 
-        return Piece(offsets, sizes, read, info.relative_path)
+        return TensorPiece(offsets, sizes, read, info.relative_path)
 
     def value(self, name: str) -> Any:
         """Return what a pickle holds.

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
 from holdfast.checkpoint.foreign.parameter_names import note_ties, skeleton_of
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Piece, StoredTensor
+from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 
-Level = Literal["headers", "tensors"]
+ForeignLevel = Literal["headers", "tensors"]
 _FEW = 8
 """Parameters whose small states are compared between ranks without reading all of them."""
 
 
-def examine(checkpoint: ForeignCheckpoint, level: Level = "tensors") -> None:
+def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> None:
     """Add to a checkpoint's findings what its headers, and its tensors, show.
 
     Args:
@@ -58,7 +58,7 @@ def _read(checkpoint: ForeignCheckpoint, what: str, tensor: StoredTensor) -> Non
             checkpoint.add("damage", f"{what} holds {count:,} numbers that are NaN or infinite ({piece.file})")
 
 
-def _piece(checkpoint: ForeignCheckpoint, what: str, piece: Piece) -> Tensor | None:
+def _piece(checkpoint: ForeignCheckpoint, what: str, piece: TensorPiece) -> Tensor | None:
     try:
         return piece.read()
     except (DamagedFile, OSError) as error:
@@ -124,7 +124,7 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
     def one() -> Tensor:
         return stored.read()[: shape[0]].clone()
 
-    piece = Piece((0,) * len(shape), shape, one, stored.pieces[0].file)
+    piece = TensorPiece((0,) * len(shape), shape, one, stored.pieces[0].file)
     checkpoint.weights[name] = StoredTensor(shape, stored.dtype, (piece,))
     words = f"buffer {name} is there {copies} times, one copy behind another, as mergers write it"
     checkpoint.add("repair", f"{words}; one of them is taken")

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from holdfast.checkpoint.foreign.record import ForeignCheckpoint, Piece, StoredTensor
+from holdfast.checkpoint.foreign.record import ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.errors import ModelError
 from holdfast.files import REGULAR, file_kind
 from holdfast.models.names import canonical_name
@@ -60,7 +60,7 @@ def _add_file(checkpoint: ForeignCheckpoint, path: Path, listed: set[str] | None
         checkpoint.add("damage", f"{path.name} lacks {lacking[0]}, which the index says it holds")
     for name, header in headers.items():
         read = partial(_read, path, name)
-        piece = Piece((0,) * len(header.shape), header.shape, read, path.name)
+        piece = TensorPiece((0,) * len(header.shape), header.shape, read, path.name)
         checkpoint.weights[canonical_name(name)] = StoredTensor(header.shape, header.dtype, (piece,))
 
 

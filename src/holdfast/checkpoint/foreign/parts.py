@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.checkpoint.foreign.pickles import Sharded, StoredView
-from holdfast.checkpoint.foreign.record import DamagedFile, Piece, StoredTensor, in_a_row
+from holdfast.checkpoint.foreign.record import DamagedFile, StoredTensor, TensorPiece, in_a_row
 from holdfast.checkpoint.foreign.torch_file import TorchFile
 
 
@@ -41,13 +41,13 @@ def _refuse_unlike(parts: Sequence[Any]) -> None:
         raise DamagedFile("has another shape, dtype or cut on another rank")
 
 
-def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[Piece]:
+def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[TensorPiece]:
     """Return the parts of a tensor in the order of a mesh axis; of copies over other axes, the first.
 
     Raises:
         DamagedFile: A part is there twice, or a file is another rank's.
     """
-    parts: dict[int, Piece] = {}
+    parts: dict[int, TensorPiece] = {}
     places: set[tuple[int, ...]] = set()
     for number, (file, part) in enumerate(ranks):
         place = part.coordinate or (number,)
@@ -61,7 +61,7 @@ def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[Piece
     return [parts[place] for place in sorted(parts)]
 
 
-def piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> Piece:
+def piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> TensorPiece:
     """Return a part of a tensor that a file holds.
 
     Raises:
@@ -70,4 +70,4 @@ def piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) ->
     if not isinstance(view, StoredView):
         raise DamagedFile(f"is no tensor in {file.path.name}")
     file.check(view)
-    return Piece(offsets or (0,) * len(view.shape), view.shape, lambda: file.tensor(view), file.path.name)
+    return TensorPiece(offsets or (0,) * len(view.shape), view.shape, lambda: file.tensor(view), file.path.name)

@@ -25,7 +25,7 @@ class DamagedFile(Exception):  # noqa: N818 - the name says what is wrong
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor that lies in one place."""
 
     offsets: tuple[int, ...]
@@ -42,8 +42,8 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
-    copies: tuple[Piece, ...] = ()
+    pieces: tuple[TensorPiece, ...]
+    copies: tuple[TensorPiece, ...] = ()
     """Of a tensor that every rank has: those of the other ranks."""
     flat: bool = False
     """Whether pieces are runs of the tensor's elements in row-major order, as FSDP1 cuts them."""
@@ -148,7 +148,7 @@ class ForeignCheckpoint:
         return frozenset(self.states)
 
 
-def in_a_row(parts: Sequence[Piece], dim: int = 0) -> tuple[Piece, ...]:
+def in_a_row(parts: Sequence[TensorPiece], dim: int = 0) -> tuple[TensorPiece, ...]:
     """Return pieces one behind another along a dimension, whatever their offsets were."""
     placed, start = [], 0
     for part in parts:

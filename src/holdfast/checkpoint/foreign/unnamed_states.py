@@ -21,9 +21,9 @@ from holdfast.checkpoint.foreign.pickles import Sharded, StoredView
 from holdfast.checkpoint.foreign.record import (
     DamagedFile,
     ForeignCheckpoint,
-    Piece,
     StoredGroup,
     StoredTensor,
+    TensorPiece,
     in_a_row,
 )
 from holdfast.checkpoint.foreign.torch_file import TorchFile
@@ -137,11 +137,11 @@ def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], w
     return StoredTensor(shape, holders[0][1].dtype, pieces, flat=True)
 
 
-def _run(file: TorchFile, view: StoredView, start: int, count: int) -> Piece:
+def _run(file: TorchFile, view: StoredView, start: int, count: int) -> TensorPiece:
     """Return so many elements of a flat tensor in a file."""
     part = replace(view, offset=view.offset + start, shape=(count,), strides=(1,))
     file.check(view)
-    return Piece((0,), (count,), lambda: file.tensor(part), file.path.name)
+    return TensorPiece((0,), (count,), lambda: file.tensor(part), file.path.name)
 
 
 def _of_units(naming: Naming, units: Mapping[Any, Sequence[str]]) -> States:

@@ -28,7 +28,7 @@ _TEMPERATURES = tuple(round(0.1 * number, 1) for number in range(1, 21))
 _TOP_K = (5, 10, 20, 50, 100)
 _TOP_P = (0.8, 0.9, 0.95, 0.99)
 
-Chosen = Callable[[Tensor, Tensor], Tensor]
+CauseTried = Callable[[Tensor, Tensor], Tensor]
 """From logits [C, V] and chosen tokens [C] to their log-probabilities [C]."""
 
 
@@ -42,7 +42,7 @@ class Fit:
     largest: float
 
 
-def at_temperature(temperature: float, top_k: int | None = None, top_p: float = 1.0) -> Chosen:
+def at_temperature(temperature: float, top_k: int | None = None, top_p: float = 1.0) -> CauseTried:
     """Return what log-probabilities are at a temperature, renormalised over the support that is sampled from."""
 
     def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def at_temperature(temperature: float, top_k: int | None = None, top_p: float = 
     return chosen
 
 
-def causes(temperature: float) -> dict[str, Chosen]:
+def causes(temperature: float) -> dict[str, CauseTried]:
     """Return what is tried on one pass of the trainer; the first is that nothing is wrong."""
     tried = {f"temperature {temperature:g}, all tokens": at_temperature(temperature)}
     for other in _TEMPERATURES:
@@ -73,7 +73,7 @@ def causes(temperature: float) -> dict[str, Chosen]:
 
 
 @torch.no_grad()
-def fits(sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, Chosen]) -> list[Fit]:
+def fits(sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseTried]) -> list[Fit]:
     """Return how near each cause comes, on the present weights; one process."""
     differences: dict[str, list[Tensor]] = {cause: [] for cause in tried}
     for prompt_size, tokens, told in _completions(groups):

@@ -27,7 +27,7 @@ def met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngin
                 how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
                 raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
             time.sleep(patience.server_look_seconds)
-    return [state_of(server, sharded) for server in servers]
+    return [server_state(server, sharded) for server in servers]
 
 
 def living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
@@ -53,7 +53,7 @@ def living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[
         time.sleep(patience.server_look_seconds)
 
 
-def state_of(server: VLLMServer, sharded: ShardedModel) -> ServerState:
+def server_state(server: VLLMServer, sharded: ShardedModel) -> ServerState:
     """Return what a server says of itself, if it fits the run.
 
     Raises:

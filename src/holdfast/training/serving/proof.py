@@ -28,17 +28,17 @@ from holdfast.types import Batch, Example
 
 _TOP = 20
 _LENGTHS = (24, 64)
-"""Tokens of the fixed sequences; one longer than a block of the cache comes beside them."""
+"""TokenIds of the fixed sequences; one longer than a block of the cache comes beside them."""
 _BEYOND_BLOCK = 32
 _ROWS = 64
 """Places whose logits are there at a time."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
-Tokens = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 """[L]"""
 
 
-Answers = Mapping[str, Sequence[Sequence[TopRow]]]
+ServerAnswers = Mapping[str, Sequence[Sequence[TopRow]]]
 """By address, sequence and place."""
 
 
@@ -60,8 +60,8 @@ class Prover:
 
     Args:
         tolerance: Largest difference in nats; None for that of the dtype.
-        block: Tokens of a block of the servers' caches.
-        longest: Tokens of their contexts.
+        block: TokenIds of a block of the servers' caches.
+        longest: TokenIds of their contexts.
     """
 
     def __init__(self, tolerance: float | None, block: int, longest: int) -> None:
@@ -89,9 +89,9 @@ class Prover:
     def _judged(
         self,
         dtype: torch.dtype,
-        answers: Answers,
+        answers: ServerAnswers,
         differences: Mapping[str, list[Tensor]],
-        sequences: Sequence[Tokens],
+        sequences: Sequence[TokenIds],
     ) -> list[Proof]:
         limit = self._tolerance or _TOLERANCE[dtype]
         ends = torch.as_tensor(np.cumsum([len(sequence) for sequence in sequences]) - 1)
@@ -140,7 +140,7 @@ def _apart(one: Sequence[Sequence[TopRow]], other: Sequence[Sequence[TopRow]]) -
     return max((abs(a[token] - b[token]) for a, b in rows for token in a.keys() & b.keys()), default=float("inf"))
 
 
-def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[Tokens]:
+def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[TokenIds]:
     """Return fixed sequences of tokens that mean nothing."""
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
     marks = {sharded.origin.family.image_token_id, sharded.origin.family.video_token_id}
@@ -149,7 +149,7 @@ def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[Tokens]:
     return [plain[draw.integers(0, plain.size, size)] for size in lengths]
 
 
-def _ask(servers: Sequence[VLLMServer], sequences: Sequence[Tokens]) -> dict[str, list[list[TopRow]]]:
+def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds]) -> dict[str, list[list[TopRow]]]:
     """Return what every server says of the sequences, by address.
 
     Raises:
@@ -172,7 +172,7 @@ def _ask(servers: Sequence[VLLMServer], sequences: Sequence[Tokens]) -> dict[str
     return answers
 
 
-def _batch(sharded: ShardedModel, sequences: Sequence[Tokens]) -> Batch:
+def _batch(sharded: ShardedModel, sequences: Sequence[TokenIds]) -> Batch:
     """Return the sequences, each with one token more, which the last of its places predicts."""
     examples = []
     for number, sequence in enumerate(sequences):
@@ -183,7 +183,7 @@ def _batch(sharded: ShardedModel, sequences: Sequence[Tokens]) -> Batch:
 
 
 def _compare(
-    answers: Answers,
+    answers: ServerAnswers,
     sharded: ShardedModel,
     differences: dict[str, list[Tensor]],
     hidden: Tensor,

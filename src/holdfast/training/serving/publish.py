@@ -25,7 +25,7 @@ from holdfast.rollout.sampling import Stops
 from holdfast.rollout.servers import VLLMServer
 from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.run import ShardedModel
-from holdfast.training.serving.meet import living_of, met, state_of
+from holdfast.training.serving.meet import living_of, met, server_state
 from holdfast.training.serving.proof import Proof, Prover
 
 
@@ -135,7 +135,7 @@ class ServedEngine(VLLMEngine):
         try:
             living = living_of(self.servers, self._section)
             for server in living:
-                self._publisher.lease(server, state_of(server, sharded).identity)
+                self._publisher.lease(server, server_state(server, sharded).identity)
             dead = self._publisher.push(living, tensors, plan.headers, label)
             for url, why in dead.items():
                 print(
