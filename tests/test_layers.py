@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("escaping", "patience", "quiet"),
-    ("errors", "types", "files", "host_values"),
+    ("errors", "types", "files"),
     ("http_client",),
     ("config",),
     ("data", "objectives", "advantages", "rewards", "metrics"),

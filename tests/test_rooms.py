@@ -36,9 +36,9 @@ ROOMS = {
         serving
     """,
     "models": """
-        known_gradients names
-        scores
+        names
         layers source weights
+        scores
         heads
         adapters check
         build
@@ -60,7 +60,7 @@ ROOMS = {
         interface session
     """,
     "training": """
-        directory observe peaks randomness
+        directory observe randomness
         run
         serving watched
         control fingerprints journal profiling stragglers

@@ -35,7 +35,7 @@ REASONS = {
     "parallel/mesh.py": "NCCL: ranks join through a driver",
     "checkpoint/format/snapshot.py": "random state of a real generator",
     "training/fit.py": "the loop around steps, which asks the driver what it measured",
-    "training/peaks.py": "asks the driver what it measured",
+    "training/run.py": "asks the driver what it measured",
     "training/build/gradient_check.py": "compares numbers, of which there are none",
     "optim/randomness.py": "random state of a real generator",
     "models/check": "compares numbers, of which there are none",

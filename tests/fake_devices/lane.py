@@ -50,7 +50,7 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
 
 def main(folder: str, ranks: str, rank: str, *names: str) -> None:
     """Execute the runs, or some of them; as rank of 0 ranks the shapes whose parts are summed by hand."""
-    from holdfast.plan.guard import load_guard
+    from holdfast.plan.process import load_guard
 
     load_guard()
     warnings.simplefilter("error", ResourceWarning)

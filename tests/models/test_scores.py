@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from holdfast.models.known_gradients import add_product
-from holdfast.models.scores import HeadSpec, HeadWeights, TokenTerms, score, separable_loss
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import HeadWeights, TokenTerms, add_product, score, separable_loss
 from holdfast.types import Scores
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 31
@@ -328,8 +328,9 @@ MEASURE = """
 import json, torch
 from torch import nn
 from pathlib import Path
-from holdfast.models.known_gradients import add_product
-from holdfast.models.scores import HeadWeights, HeadSpec, score, separable_loss
+from holdfast.models.scores import add_product
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import HeadWeights, score, separable_loss
 
 def peak():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)

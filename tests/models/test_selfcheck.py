@@ -17,8 +17,7 @@ from holdfast.models.check.boundaries import boundaries_of, lengths_to_see
 from holdfast.models.check.forward import check_forward
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
-from holdfast.models.layers.family import family_of
-from holdfast.models.scores import HeadSpec
+from holdfast.models.layers.family import HeadSpec, family_of
 from holdfast.models.source.configuration import make_trainable
 from tests.models.architectures import OTHERS, RECURRENT, SETTINGS, settings_of, strong_model, twin
 from tests.models.cases import checked

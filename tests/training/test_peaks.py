@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.training.directory import events
-from holdfast.training.peaks import MEMORY, PhasePeaks
+from holdfast.training.directory import MEMORY, events
+from holdfast.training.run import PhasePeaks
 from tests.training.cases import run, tree
 
 MIB = 2**20

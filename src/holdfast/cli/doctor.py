@@ -62,9 +62,9 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
     from holdfast.cli.data_check import survey_of
     from holdfast.cli.plan import options_here, planned
     from holdfast.cli.train import check_paths
-    from holdfast.plan.doctor import checks_of_machine, checks_of_run
     from holdfast.plan.findings import Check, fail, ok, warn
-    from holdfast.plan.inputs import Looked
+    from holdfast.plan.inputs import Looked, checks_of_run
+    from holdfast.plan.machine import checks_of_machine
     from holdfast.plan.measured import verdict
 
     if path is None:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.beforehand import OptionalRunFile, Overrides, RunFile, doctor, env, plan
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.hints import HintingGroup
@@ -41,7 +42,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(launch_app, name="launch")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
-for look in (report, watch, push):
+for look in (plan, doctor, env, report, watch, push):
     app.command()(look)
 
 
@@ -53,15 +54,6 @@ class Damage(StrEnum):
     optimizer = "optimizer"
 
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[a.b=value ...]", help="Values that replace the file's.")
-]
-
-
-OptionalRunFile = Annotated[
-    Path | None, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)
-]
 Model = Annotated[
     str | None, typer.Option("--model", help="With --data, instead of a file: what `holdfast init` would write.")
 ]
@@ -238,50 +230,6 @@ def run_demo(
     from holdfast.cli.demo import demo
 
     raise typer.Exit(demo(directory, seed))
-
-
-@app.command("doctor")
-def run_doctor(
-    run: OptionalRunFile = None,
-    overrides: Overrides = None,
-    no_code: Annotated[
-        bool, typer.Option("--no-code", help="Run no code of yours: rewards, tests of rows, code of a model.")
-    ] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="CHECK", help="Look at this alone; may be repeated.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
-) -> None:
-    """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
-    from holdfast.cli.doctor import doctor
-
-    raise typer.Exit(doctor(run, overrides or [], runs_code=not no_code, as_json=as_json, only=only or []))
-
-
-@app.command("env")
-def print_environment(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
-) -> None:
-    """Print what a bug report needs: versions, devices, known variables; no secrets."""
-    from holdfast.cli.doctor import environment
-
-    environment(as_json=as_json)
-
-
-@app.command("plan")
-def plan_run(  # noqa: PLR0913, PLR0917 - each is an option of the command
-    run: RunFile,
-    overrides: Overrides = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks, or 1.")] = None,
-    device: Annotated[str | None, typer.Option(help="h100, h200, a100, l40s, b200 or cpu. Default: h100.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of each device, as in 40GiB. Default: the device's.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Also leave it as plan.json in the run's directory.")] = False,
-) -> None:
-    """Say what a run takes on devices that are not here, and what to turn; exit 1 if it does not fit."""
-    from holdfast.cli.plan import PlanOptions, plan
-
-    raise typer.Exit(plan(run, overrides or [], PlanOptions(ranks, device, memory), as_json=as_json, save=save))
 
 
 @app.command()

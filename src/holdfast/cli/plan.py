@@ -19,7 +19,7 @@ from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.plan.devices import DEVICES, bytes_of, device_named
-from holdfast.training.directory import run_directory
+from holdfast.training.directory import run_directory, save_plan
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     loaded = load_run(path, overrides)
     made = planned(loaded, options)
     if save:
-        from holdfast.plan.measured import SavedPlan
-
-        directory = run_directory(loaded.config)
-        directory.mkdir(parents=True, exist_ok=True)
-        device = "cpu" if made["device"] is None else "cuda"
-        left = (made["memory_bytes"], made["clock_phases"], made["checkpoint_bytes"])
-        SavedPlan(device, made["ranks"], *left).write(directory)
+        save_plan(run_directory(loaded.config), made)
     if as_json:
         print(json.dumps(made, indent=2), flush=True)
     else:
@@ -90,7 +84,7 @@ def planned(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[
         output = Path(place) / "plan.json"
         asked = json.dumps({**request, "output": str(output)})
         done = subprocess.run(
-            [sys.executable, "-m", "holdfast.plan"], input=asked, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "holdfast.plan.process"], input=asked, capture_output=True, text=True, check=False
         )
         if not output.exists():
             reason = (done.stderr.strip() or "it says nothing").splitlines()[-1]

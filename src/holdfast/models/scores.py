@@ -18,15 +18,14 @@ keeps only log-probabilities and computes each chunk again in the backward pass:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.models.known_gradients import WithGradients, add_product, narrowed
+from holdfast.models.layers.family import HeadSpec
 from holdfast.types import Scores
 
 TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
@@ -35,19 +34,8 @@ TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
 CACHE_ELEMENTS = 65_536
 """Logits swept at once on the CPU: a block that stays in the second-level cache between two passes over it."""
 
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """How logits follow from hidden states: `softcap * tanh(scale * (W h + b) / softcap) / temperature`."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-    """Gemma 2 (arXiv:2408.00118, section 2)."""
-    float32_product: bool = False
-    """Multiply in float32 even when hidden states are bfloat16."""
-    chunk_tokens: int | None = None
-    compiled: bool = False
-    """Sweep a chunk's logits with kernels that torch.compile fuses."""
+_PRODUCT_BYTES = 2**25
+"""Of a product that is to be added to a wider sum: as much of the vocabulary at once as makes so many."""
 
 
 class HeadWeights(NamedTuple):
@@ -159,14 +147,7 @@ def chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
 def logits_of(
     hidden: Tensor, head: HeadWeights, spec: HeadSpec, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits [n, V], in float32 or better, and the derivative of their soft cap, None without one.
-
-    Args:
-        hidden: [n, H]
-        head: The output layer.
-        spec: How logits follow from hidden states.
-        temperature: Divides the logits.
-    """
+    """Return logits [n, V] of [n, H], in float32 or better, and the derivative of their soft cap, None without one."""
     logits = hidden @ head.weight.t()
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
@@ -361,3 +342,57 @@ def _differentiate(terms: TokenTerms, chunk: _Chunk, rows: slice) -> tuple[Tenso
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(value, inputs, allow_unused=True)
     by_logprob = torch.zeros_like(chunk.logprobs) if gradients[0] is None else gradients[0]
     return value.detach(), by_logprob, gradients[1] if len(gradients) > 1 else None
+
+
+def add_product(total: Tensor, by_logits: Tensor, states: Tensor) -> None:
+    """Add `by_logits.T @ states`, [n, V] and [n, H] of one dtype, to a sum [V, H] in place.
+
+    A product in another dtype than the sum's needs memory of its own; it is formed in slices of the vocabulary.
+    """
+    if total.dtype == states.dtype:
+        total.addmm_(by_logits.t(), states)
+        return
+    rows = max(1, _PRODUCT_BYTES // (states.shape[1] * states.element_size()))
+    for start in range(0, total.shape[0], rows):
+        part = slice(start, start + rows)
+        total[part] += by_logits[:, part].t() @ states
+
+
+class WithGradients(torch.autograd.Function):
+    """A loss whose gradients by hidden states, weight and bias are known already, maybe in a wider dtype than theirs.
+
+    They are narrowed in the backward pass: until then a head that is split over ranks is gathered.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: Tensor,
+        gradients: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Return the loss, and note its gradients."""
+        ctx.parts = list(gradients)
+        ctx.dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
+        """Return the gradients that were noted, times the loss's own."""
+        return (*narrowed(ctx.parts, ctx.dtypes, by_loss), None, None)
+
+
+def narrowed(
+    parts: list[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor | None = None
+) -> list[Tensor | None]:
+    """Return gradients in the dtypes of what they belong to, maybe times a factor; `parts` is emptied as they are."""
+    results: list[Tensor | None] = []
+    for dtype in dtypes:
+        part = parts.pop(0)
+        if part is not None:
+            part = part.to(dtype)  # the wide one is freed before the next is narrowed
+            part = part if factor is None else part.mul_(factor.to(part.dtype))
+        results.append(part)
+    return results

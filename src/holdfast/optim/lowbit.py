@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.host_values import host_value
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
 from holdfast.parallel.apply import compiled
 from holdfast.parallel.shards import local_part
+from holdfast.types import host_value
 
 SPREAD = (0.7548776662466927, 0.5698402909980532)
 """Steps of the recurrence in two dimensions, for two averages: 1/x and 1/x^2, where x^3 = x + 1."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holdfast.host_values import host_value
 from holdfast.parallel.shards import local_part, local_rows
 from holdfast.parallel.stream import full_tensor
+from holdfast.types import host_value
 
 MUON, ADAMW = "muon", "adamw"
 _QUINTIC = (3.4445, -4.7750, 2.0315)

@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpoint.format.snapshot import Snapshot, hold, staged, tensors_of
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
-from holdfast.host_values import answered_by
 from holdfast.models.weights.four_bit import check_library
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.failure.channel import FailureChannel
+from holdfast.parallel.mesh import World, forget_meshes
 from holdfast.plan.fake_devices import fake_devices
 from holdfast.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS
 from holdfast.plan.memory import Ledger, Peak, watched_storages
-from holdfast.plan.observe import Observer
 from holdfast.plan.origin import without_files
-from holdfast.plan.ranks import alike, alone_among
 from holdfast.plan.records import Execution, HostValue, Place
 from holdfast.plan.steps import Step, step_of
-from holdfast.plan.traffic import Traffic
+from holdfast.plan.traffic import Observer, Traffic
 from holdfast.training.build.optimizers import LOW_BIT, build_optimizer
 from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
+from holdfast.types import answered_by
+
+T = TypeVar("T")
 
 
 class _Phases(PhaseClock):
@@ -72,12 +77,12 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
     with contextlib.ExitStack() as stack:
         free = lambda: max(0, place.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
         mode = stack.enter_context(fake_devices(place.device, free))
-        world = stack.enter_context(alone_among(place.ranks, place.rank, place.torch_device))
+        world = stack.enter_context(_alone_among(place.ranks, place.rank, place.torch_device))
         setting = Setting(
             config=shapes,
             base=base,
             world=world,
-            ranks=alike(world),
+            ranks=_AlikeRanks(place.rank, place.ranks),
             log=Logbook(clock=_Phases(counts.ledger, counts.traffic)),
             without_numbers=partial(counts.without_numbers, mode),
         )
@@ -89,6 +94,52 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
         with counts.without_numbers(mode):
             first = _two_steps(counts, step)
     return _execution(counts, step, first, notes)
+
+
+class _AlikeRanks(RankGroup):
+    """A group in which every other rank does and says what this one does."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group = None
+
+    def gather(self, item: T) -> list[T]:
+        """Return the item as often as there are ranks."""
+        return [item] * self.size
+
+    def swap(self, outgoing: Sequence[T]) -> list[T]:
+        """Return what this rank would send itself; in a plan every sequence is its own."""
+        return [outgoing[self.rank]] * self.size
+
+    def agree(self, value: T) -> T:
+        """Return the value: the first rank's is the same."""
+        return value
+
+    def on_first_rank(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns."""
+        return act()
+
+
+class _Silent:
+    """Stands for the channel by which ranks learn of failures."""
+
+    @contextlib.contextmanager
+    def phase(self, _: str) -> Iterator[None]:
+        """Enter a phase that nobody hears of."""
+        yield
+
+
+@contextlib.contextmanager
+def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
+    """Be one of so many ranks within the block; collectives return at once, and change nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        local_size = min(size, 8)
+        failure = cast("FailureChannel", _Silent())
+        yield World(rank, size, rank % local_size, device, failure, local_size)
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
 
 
 class _Counts:

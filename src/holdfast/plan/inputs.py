@@ -29,7 +29,9 @@ from holdfast.models.build.model import blueprint, storage_of
 from holdfast.models.names import named_parameters
 from holdfast.models.source.origin import load_tokenizer
 from holdfast.parallel.mesh import mesh_shape
-from holdfast.plan.findings import Finding, fail, ok, since, warn
+from holdfast.plan.findings import RANKS, Check, Finding, fail, ok, since, warn
+from holdfast.plan.machine import look_at_devices, look_at_place, look_at_ranks, look_at_versions, storage_of_run
+from holdfast.plan.measured import look_at_plan
 from holdfast.rewards.base import Sample
 from holdfast.training.build.rows import open_data
 from holdfast.training.directory import checkpoint_place, run_directory
@@ -104,13 +106,12 @@ def look_at_tokenizer(run: Looked) -> Iterator[Finding]:
 def look_at_rows(run: Looked) -> Iterator[Finding]:
     """Read the first rows as the run will, and see how batches come out."""
     survey = run.survey(run.config, run.base, FIRST_ROWS)
-    lengths = survey.lengths
-    if not lengths.size:
+    if not survey.measured:
         yield fail(
             "rows", f"{survey.source}: nothing of its first rows can be trained on", "See `holdfast data check`."
         )
         return
-    tokens = f"{lengths.mean():,.0f} tokens in the mean, longest {lengths.max():,}"
+    tokens = f"{survey.mean_length:,.0f} tokens in the mean, longest {survey.longest:,}"
     words = f"{survey.source}: first {survey.rows} rows, {tokens}"
     if survey.mistaken_rows:
         yield fail("rows", f"{words}; {survey.mistakes[0]}", "See `holdfast data check`.")
@@ -119,7 +120,7 @@ def look_at_rows(run: Looked) -> Iterator[Finding]:
         yield warn("rows", f"{words}; {survey.cut} are longer than {survey.max_length}", fix)
     else:
         yield ok("rows", words)
-    yield from _look_at_batches(run, float(lengths.mean()))
+    yield from _look_at_batches(run, survey.mean_length)
 
 
 def _look_at_batches(run: Looked, mean_length: float) -> Iterator[Finding]:
@@ -314,3 +315,31 @@ def bytes_of_checkpoints(run: Looked) -> int | None:
     )
     keep = config.checkpoint.keep
     return one * (keep.last + sum(best.count for best in keep.best) + 2)
+
+
+def checks_of_run(run: Looked) -> list[Check]:
+    """Return what `holdfast doctor` looks at of a run, in the order in which it would be met.
+
+    Nothing is left behind: what is tried in the place of a run is removed, and no run directory is made.
+    """
+    launch = run.config.launch
+
+    def place() -> Iterator[Finding]:
+        yield from look_at_place(storage_of_run(run.place), bytes_of_checkpoints(run))
+
+    checks = [
+        Check("versions", look_at_versions),
+        Check("devices", lambda: look_at_devices(launch)),
+        Check("place", place),
+        Check(RANKS, lambda: look_at_ranks(launch, storage_of_run(run.place))),
+        Check("tokenizer", lambda: look_at_tokenizer(run)),
+        Check("rows", lambda: look_at_rows(run)),
+    ]
+    if isinstance(run.config, GRPOConfig):
+        checks.append(Check("rewards", lambda: look_at_rewards(run)))
+    return [
+        *checks,
+        Check("endpoints", lambda: look_at_endpoints(run)),
+        Check("resume", lambda: look_at_resume(run)),
+        Check("plan", lambda: look_at_plan(run.directory)),
+    ]

@@ -1,16 +1,22 @@
-"""What `holdfast doctor` looks at of a machine: versions, devices, ranks that meet, the place of a run."""
+"""What `holdfast doctor` looks at of a machine: versions, devices, ranks that meet, the place of a run.
+
+The ranks are processes that meet and do nothing else, started as a run's are: `python -m holdfast.plan.machine`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -20,11 +26,15 @@ from holdfast.checkpoint.place.layout import fresh
 from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storage
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.versions import versions
+from holdfast.errors import HoldfastError, UserError
 from holdfast.files import size_words
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
-from holdfast.plan.findings import Finding, fail, ok, since, warn
-from holdfast.plan.smoke import OUTCOME, Task, meet
+from holdfast.launch.local import launch_local
+from holdfast.plan.findings import RANKS, Check, Finding, fail, ok, since, warn
 
+TASK, OUTCOME = "task.json", "outcome.json"
+_NUMBERS = 2**18
+"""float32 numbers that are added over the ranks: 1 MiB."""
 _TRIED_BYTES = 2**23
 _SLOW = 20 * 2**20
 """Bytes per second below which a place of checkpoints is called slow."""
@@ -32,6 +42,15 @@ _BUSY = 0.1
 """Share of a GPU's memory that is in use before the run, from which on it is told."""
 _TORCHVISION_BEHIND = 15
 """torchvision 0.(N + 15) belongs to torch 2.N."""
+
+
+def checks_of_machine(launch: LaunchConfig) -> list[Check]:
+    """Return what is looked at without a run."""
+    return [
+        Check("versions", look_at_versions),
+        Check("devices", lambda: look_at_devices(launch)),
+        Check(RANKS, lambda: look_at_ranks(launch, None)),
+    ]
 
 
 def _installed(name: str) -> str | None:
@@ -143,7 +162,7 @@ def look_at_ranks(launch: LaunchConfig, place: Storage | None) -> Iterator[Findi
 def _started(task: Task, folder: Path) -> str | None:
     """Start ranks as a run does; return what went wrong with them."""
     task.write(folder)
-    command = [sys.executable, "-m", "holdfast.plan.smoke", "launch", str(folder)]
+    command = [sys.executable, "-m", "holdfast.plan.machine", "launch", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=patience.current.doctor_ranks_seconds)
@@ -216,3 +235,77 @@ def _remove(storage: Storage, folder: str) -> None:
         storage.remove(folder)
     except OSError:
         return  # the finding says why nothing was written
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks do."""
+
+    launch: Mapping[str, Any]
+    place: str | None
+    """A directory that all of them shall see."""
+
+    def write(self, folder: Path) -> None:
+        """Leave it for the ranks."""
+        (folder / TASK).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Task:
+        """Return what was written."""
+        return cls(**json.loads((folder / TASK).read_text(encoding="utf-8")))
+
+
+def meet(task: Task) -> dict[str, Any]:
+    """Join the other ranks, add numbers, look for a word that rank 0 wrote; return the same on all ranks.
+
+    Raises:
+        UserError: The sum is wrong, or the ranks do not share the place.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.checkpoint.save.rehearsal import check_shared
+    from holdfast.parallel.collectives import RankGroup
+    from holdfast.parallel.mesh import joined_world
+
+    launch = LaunchConfig.model_validate(task.launch).model_copy(update={"timeout_minutes": 1.0})
+    with joined_world(launch) as world:
+        numbers = torch.full((_NUMBERS,), float(world.rank + 1), device=world.device)
+        dist.all_reduce(numbers)  # the first one opens the connections
+        expected = world.size * (world.size + 1) / 2
+        if not bool((numbers == expected).all()):
+            message = f"{world.size} ranks add up to {numbers[0].item():g} instead of {expected:g}."
+            raise UserError(message)
+        start = time.perf_counter()
+        dist.all_reduce(numbers)
+        numbers[0].item()
+        milliseconds = 1000 * (time.perf_counter() - start)
+        ranks = RankGroup(launch.timeout_minutes)
+        if task.place is not None:
+            check_shared(LocalStorage(Path(task.place)), ranks)
+        hosts = len(set(ranks.gather(socket.gethostname())))
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        ranks.close()
+        return {"ranks": world.size, "backend": backend, "hosts": hosts, "milliseconds": milliseconds}
+
+
+def main(role: str, folder: Path) -> int:
+    """Start the ranks, or be one of them; rank 0 leaves what came of it."""
+    task = Task.read(folder)
+    if role == "launch":
+        launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0})
+        command = [sys.executable, "-m", "holdfast.plan.machine", "rank", str(folder)]
+        return launch_local(command, resolve_ranks(launch), launch, folder / "run")
+    try:
+        outcome = meet(task)
+    except HoldfastError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    temporary = folder / f"{OUTCOME}.{os.getpid()}"
+    temporary.write_text(json.dumps(outcome), encoding="utf-8")
+    temporary.replace(folder / OUTCOME)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -10,11 +10,8 @@ from typing import Any
 from holdfast.errors import UserError
 from holdfast.files import read_json, size_words
 from holdfast.plan.findings import Finding, fail, ok, warn
-from holdfast.training.directory import events
-from holdfast.training.peaks import MEMORY
+from holdfast.training.directory import MEMORY, PLAN, events
 
-PLAN = "plan.json"
-"""What `holdfast plan --save` leaves in the run's directory."""
 _MORE = 1.1
 """How many times as much as planned is told as more: what a plan cannot see is a part of it."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.config.sections.rollout import ReferenceConfig
 from holdfast.config.verbs.distill import DistillConfig
@@ -16,10 +17,10 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.content.lengths import Stretch, example_of
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
-from holdfast.plan.images import with_image
 from holdfast.plan.kinds import REFERENCE
 from holdfast.plan.memory import Ledger, follow_model
 from holdfast.plan.origin import shape_of, teacher_section
@@ -41,6 +42,9 @@ from holdfast.training.scorers.reference import build_reference, scored
 from holdfast.training.scorers.teacher import Teacher, teacher_configuration
 from holdfast.training.step import train_step
 from holdfast.types import Example, MiniBatch
+
+_SIDE = 1024
+"""Pixels of a side of an image where `data.max_pixels` does not say; the image processor scales it."""
 
 
 @dataclass
@@ -227,9 +231,28 @@ def _rows(step: Step, layout: Layout, images: ImageSide | str) -> MiniBatch:
     config = step.setting.config.data
     example = sequence(config.max_length)
     if isinstance(images, ImageSide):
-        example, words = with_image(example, images, config)
+        example, words = _with_image(example, images, config)
         step.notes.append(words)
     return assembled(step, [[example]] * config.batch_size, layout)
+
+
+def _with_image(example: Example, images: ImageSide, config: TextConfig) -> tuple[Example, str]:
+    """Return a row with the largest image that the run allows and the row has room for, and words on it."""
+    from PIL import Image
+
+    side = _SIDE if config.max_pixels is None else max(32, int(config.max_pixels**0.5))
+    length = example.tokens.size
+    prepared = images.prepare(Image.new("RGB", (side, side)), "a planned image")
+    while len(prepared.tokens) > length - 2 and side > 32:
+        side //= 2
+        prepared = images.prepare(Image.new("RGB", (side, side)), "a planned image")
+    text = length - len(prepared.tokens) - 1
+    if text < 1:
+        return example, "images: none is planned, since the smallest one has no room in data.max_length"
+    stretch = Stretch([0, images.image_id, *[0] * text], [False, False, *[True] * text])
+    laid = images.expanded(stretch, [prepared])
+    made = example_of(laid, 0, "", images.positions(laid))
+    return replace(made, sample_id=0), f"images: one of {side}x{side} pixels in every row"
 
 
 def _answers(step: Step, layout: Layout, *, pairs: bool) -> MiniBatch:

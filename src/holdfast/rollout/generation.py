@@ -12,14 +12,13 @@ from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.content.vision_families import VISION_FAMILIES
-from holdfast.host_values import host_value
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import reader_of
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, ReplicaEngine, merged_inputs
 from holdfast.rollout.sampling import Stops, draw, most_probable, penalise, restrict, uniform
-from holdfast.types import Finish
+from holdfast.types import Finish, host_value
 
 
 class TransformersEngine(ReplicaEngine):

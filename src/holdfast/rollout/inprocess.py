@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.host_values import host_value
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import column
@@ -29,7 +28,7 @@ from holdfast.rollout.predictor import DeviceRows, EagerRows, Predictor, RowStat
 from holdfast.rollout.replica import Replica, ReplicaEngine, for_few_rows, merged_inputs
 from holdfast.rollout.sampling import Stops
 from holdfast.rollout.static import StaticRows
-from holdfast.types import Finish
+from holdfast.types import Finish, host_value
 
 
 @dataclass

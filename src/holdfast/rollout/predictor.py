@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.host_values import host_value
-from holdfast.models.layers.family import backbone_of
+from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.layers.routers import Routers
-from holdfast.models.scores import HeadSpec, HeadWeights, logits_of
+from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.rollout.cache import HeldCache, RowCache
 from holdfast.rollout.replica import Replica
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
+from holdfast.types import host_value
 
 
 @dataclass

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.host_values import host_value
 from holdfast.rollout.cache import HeldCache, KeysAndValues, RowCache, View
 from holdfast.rollout.graphs import CHECKED_STEPS, DrawToken, Recorder, recorded_graph
 from holdfast.rollout.predictor import Drawn, EagerRows, Predictor, RowState
+from holdfast.types import host_value
 
 _LEAST_ROOM = 256
 _ROOM_OF_DOUBLING = 2048

@@ -15,7 +15,6 @@ from holdfast.config.sections.metrics import CompletionsConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.packing import to_device
 from holdfast.data.batches.stream import SampleStream
-from holdfast.host_values import host_value
 from holdfast.objectives.base import ratio
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.rollout.engine import Request, RolloutEngine, generate
@@ -23,7 +22,7 @@ from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine, give_weights
 from holdfast.training.run import Evaluation, ShardedModel
-from holdfast.types import Example, Finish, LossSum, MiniBatch
+from holdfast.types import Example, Finish, LossSum, MiniBatch, host_value
 
 Prepare = Callable[[MiniBatch], MiniBatch]
 """Called by all ranks together, with the policy in evaluation mode."""

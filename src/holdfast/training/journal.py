@@ -20,7 +20,7 @@ from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
-from holdfast.training.peaks import MEMORY
+from holdfast.training.directory import MEMORY
 from holdfast.training.run import Run
 from holdfast.types import Batch
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.host_values import host_value
 from holdfast.models.layers.routers import global_loads
 from holdfast.objectives.base import Objective, ratio
 from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
 from holdfast.training.run import Trained
-from holdfast.types import Batch, LossSum, MiniBatch
+from holdfast.types import Batch, LossSum, MiniBatch, host_value
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from holdfast.errors import ModelError
 from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
-from holdfast.models.layers.family import Family, backbone_of, output_layer_of, reader_of
+from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
 from holdfast.models.layers.rotary import RotaryAngles
 from holdfast.models.layers.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.names import POLICY_MODULE
-from holdfast.models.scores import HeadSpec, HeadWeights, score, separable_loss
+from holdfast.models.scores import HeadWeights, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.types import Batch, LossSum, Scores
@@ -353,3 +353,14 @@ def predictors(batch: Batch) -> Tensor:
     width = batch.tokens.shape[1]
     rows = batch.scored // width * width
     return rows + batch.predictor_index.flatten()[batch.scored]
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block, as evaluation does."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -21,7 +21,6 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
-from holdfast.host_values import host_value
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.layers.rotary import RotaryAngles
@@ -30,7 +29,7 @@ from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.loading import RandomSource, WeightGroup, WeightSource
 from holdfast.models.weights.safetensors_files import read_header, weight_files
 from holdfast.objectives.base import Objective, scored_tokens
-from holdfast.types import Batch, LossSum, Scores
+from holdfast.types import Batch, LossSum, Scores, host_value
 
 LAYER = "score.weight"
 _OF_LANGUAGE_MODELS = ("lm_head.", "output.")

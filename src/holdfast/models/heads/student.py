@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from holdfast.models.heads.policy import PolicyModel, predictors
-from holdfast.models.known_gradients import WithGradients, add_product
-from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, chunk_tokens, logits_of
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import CACHE_ELEMENTS, HeadWeights, WithGradients, add_product, chunk_tokens, logits_of
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
 from holdfast.objectives.supervised import Distillation, generalised_jsd, supervised_sums
 from holdfast.types import Batch, LossSum, Scores

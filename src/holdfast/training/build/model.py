@@ -24,7 +24,7 @@ from holdfast.errors import ConfigError, PlanError
 from holdfast.models.build.model import Blueprint, set_storage, storage_of
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
 from holdfast.models.check.witness import witness_of
-from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
 from holdfast.models.heads.student import StudentModel
 from holdfast.models.layers.attention import upstream_attention
@@ -39,7 +39,7 @@ from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import Ends, ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise, place_empty
 from holdfast.training.build.gradient_check import Gradients, check_gradients
-from holdfast.training.run import Setting, ShardedModel, without_dropout
+from holdfast.training.run import Setting, ShardedModel
 from holdfast.types import Example, Scores
 
 

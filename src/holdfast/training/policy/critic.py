@@ -21,7 +21,6 @@ from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError, RunStopped
-from holdfast.host_values import host_value
 from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
@@ -35,7 +34,7 @@ from holdfast.training.policy.run import CRITIC, PolicyRun
 from holdfast.training.run import Logbook, Trained
 from holdfast.training.scorers.reference import on_tokens, scored
 from holdfast.training.step import train_step
-from holdfast.types import Batch, MiniBatch, Trajectory
+from holdfast.types import Batch, MiniBatch, Trajectory, host_value
 
 
 def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:

@@ -21,7 +21,6 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.host_values import host_value
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
@@ -35,7 +34,7 @@ from holdfast.training.policy.rollouts import Rollout, example_of_trajectory
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import scored
-from holdfast.types import Batch, Example, MiniBatch, Prompt, Trajectory
+from holdfast.types import Batch, Example, MiniBatch, Prompt, Trajectory, host_value
 
 
 def batch_columns(config: GRPOConfig) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known, Ranks
 from holdfast.data.batches.packing import to_device, unpack
 from holdfast.data.tokens.vision import going_on
-from holdfast.host_values import host_value
+from holdfast.models.heads.policy import without_dropout
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.training.evaluate import evaluate
-from holdfast.training.run import Evaluation, Run, ShardedModel, without_dropout
+from holdfast.training.run import Evaluation, Run, ShardedModel
 from holdfast.training.scorers.reference import Reference, scored
-from holdfast.types import Batch, Example, MiniBatch, Scores
+from holdfast.types import Batch, Example, MiniBatch, Scores, host_value
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from holdfast.errors import ModelError
 from holdfast.files import size_words
 from holdfast.models.adapters.live import adapters_of, adapters_off
 from holdfast.models.build.model import blueprint
-from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.optim.reference_ema import Following
 from holdfast.parallel.collectives import RankGroup
@@ -32,7 +32,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.begin import Live
 from holdfast.training.build.model import build_policy, probe_logprobs
 from holdfast.training.engines import free_bytes
-from holdfast.training.run import ShardedModel, without_dropout
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.server import Role, ScoringServer, meet
 from holdfast.types import Batch, LossSum, MiniBatch, Scores
 

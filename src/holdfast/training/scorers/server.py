@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from holdfast.config.sections.server import ServerConfig
 from holdfast.data.batches.packing import places, to_device
 from holdfast.errors import ConfigError, ModelError, RunStopped
-from holdfast.host_values import host_value
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.build.model import probe_logprobs
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.endpoint import CompletionServer, ServedModel
-from holdfast.types import Batch, MiniBatch
+from holdfast.types import Batch, MiniBatch, host_value
 
 _TEXT = 'It was 12 + 30 = 42, said "Ann"; then\n\tfor item in list(range(7)): print(item)  # naïve, œuvre, 東京, done.'
 """Letters, digits, signs, blanks, and characters of several bytes: where tokenizers differ first."""

@@ -1,4 +1,8 @@
-"""Build the device guard once for each version of torch, and load it; torch must not have been imported yet."""
+"""The process that executes a plan: `python -m holdfast.plan.process`.
+
+It reads a request as JSON from standard input and leaves the plan as JSON in a file. A build of torch without CUDA
+needs the device guard, built once for each version of torch and loaded before torch is imported; hence a process.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from holdfast.errors import UserError
+from holdfast.errors import HoldfastError, UserError
+from holdfast.quiet import hush
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -84,3 +91,31 @@ def _folder_of_torch() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise NoGuard("torch is not installed here. Install it, and run this again.")
     return Path(next(iter(spec.submodule_search_locations)))
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    hush()
+    request = json.load(sys.stdin)
+    output = Path(request["output"])
+    try:
+        answer: dict[str, Any] = {"plan": _planned(request)}
+    except HoldfastError as error:
+        answer = {"error": str(error), "exit_code": error.exit_code}
+    output.write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _planned(request: dict[str, Any]) -> dict[str, Any]:
+    reason = ""
+    if request["device"] != "cpu":
+        try:
+            load_guard()
+        except NoGuard as error:
+            reason = str(error).rstrip(".")
+    from holdfast.plan.request import planned
+
+    return planned(request, reason)
+
+
+if __name__ == "__main__":
+    main()
