@@ -251,7 +251,8 @@ def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
     """
     if _answers:
         return _answers[-1](tensor, reason)
-    values: NDArray[Any] = tensor.detach().cpu().numpy()
+    # A copy on the CPU too: torch never again resizes a storage that NumPy has seen, and what rests in host memory is.
+    values: NDArray[Any] = tensor.detach().to("cpu", copy=True).numpy()
     return values
 
 

@@ -47,7 +47,11 @@ def test_a_plan_for_scripts_names_every_part_and_leaves_plan_json(tmp_path: Path
     # Ten numbers of a parameter: four bytes of its own, and two moments.
     assert made["checkpoint_bytes"] == pytest.approx(12 * made["parameters"], rel=0.01)
     left = json.loads((tmp_path / "runs" / "run" / "plan.json").read_text())
-    assert left["peaks"]["backward"] == made["phases"]["backward"]["total"]
+    assert left == made
+    assert left["clock_phases"]["forward_backward"] == max(
+        made["phases"][row]["total"] for row in ("forward", "backward")
+    )
+    assert left["clock_phases"]["load"] == made["phases"]["load"]["total"]
 
 
 def test_a_run_that_does_not_fit_is_told_what_to_turn_and_exits_with_1(tmp_path: Path) -> None:

@@ -171,11 +171,8 @@ class LowBitAdamW(PerParameterAdamW):
             state["exp_avg_sq"] = self._moment(parameter, signed=False)
         assert parameter.grad is not None
         state["step"] += 1
-        step, (beta1, beta2), rate = (
-            float(host_value(state["step"], "steps of a parameter")),
-            group["betas"],
-            float(group["lr"]),
-        )
+        step = float(host_value(state["step"], "steps of a parameter"))
+        (beta1, beta2), rate = group["betas"], float(group["lr"])
         # As tensors, since a compiled update would be compiled again for every other number.
         factors = torch.tensor(
             [1 - rate * group["weight_decay"], rate / (1 - beta1**step), math.sqrt(1 - beta2**step)],
