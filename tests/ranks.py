@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -74,7 +75,7 @@ class RankPool:
         self.size = size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._crashes = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._crashes = Path()
         """Where ranks write their stacks if they crash, in a file by rank."""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
@@ -132,8 +133,8 @@ class RankPool:
         """Say how a rank ended that should not have; the next test gets new ones."""
         process = self._processes[rank]
         process.join(5.0)
+        stacks = (self._crashes / str(rank)).read_text(errors="replace")
         self.close(kill=True)
-        stacks = Path(self._crashes.name, str(rank)).read_text(errors="replace")
         message = f"rank {rank} of a pool of {self.size} ended with exit code {process.exitcode}"
         raise RankError(f"{message}\n{stacks}") from None
 
@@ -141,10 +142,11 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self._crashes = Path(tempfile.mkdtemp(prefix="ranks-"))
         context = multiprocessing.get_context("forkserver")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            args = (theirs, rank, self.size, port, f"{self._crashes.name}/{rank}")
+            args = (theirs, rank, self.size, port, str(self._crashes / str(rank)))
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -166,4 +168,6 @@ class RankPool:
         for connection, process in zip(self._connections, self._processes, strict=True):
             process.join(20)
             connection.close()
+        if self._processes:
+            shutil.rmtree(self._crashes)
         self._connections, self._processes = [], []
