@@ -200,6 +200,7 @@ class _Loop:
     def _steps(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
         run.setting.log.clock.read()  # what came before is no part of the first step's time
+        run.setting.log.peaks.note_load()
         first = run.trained.state.step
         stragglers = Stragglers(run.setting.ranks, run.setting.world.device.type)
         while not run.finished:
@@ -292,7 +293,7 @@ def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
         flops = run.trained.cost.flops(tokens, line.get("data/mean_length", 0.0))
         measured["throughput/mfu"] = flops / seconds / (flops_per_second * run.setting.world.size)
     if run.setting.world.device.type == "cuda":
-        measured["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        measured["memory/peak_gib"] = run.setting.log.peaks.largest / 2**30
     else:
         measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
     return measured

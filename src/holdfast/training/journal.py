@@ -20,6 +20,7 @@ from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
+from holdfast.training.directory import MEMORY
 from holdfast.training.run import Run
 from holdfast.types import Batch
 
@@ -189,6 +190,8 @@ class Journal:
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
         run = self._run
+        if peaks := run.setting.log.peaks.news():
+            self.event(MEMORY, device=run.setting.world.device.type, peaks=peaks)
         for text in run.setting.log.messages:
             self.say(text)
         if run.setting.log.samples and run.setting.world.is_first:

@@ -34,7 +34,7 @@ from holdfast.training.policy.run import CRITIC, PolicyRun
 from holdfast.training.run import Logbook, Trained
 from holdfast.training.scorers.reference import on_tokens, scored
 from holdfast.training.step import train_step
-from holdfast.types import Batch, MiniBatch, Trajectory
+from holdfast.types import Batch, MiniBatch, Trajectory, host_value
 
 
 def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
@@ -220,7 +220,7 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
 
 def _judged(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
     values, rewards = (_numbers(each) for each in (_at(batch, "values"), _token_rewards(objective, batch)))
-    sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
+    sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for advantages")
     advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
     return _Judged(advantages, advantages + values, values, sequence)
 
@@ -240,7 +240,7 @@ def _at(batch: Batch, name: str) -> Tensor:
 
 
 def _numbers(values: Tensor) -> _Numbers:
-    numbers: _Numbers = values.cpu().numpy()
+    numbers: _Numbers = host_value(values, "values and rewards of tokens, for advantages")
     return numbers
 
 
