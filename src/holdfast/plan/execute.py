@@ -167,17 +167,22 @@ class _Counts:
 
 def _two_steps(counts: _Counts, step: Step) -> dict[tuple[str, str], Peak]:
     """Make a first step, and one that comes after others, with a save; return the peaks until the end of the first."""
-    step.make()
+    _make(step)
     _name_states(counts.ledger, step)
     first = dict(counts.ledger.peaks)
     counts.ledger.restart()
     counts.traffic.restart()
     counts.values.clear()
-    step.make()
+    _make(step)
     _save(counts.ledger, step)
     for phase, factor in step.repeats.items():
         counts.traffic.scale(phase, factor)
     return first
+
+
+def _make(step: Step) -> None:
+    step.make()
+    step.setting.log.batches.clear()  # as the journal does once a step is written down
 
 
 def _execution(counts: _Counts, step: Step, first: dict[tuple[str, str], Peak], notes: Sequence[str]) -> Execution:

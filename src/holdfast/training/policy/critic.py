@@ -202,6 +202,7 @@ def train_critic(run: PolicyRun, critic: Trained, mini_batches: Sequence[MiniBat
                 raise RunStopped(f"The critic (section critic): {error}") from error
             lines.append({name: value for name, value in update.metrics.items() if name not in mini_batch.metrics})
             sums.append(update.sums)
+    critic.setting.log.batches.clear()  # nobody reads the critic's log, which would grow with every step
     metrics = of_several_updates(lines, sums)
     return {f"value/{name.removeprefix('optim/')}": value for name, value in metrics.items() if name != "num_tokens"}
 
