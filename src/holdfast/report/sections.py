@@ -184,7 +184,7 @@ def _memory(runs: Sequence[RunRecord]) -> str:
         rows += _plan_against_measured(run, several=len(runs) > 1)
     heads = [*["run"] * (len(runs) > 1), "phase", "planned", "measured", "of the plan"]
     places = [len(heads) - 3, len(heads) - 2]
-    chart = table(heads, rows, numbers=places, caption="Plan against measured") if rows else ""
+    chart = html_table(heads, rows, numbers=places, caption="Plan against measured") if rows else ""
     return "".join(tag("p", text(line), class_="memory") for line in lines) + chart
 
 

@@ -14,7 +14,7 @@ from holdfast.checkpoint.errors import CheckpointError
 from holdfast.errors import RankFailed
 from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
-from holdfast.training.control import Control, Decision, StopRequests, is_end
+from holdfast.training.control import Control, Decision, StopRequests
 from holdfast.training.journal import Journal
 from holdfast.training.profiling import StepProfiler
 from holdfast.training.run import Run, Setting, StepAbandoned
@@ -28,7 +28,16 @@ from holdfast.training.saving.exports import (
     set_final_aside,
 )
 from holdfast.training.stragglers import Stragglers
-from holdfast.training.watched import MADE_LATER, OWED, owe, reason_to_end, set_standings, standings, watch_metric
+from holdfast.training.watched import (
+    MADE_LATER,
+    OWED,
+    is_end,
+    owe,
+    reason_to_end,
+    set_standings,
+    standings,
+    watch_metric,
+)
 from holdfast.types import StepEvent
 
 Step = Callable[[], dict[str, float] | None]
