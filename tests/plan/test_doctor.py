@@ -157,14 +157,21 @@ def test_more_ranks_than_rows_is_a_warning(capsys: Any, place: Path) -> None:
 
 
 def test_a_run_that_does_not_fit_fails_with_what_to_turn(capsys: Any, place: Path) -> None:
-    large = {**MODEL["config"], "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 96}
+    large = {**MODEL["config"], "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 4}
     path = written(place, model={**MODEL, "config": large})
 
-    code, findings = looked(capsys, path, "launch.ranks=1", only="plan")
+    code, findings = looked(capsys, path, "launch.ranks=1", "rollout.copy_gib=1000", only="plan")
 
     grade, text = by_name(findings, "plan")
-    assert (code, grade) == (1, "Fail")
+    assert (code, grade) == (1, "Fail"), text
     assert text.startswith("it does not fit: ")
+
+    code, findings = looked(capsys, path, "launch.ranks=1", only="plan")  # now sampling alone is refused
+
+    grade, text = by_name(findings, "plan")
+    assert (code, grade) == (1, "Fail"), text
+    assert text.startswith("rollout: sampling takes ")
+    assert text.endswith("or use fewer ranks on a machine.")
 
 
 def test_ranks_that_cannot_be_arranged_fail(capsys: Any, place: Path) -> None:

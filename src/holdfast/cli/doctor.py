@@ -60,7 +60,7 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
 
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
     from holdfast.cli.data_check import survey_of
-    from holdfast.cli.plan import options_here, planned
+    from holdfast.cli.plan import NoPlan, options_here, planned
     from holdfast.cli.train import check_paths
     from holdfast.plan.findings import Check, fail, ok, warn
     from holdfast.plan.inputs import Looked, checks_of_run
@@ -91,8 +91,10 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
             return
         try:
             yield verdict(planned(LoadedConfig(config, base), options_here(config.launch, ranks)))
-        except HoldfastError as error:
+        except NoPlan as error:
             yield warn("plan", f"none could be made: {error}")
+        except HoldfastError as error:
+            yield fail("plan", str(error))
 
     ranks = world_size() if under_torchrun() else resolve_ranks(config.launch)
     yield Check("configuration", paths)

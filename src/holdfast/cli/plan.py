@@ -17,7 +17,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import HoldfastError, UserError
 from holdfast.plan.devices import DEVICES, bytes_of, device_named
 from holdfast.training.directory import run_directory, save_plan
 
@@ -29,6 +29,10 @@ class PlanOptions:
     ranks: int | None = None
     device: str | None = None
     memory: str | None = None
+
+
+class NoPlan(UserError):
+    """A plan could not be made, which says nothing of the run."""
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json: bool, save: bool) -> int:
@@ -66,6 +70,7 @@ def planned(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[
 
     Raises:
         UserError: The run could not start.
+        NoPlan: The process ended without an answer.
     """
     config = loaded.config
     ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
@@ -88,7 +93,7 @@ def planned(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[
         )
         if not output.exists():
             reason = (done.stderr.strip() or "it says nothing").splitlines()[-1]
-            raise ConfigError(f"The process that executes the plan ended with code {done.returncode}: {reason}")
+            raise NoPlan(f"The process that executes the plan ended with code {done.returncode}: {reason}")
         answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     if "error" in answer:
         error = HoldfastError(answer["error"])

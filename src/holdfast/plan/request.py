@@ -77,7 +77,7 @@ def _turns(
     config: TrainingConfig, base: Path, place: Place, device: Device | None, no_guard: str
 ) -> list[dict[str, Any]]:
     made = []
-    for turn in turns(config, place.ranks):
+    for turn in turns(config, place):
         plan = as_plain(_made(turn.config, base, place, no_guard), device, place.memory)
         told = {"key": turn.key, "value": turn.value, "cost": turn.cost}
         made.append({**told, "peak_bytes": plan["peak_bytes"], "fits": plan["fits"]})
@@ -97,38 +97,38 @@ class Turn:
     """With it, and with those before."""
 
 
-def turns(config: TrainingConfig, ranks: int) -> Iterator[Turn]:
+def turns(config: TrainingConfig, place: Place) -> Iterator[Turn]:
     """Yield what can be turned, each on top of those before it."""
     for key, cost, change in _LIST:
-        changed = change(config, ranks)
+        changed = change(config, place)
         if changed is not None:
             value, config = changed
             yield Turn(key, value, cost, config)
 
 
-Change = Callable[[TrainingConfig, int], tuple[str, Any] | None]
+Change = Callable[[TrainingConfig, Place], tuple[str, Any] | None]
 
 
-def _fewer_tokens(config: TrainingConfig, _: int) -> tuple[str, TrainingConfig] | None:
+def _fewer_tokens(config: TrainingConfig, _: Place) -> tuple[str, TrainingConfig] | None:
     least = config.data.max_length * (2 if isinstance(config, DPOConfig) else 1)
     if config.data.tokens_per_micro_batch <= least:
         return None
     return str(least), _with(config, "data", tokens_per_micro_batch=least)
 
 
-def _recompute(config: TrainingConfig, _: int) -> tuple[str, TrainingConfig] | None:
+def _recompute(config: TrainingConfig, _: Place) -> tuple[str, TrainingConfig] | None:
     if isinstance(config.parallel.recompute, FullRecompute):
         return None
     return "full", _with(config, "parallel", recompute=FullRecompute())
 
 
-def _shard(config: TrainingConfig, ranks: int) -> tuple[str, TrainingConfig] | None:
-    if config.parallel.replicate == 1 or ranks == 1:
+def _shard(config: TrainingConfig, place: Place) -> tuple[str, TrainingConfig] | None:
+    if config.parallel.replicate == 1 or place.ranks == 1:
         return None
     return "1", _with(config, "parallel", replicate=1, shard="auto")
 
 
-def _small_states(config: TrainingConfig, _: int) -> tuple[str, TrainingConfig] | None:
+def _small_states(config: TrainingConfig, _: Place) -> tuple[str, TrainingConfig] | None:
     section = config.optim
     if not isinstance(section, AdamWConfig):
         return None
@@ -139,8 +139,8 @@ def _small_states(config: TrainingConfig, _: int) -> tuple[str, TrainingConfig] 
     return made.kind, config.model_copy(update={"optim": made})
 
 
-def _offload(config: TrainingConfig, _: int) -> tuple[str, TrainingConfig] | None:
-    if config.parallel.cpu_offload or config.optim.kind == "muon":
+def _offload(config: TrainingConfig, place: Place) -> tuple[str, TrainingConfig] | None:
+    if place.device == "cpu" or config.parallel.cpu_offload or config.optim.kind == "muon":
         return None
     return "true", _with(config, "parallel", cpu_offload=True)
 

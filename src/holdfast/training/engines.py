@@ -224,9 +224,8 @@ def check_copy_fits(sharded: ShardedModel, budget_gib: float | None, common: int
     world, parts = sharded.setting.world, _parts(copied, -(-common // sharded.setting.ranks.size), laid_out, dtype)
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
-        limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)"
-        if budget_gib is None:
-            limit = f"has {size_words(budget)} free"
+        named = budget_gib is not None
+        limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)" if named else f"has {size_words(budget)} free"
         advice = "" if dtype == "bfloat16" else ", set parallel.compute_dtype: bfloat16"
         room = "devices with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
         raise ConfigError(
