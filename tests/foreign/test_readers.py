@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from holdfast.checkpoint.foreign.alignment import align
@@ -133,3 +137,19 @@ def test_the_state_that_easyr1_kept_in_bfloat16_is_bitwise_that_of_its_ranks(fix
             stored = slots[slot].read()
             assert stored.dtype == torch.bfloat16
             assert torch.equal(stored.flatten(), torch.cat(runs)), (name, slot)
+
+
+def test_a_tensor_that_is_cut_by_columns_is_put_together(tmp_path: Path) -> None:
+    actor = tmp_path / "global_step_1" / "actor"
+    actor.mkdir(parents=True)
+    whole = torch.arange(30.0).reshape(5, 6)
+    for rank, columns in enumerate(whole.split(3, dim=1)):
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",))
+        value = DTensor.from_local(columns.contiguous(), mesh, [Shard(1)], run_check=False)
+        torch.save({"weight": value}, actor / f"model_world_size_2_rank_{rank}.pt")
+        dist.destroy_process_group()
+
+    stored = open_foreign(actor).weights["weight"].read()
+
+    assert torch.equal(stored, whole)

@@ -121,10 +121,10 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
         )
         return
 
-    def one() -> Tensor:
-        return stored.read()[: shape[0]].clone()
+    def fill(target: Tensor) -> None:
+        target.copy_(stored.read()[: shape[0]])
 
-    piece = TensorPiece((0,) * len(shape), shape, one, stored.pieces[0].file)
+    piece = TensorPiece((0,) * len(shape), shape, stored.dtype, fill, stored.pieces[0].file)
     checkpoint.weights[name] = StoredTensor(shape, stored.dtype, (piece,))
     words = f"buffer {name} is there {copies} times, one copy behind another, as mergers write it"
     checkpoint.add("repair", f"{words}; one of them is taken")
