@@ -62,10 +62,10 @@ def timed_pairs(arms: dict[str, Callable[[Path], object]], folder: Path) -> None
 
 def trainer(folder: Path, width: int) -> None:
     """Save in a transformers Trainer after its first step."""
+    from tests.integrations.trainer_script import trainer_of
     from transformers import TrainerCallback
 
     from holdfast.integrations.trl import protect
-    from tests.integrations.trainer_script import trainer_of
 
     class Saves(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -85,7 +85,6 @@ def trainer(folder: Path, width: int) -> None:
 def lightning(folder: Path, width: int, kind: str) -> None:
     """Save in Lightning's Trainer after its first step."""
     import lightning.pytorch as pl
-
     from tests.integrations.lightning_script import Module, rows, strategy
 
     class Saves(pl.Callback):

@@ -21,17 +21,25 @@ _MOST = 12
 """Findings of one kind that a person is shown; a script gets all."""
 
 
-def checked(path: Path, level: ForeignLevel) -> ForeignCheckpoint:
+def checked(path: Path, level: ForeignLevel, base: Path | None = None) -> ForeignCheckpoint:
     """Return a checkpoint with all findings; nothing is written, and nothing in it is run.
+
+    Args:
+        path: The checkpoint, or the run that holds it.
+        level: headers, or every number.
+        base: The model that its adapters began with, to be compared with.
 
     Raises:
         UnreadableForeign: The path holds no checkpoint that is known.
     """
+    from holdfast.checkpoint.foreign.adapters import compare_with_base
     from holdfast.checkpoint.foreign.examine import examine
     from holdfast.checkpoint.foreign.recognise import open_foreign
 
     checkpoint = open_foreign(path)
     examine(checkpoint, level)
+    if base is not None:
+        compare_with_base(checkpoint, base)
     return checkpoint
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
+from holdfast.checkpoint.foreign.alignment import unwrap
 from holdfast.checkpoint.foreign.parameter_names import note_ties, skeleton_of
 from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
@@ -78,6 +79,7 @@ def _compare_with_configuration(checkpoint: ForeignCheckpoint) -> None:
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         checkpoint.add("note", f"the configuration beside it builds no model here: {error}")
         return
+    unwrap(checkpoint, named_parameters(skeleton))
     note_ties(checkpoint, tied_names(skeleton))
     if not (folder / "generation_config.json").is_file():
         checkpoint.add("repair", "it lacks a generation configuration; an export has the one that its model implies")
