@@ -132,7 +132,7 @@ def test_plain_transformers_loads_an_export(fixtures: Path, tokens: Path, name: 
 @pytest.mark.parametrize(
     ("fixture", "changes", "options", "words"),
     [
-        ("lightning-mp-weights", {}, ["--step", "2", "--data-from-start"], "no optimizer state"),
+        ("lightning-mp-weights", {"model__dtype": "bfloat16"}, [], "model.dtype: float32 would fit"),
         ("dcp", {"model__freeze": []}, [], "does not state its position"),
         ("verl-fsdp2", {"model__freeze": []}, [], "model.freeze must name the others"),
         ("verl-fsdp2", {"model__dtype": "bfloat16"}, [], "bfloat16"),

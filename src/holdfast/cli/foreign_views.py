@@ -167,9 +167,9 @@ def import_checked(path: Path, run: Path, step: int | None, *, data_from_start: 
     checkpoint = _whole(path)
     wishes = Wishes(data_from_start, step)
     with joined_world(loaded.config.launch) as world:
-        _, place, notes = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
+        imported = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
     for finding in checkpoint.of_kind("loss"):
         yield escaped(f"lost: {finding.text}")
-    yield from map(escaped, notes)
-    yield f"{checkpoint.path} ({checkpoint.system}) is {place}"
-    yield f"continue it: holdfast {loaded.config.verb} {run}"
+    yield from map(escaped, imported.notes)
+    yield f"{checkpoint.path} ({checkpoint.system}) is {imported.place}"
+    yield f"continue it: holdfast {loaded.config.verb} {run} {imported.override}".rstrip()
