@@ -206,7 +206,8 @@ class _Ray(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def verl(out: Path, kind: str, form: str = "frozen") -> None:
     """verl's own checkpoint manager, wrapping and schedule; its engine is left out.
 
-    kind: fsdp2, fsdp2-poison (after its own offloading), fsdp1-flat, fsdp1-orig, fsdp1-nomesh.
+    kind: fsdp2, fsdp2-bf16 (weights and states), fsdp2-poison (after its own offloading), fsdp1-flat, fsdp1-orig,
+    fsdp1-nomesh.
     """
     sys.meta_path.insert(0, _Ray())
     from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
@@ -217,7 +218,7 @@ def verl(out: Path, kind: str, form: str = "frozen") -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
     def build() -> tuple[Any, Any, Any]:
-        model: Any = model_of(form)
+        model: Any = model_of(form).to(torch.bfloat16 if kind == "fsdp2-bf16" else torch.float32)
         if kind.startswith("fsdp2"):
             apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
         else:
@@ -524,6 +525,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "verl-fsdp2-tied": lambda out: verl(out, "fsdp2", "tied"),
     "verl-fsdp2-lora": lambda out: verl(out, "fsdp2", "lora"),
     "verl-fsdp2-moe": lambda out: verl(out, "fsdp2", "moe"),
+    "verl-fsdp2-bf16": lambda out: verl(out, "fsdp2-bf16"),
     "verl-fsdp2-poison": lambda out: verl(out, "fsdp2-poison"),
     "verl-fsdp1-flat": lambda out: verl(out, "fsdp1-flat", "full"),
     "verl-fsdp1-orig": lambda out: verl(out, "fsdp1-orig"),

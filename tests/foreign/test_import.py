@@ -79,10 +79,12 @@ def stored_at(folder: Path) -> StoredCheckpoint:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("name", ["verl-fsdp2", "verl-fsdp1-orig-4", "verl-fsdp2-poison", "accelerate-v2-full"])
+@pytest.mark.parametrize("name", [
+    "verl-fsdp2", "verl-fsdp1-orig-4", "verl-fsdp2-poison", "titan-frozen", "lightning-mp-frozen", "accelerate-v2-full",
+])  # fmt: skip
 def test_a_run_continues_what_was_imported(fixtures: Path, tokens: Path, name: str, tmp_path: Path) -> None:
     before, file = hash_of(fixtures / name), run_file(tmp_path, tokens)
-    position = ["--data-from-start"] if name.startswith("accelerate") else []
+    position = ["--data-from-start"] if name.startswith(("accelerate", "titan")) else []
 
     imported(place_of(fixtures / name), "--as", file, *position)
     stored, truth = stored_at(tmp_path / "runs/rescued/checkpoints/step-00000002"), truth_of(fixtures / name)
