@@ -3,9 +3,10 @@
     python benchmarks/failures.py [--only 1 6.3 ...]
 
 Five failures that runs were lost to and fifteen beside them. The naive way is the upstream library where it runs on a
-CPU, else the few lines that trainers share. The cases are those of `tests/failures`, where each number is compared with
-what it must be. 2 gloo ranks, tiny modules. Exits with 1 where Holdfast does not hold, or where the naive way no longer
-fails: then the table is out of date.
+CPU, else the few lines that trainers share; for the five, also what the plug-ins, the two checks and an import make of
+it where it was reported (with Lightning where it is installed: tools/test_rescue.sh makes such an environment). The
+cases are those of `tests/failures`, where each number is compared with what it must be. 2 gloo ranks, tiny modules.
+Exits with 1 where Holdfast does not hold, or where the naive way no longer fails: then the table is out of date.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ os.environ.update(ENVIRONMENT)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cases are the tests'
 
 from tests.failures.lab import Failure, Lab, Observed  # noqa: E402
+from tests.failures.rescue import HAS_LIGHTNING  # noqa: E402
 from tests.failures.table import FAILURES  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
@@ -67,12 +69,15 @@ _VERDICTS = {True: "holds", False: "does not hold", None: "was not seen"}
 def row(failure: Failure, pool: Callable[[int], RankPool], folder: Path) -> list[str]:
     """Print a failure's row; return what was not as it should be."""
     words, wrong = [], []
-    for way, call, expected in (("naive", failure.naive, False), ("Holdfast", failure.ours, True)):
+    ways = [("naive", failure.naive, False), ("Holdfast", failure.ours, True)]
+    if failure.rescued is not None:
+        ways.append(("rescued", failure.rescued, True))
+    for way, call, expected in ways:
         holds, said = observe(call, pool, folder / way)
         words.append(said if holds is expected else f"**unexpected:** {said}")
         if holds is not expected:
             wrong.append(f"{failure.number}: {way} {_VERDICTS[holds]}")
-    print(f"| {failure.number}. {failure.title} | {words[0]} | {words[1]} |", flush=True)
+    print(f"| {failure.number}. {failure.title} | {' | '.join([*words, ''][:3])} |", flush=True)
     return wrong
 
 
@@ -82,10 +87,10 @@ def main() -> None:
     chosen = [failure for failure in FAILURES if failure.number in parser.parse_args().only]
     pools: dict[int, RankPool] = {}
     wrong: list[str] = []
-    libraries = ("transformers", "accelerate", "peft", "trl")
+    libraries = ["transformers", "accelerate", "peft", "trl", *(["lightning"] if HAS_LIGHTNING else [])]
     print(f"{heading()}; {', '.join(f'{name} {version(name)}' for name in libraries)}\n")
-    print("| failure | what the naive form does | what Holdfast does |")
-    print("|---|---|---|")
+    print("| failure | what the naive form does | what Holdfast does | where it was reported, with the plug-in |")
+    print("|---|---|---|---|")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="failures-") as folder:
         for failure in chosen:

@@ -1,4 +1,4 @@
-"""Write docs/reference from the code: the configuration tree and the command line.
+"""Write docs/reference from the code: the configuration tree, the command line, and other systems' keys.
 
     python tools/reference.py [--check]
 
@@ -21,10 +21,13 @@ from typer.testing import CliRunner
 
 from holdfast.cli import main as command_line
 from holdfast.config.base import kinds_of
+from holdfast.config.other_systems.table import VERBS, load_key_table
 from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS
 
 FOLDER = Path("docs/reference")
+KEY_TABLES = ("verl", "easyr1", "trl", "lightning")
+"""Of the systems whose checkpoints are read; the others have no files of keys."""
 NOTE = "<!-- Written by tools/reference.py. Change the docstrings in src/holdfast, then run it again. -->\n"
 CONFIG_HEAD = """# Configuration reference
 
@@ -181,10 +184,31 @@ def cli_page() -> str:
     return NOTE + "\n".join(parts)
 
 
+def keys_page(name: str) -> str:
+    """Return every key of another system: what it is here, and what differs."""
+    table = load_key_table(name)
+    lines = [
+        NOTE.replace("docstrings in src/holdfast", "tables in src/holdfast/config/other_systems"),
+        f"# Keys of {table.title}\n",
+        f"By the table of {table.version}: what each key is here. A value without a note means the same in both.\n",
+        "| key there | here | |",
+        "|---|---|---|",
+    ]
+    for key, entries in table.entries.items():
+        for entry in entries:
+            here = ", ".join(f"`{target}`" for target in entry.targets) or "-"
+            note = entry.note.replace("|", "\\|")
+            whose = "" if entry.verbs == VERBS else f" ({', '.join(entry.verbs)})"
+            lines.append(f"| `{key}`{whose} | {here} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     check = "--check" in sys.argv[1:]
     stale = []
-    for name, text in {"config.md": config_page(), "cli.md": cli_page()}.items():
+    pages = {"config.md": config_page(), "cli.md": cli_page()}
+    pages |= {f"keys_{name}.md": keys_page(name) for name in KEY_TABLES}
+    for name, text in pages.items():
         path = FOLDER / name
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

@@ -42,6 +42,8 @@ class Failure:
     ours: Callable[[Lab], Observed]
     not_here: str = ""
     """What of it needs a GPU or a library that is not installed."""
+    rescued: Callable[[Lab], Observed] | None = None
+    """What the plug-ins, the checks for any script or an import make of it in the trainer that it was reported of."""
 
 
 @dataclass

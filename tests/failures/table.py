@@ -12,6 +12,7 @@ from tests.failures import (
     optimizer_state,
     recomputation,
     reference_model,
+    rescue,
     saving,
 )
 from tests.failures.lab import Failure
@@ -23,25 +24,31 @@ FAILURES = (
         optimizer_state.naive_frozen,
         optimizer_state.ours_frozen,
         "NCCL, whose message about the same mismatch is another",
+        rescue.frozen_tower,
     ),
     Failure(
         "2",
         "an option of another type than numbers and texts cannot be saved",
         optimizer_state.naive_values,
         optimizer_state.ours_values,
+        rescued=rescue.dtype_in_a_group,
     ),
     Failure(
         "3",
         "activation checkpointing fills a key-value cache twice",
         recomputation.naive,
         recomputation.ours,
+        rescued=rescue.recomputation,
     ),
     Failure(
         "4",
         "a whole run is resumed from a checkpoint of weights alone",
-        saving.naive_weights,
+        rescue.naive_weights,
         saving.ours_weights,
-        "Lightning's strategies, which are not installed: the lines of DCP that they come down to stand for them",
+        ""
+        if rescue.HAS_LIGHTNING
+        else "Lightning's strategies, which are not installed: the lines of DCP that they come down to stand for them",
+        rescue.weights_alone,
     ),
     Failure(
         "5",
@@ -49,6 +56,7 @@ FAILURES = (
         reference_model.naive_reference,
         reference_model.ours_reference,
         "memory of a GPU: shares of parameters are counted",
+        rescue.reference,
     ),
     Failure(
         "6.1",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.failures.lab import Observed
+from tests.failures.lab import Lab, Observed
 from tests.failures.optimizer_state import UNSAVABLE, VALUES
 from tests.failures.table import FAILURES
 
@@ -101,3 +103,15 @@ def test_the_reference_is_sharded_like_the_policy_and_starts_as_its_equal(both: 
         assert found["during"] == pytest.approx((root + block) / (root + 2 * block), rel=1e-12)
         assert found["gap"] == 0.0
     assert ours.numbers["sharded"]["after"] == 0.0
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("number", ["1", "2", "3", "5"])
+def test_a_report_ends_where_it_was_made_by_an_import_or_a_check(number: str, pools: Any, tmp_path: Path) -> None:
+    """The plug-in's row, 4, needs Lightning: tests/integrations asks it."""
+    failure = next(each for each in FAILURES if each.number == number)
+    assert failure.rescued is not None
+
+    observed = failure.rescued(Lab(pools, tmp_path))
+
+    assert observed.holds, observed.words

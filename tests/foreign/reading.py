@@ -20,6 +20,13 @@ def unpack(folder: Path) -> Path:
     return folder
 
 
+def read_archive() -> dict[str, bytes]:
+    """Return every file of the archive by its name."""
+    with tarfile.open(ARCHIVE) as archive:
+        files = [(entry.name.removeprefix("./"), archive.extractfile(entry)) for entry in archive if entry.isfile()]
+        return {name: file.read() for name, file in files if file is not None}
+
+
 def place_of(fixture: Path) -> Path:
     """Return where a user would point: a run, a step, or a checkpoint."""
     names = ("checkpoint", "checkpoint-2", "checkpoint.ckpt")

@@ -15,10 +15,14 @@ from __future__ import annotations
 import copy
 import importlib.abc
 import importlib.machinery
+import json
 import os
 import shutil
 import sys
 import types
+from collections.abc import Callable
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SIZES = {
     "vocab_size": 19,
@@ -45,6 +49,8 @@ SIZES = {
     "num_key_value_heads": 1,
     "use_cache": False,
 }
+LAYER = {"moe": "Qwen3MoeDecoderLayer"} | dict.fromkeys(("full", "frozen", "tied", "lora"), "Qwen2DecoderLayer")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -52,15 +58,39 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 19, (2, 7), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def model_of(*, tied: bool = False, frozen: bool = False) -> Qwen2ForCausalLM:
+def model_of(form: str = "full") -> Any:
+    """Return a small model: full, frozen (its first layer), tied, lora (peft's own, around it) or moe."""
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied))
+    model: Any
+    if form == "moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=form == "tied"))
     with torch.no_grad():
         for value in model.parameters():
             value.add_(0.1 * torch.randn_like(value))
-    if frozen:
+    if form == "frozen":
         model.model.layers[0].requires_grad_(False)
+    if form == "lora":
+        model = adapted(model)
     return model
+
+
+def adapted(model: Any) -> Any:
+    """Lay peft's adapters around a model; none of them is zero."""
+    from peft import LoraConfig, get_peft_model
+
+    wrapped: Any = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, value in wrapped.named_parameters():
+            if "lora_B" in name:
+                value.add_(0.1 * torch.randn_like(value))
+    return wrapped
+
+
+def layers_of(model: Any) -> Any:
+    """Return the layers, whatever stands around the model."""
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).model.layers
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -73,7 +103,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
 
 def sharded(model: Any) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    for layer in model.model.layers:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -128,11 +158,11 @@ def finish(out: Path, truth: dict[str, Any], losses: list[float]) -> None:
     os._exit(0)
 
 
-def plain_dcp(out: Path, *, flat: bool = False, tied: bool = False) -> None:
+def plain_dcp(out: Path, form: str = "full", *, flat: bool = False) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
 
     def build() -> tuple[Any, Any]:
-        model = sharded(model_of(tied=tied))
+        model = sharded(model_of(form))
         return model, optimizer_of(model)
 
     model, optimizer = build()
@@ -173,10 +203,11 @@ class _Ray(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def verl(out: Path, kind: str) -> None:
+def verl(out: Path, kind: str, form: str = "frozen") -> None:
     """verl's own checkpoint manager, wrapping and schedule; its engine is left out.
 
-    kind: fsdp2, fsdp2-poison (after its own offloading), fsdp1-flat, fsdp1-orig, fsdp1-nomesh.
+    kind: fsdp2, fsdp2-bf16 (weights and states), fsdp2-poison (after its own offloading), fsdp1-flat, fsdp1-orig,
+    fsdp1-nomesh.
     """
     sys.meta_path.insert(0, _Ray())
     from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
@@ -187,7 +218,7 @@ def verl(out: Path, kind: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
     def build() -> tuple[Any, Any, Any]:
-        model: Any = model_of(frozen=kind != "fsdp1-flat", tied=kind == "fsdp2-tied")
+        model: Any = model_of(form).to(torch.bfloat16 if kind == "fsdp2-bf16" else torch.float32)
         if kind.startswith("fsdp2"):
             apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
         else:
@@ -231,17 +262,17 @@ def verl(out: Path, kind: str) -> None:
     finish(out, truth, [take(step, model, optimizer, schedule) for step in (2, 3)])
 
 
-def accelerate(out: Path, version: int, form: str) -> None:
+def accelerate(out: Path, version: int, way: str, form: str = "frozen") -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,
-        state_dict_type=form,
+        state_dict_type=way,
         auto_wrap_policy="transformer_based_wrap",
         cpu_ram_efficient_loading=False,
-        transformer_cls_names_to_wrap=["Qwen2DecoderLayer"],
+        transformer_cls_names_to_wrap=[LAYER[form]],
         use_orig_params=True if version == 1 else None,
     )
     accelerator = Accelerator(cpu=True)
@@ -251,7 +282,7 @@ def accelerate(out: Path, version: int, form: str) -> None:
     shared["device"] = PartialState._shared_state["device"] = torch.device("cpu")
 
     def build() -> tuple[Any, Any, Any]:
-        model = model_of(frozen=True)
+        model = model_of(form)
         optimizer = optimizer_of(model)
         return accelerator.prepare(
             model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s))
@@ -271,7 +302,7 @@ def accelerate(out: Path, version: int, form: str) -> None:
     finish(out, truth, [take(step, model, optimizer, schedule) for step in (2, 3)])
 
 
-def trainer(out: Path, form: str) -> None:
+def trainer(out: Path, way: str, form: str = "full") -> None:
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -320,12 +351,12 @@ def trainer(out: Path, form: str) -> None:
             fsdp=True,
             fsdp_config={
                 "version": 2,
-                "state_dict_type": form,
+                "state_dict_type": way,
                 "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
+                "transformer_layer_cls_to_wrap": [LAYER[form]],
             },
         )
-        return Seeing(model=model_of(), args=arguments, train_dataset=rows, callbacks=[Watch()])
+        return Seeing(model=model_of(form), args=arguments, train_dataset=rows, callbacks=[Watch()])
 
     build(2, "constant").train()
     if dist.get_rank() == 0:
@@ -342,7 +373,7 @@ def trainer(out: Path, form: str) -> None:
     finish(out, truth, [sum(share[step][1] for share in shares) / len(shares) for step in (0, 1)])
 
 
-def lightning(out: Path, kind: str, form: str, *, weights: bool = False) -> None:
+def lightning(out: Path, kind: str, way: str, form: str = "full", *, weights: bool = False) -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -363,7 +394,7 @@ def lightning(out: Path, kind: str, form: str, *, weights: bool = False) -> None
 
         def configure_model(self) -> None:
             if self.model is None:
-                model = model_of()
+                model = model_of(form)
                 self.model = sharded(model) if kind == "mp" else model
 
         def training_step(self, rows: Any, index: int) -> Any:
@@ -393,15 +424,15 @@ def lightning(out: Path, kind: str, form: str, *, weights: bool = False) -> None
     class OnCpu(FSDPStrategy):
         """The check for a GPU asks for the class itself."""
 
-    layer = type(model_of().model.layers[0])
+    layer = type(layers_of(model_of(form))[0])
     ranks = dist.get_world_size()
     loader = torch.utils.data.DataLoader(torch.zeros(ranks, 1), batch_size=1)
 
     def fit(steps: int, resume: Path | None) -> Module:
         strategy = (
-            ModelParallelStrategy(ranks, 1, save_distributed_checkpoint=form == "sharded")
+            ModelParallelStrategy(ranks, 1, save_distributed_checkpoint=way == "sharded")
             if kind == "mp"
-            else OnCpu(state_dict_type=form, auto_wrap_policy={layer})
+            else OnCpu(state_dict_type=way, auto_wrap_policy={layer})
         )
         saves = ModelCheckpoint(dirpath=out, filename="checkpoint", every_n_train_steps=2, save_weights_only=weights)
         module = Module()
@@ -423,7 +454,7 @@ def lightning(out: Path, kind: str, form: str, *, weights: bool = False) -> None
     finish(out, truth, losses)
 
 
-def titan(out: Path) -> None:
+def titan(out: Path, form: str = "full") -> None:
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
@@ -453,7 +484,7 @@ def titan(out: Path) -> None:
             self.at = state["at"]
 
     def build() -> tuple[Any, Any, Any, Any, Any]:
-        model = sharded(model_of())
+        model = sharded(model_of(form))
         settings = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
         group = ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs=settings)
         optimizers = OptimizersContainer(
@@ -484,28 +515,82 @@ def titan(out: Path) -> None:
     finish(out, truth, [take(step, model, optimizers, schedules) for step in (2, 3)])
 
 
-RECIPES = {
+SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
+RECIPES: dict[str, Callable[[Path], None]] = {
     "dcp": plain_dcp,
-    "dcp-flat-tied": lambda out: plain_dcp(out, flat=True, tied=True),
+    "dcp-flat-tied": lambda out: plain_dcp(out, "tied", flat=True),
+    "dcp-lora": lambda out: plain_dcp(out, "lora"),
+    "dcp-moe": lambda out: plain_dcp(out, "moe"),
     "verl-fsdp2": lambda out: verl(out, "fsdp2"),
-    "verl-fsdp2-tied": lambda out: verl(out, "fsdp2-tied"),
+    "verl-fsdp2-tied": lambda out: verl(out, "fsdp2", "tied"),
+    "verl-fsdp2-lora": lambda out: verl(out, "fsdp2", "lora"),
+    "verl-fsdp2-moe": lambda out: verl(out, "fsdp2", "moe"),
+    "verl-fsdp2-bf16": lambda out: verl(out, "fsdp2-bf16"),
     "verl-fsdp2-poison": lambda out: verl(out, "fsdp2-poison"),
-    "verl-fsdp1-flat": lambda out: verl(out, "fsdp1-flat"),
+    "verl-fsdp1-flat": lambda out: verl(out, "fsdp1-flat", "full"),
     "verl-fsdp1-orig": lambda out: verl(out, "fsdp1-orig"),
     "verl-fsdp1-nomesh": lambda out: verl(out, "fsdp1-nomesh"),
-    "accelerate-v1-sharded": lambda out: accelerate(out, 1, "SHARDED_STATE_DICT"),
-    "accelerate-v2-sharded": lambda out: accelerate(out, 2, "SHARDED_STATE_DICT"),
-    "accelerate-v2-full": lambda out: accelerate(out, 2, "FULL_STATE_DICT"),
-    "trainer-sharded": lambda out: trainer(out, "SHARDED_STATE_DICT"),
-    "trainer-full": lambda out: trainer(out, "FULL_STATE_DICT"),
+    "accelerate-v1-sharded": lambda out: accelerate(out, 1, SHARDED),
+    "accelerate-v2-sharded": lambda out: accelerate(out, 2, SHARDED),
+    "accelerate-v2-moe": lambda out: accelerate(out, 2, SHARDED, "moe"),
+    "accelerate-v2-full": lambda out: accelerate(out, 2, WHOLE),
+    "trainer-sharded": lambda out: trainer(out, SHARDED),
+    "trainer-sharded-lora": lambda out: trainer(out, SHARDED, "lora"),
+    "trainer-full": lambda out: trainer(out, WHOLE),
+    "trainer-full-tied": lambda out: trainer(out, WHOLE, "tied"),
     "lightning-mp-sharded": lambda out: lightning(out, "mp", "sharded"),
+    "lightning-mp-frozen": lambda out: lightning(out, "mp", "sharded", "frozen"),
+    "lightning-mp-lora": lambda out: lightning(out, "mp", "sharded", "lora"),
     "lightning-mp-full": lambda out: lightning(out, "mp", "full"),
     "lightning-mp-weights": lambda out: lightning(out, "mp", "sharded", weights=True),
     "lightning-fsdp-sharded": lambda out: lightning(out, "fsdp", "sharded"),
     "titan": titan,
+    "titan-frozen": lambda out: titan(out, "frozen"),
+}
+"""By fixture. A name with -1 or -4 behind it is the same on so many ranks."""
+RANKS = {
+    1: ("verl-fsdp2", "accelerate-v2-sharded", "trainer-sharded", "titan"),
+    4: ("verl-fsdp2", "verl-fsdp1-orig", "accelerate-v2-full", "trainer-sharded", "lightning-mp-sharded",
+        "lightning-fsdp-sharded", "titan", "dcp"),
+}  # fmt: skip
+"""Which fixtures there are of other numbers of ranks than two."""
+
+
+def commands() -> list[str]:
+    """Return a line for each fixture: its name, its recipe and how many ranks write it."""
+    lines = [f"{name} {name} 2" for name in RECIPES]
+    return lines + [f"{name}-{ranks} {name} {ranks}" for ranks, names in RANKS.items() for name in names]
+
+
+PACKAGES = {
+    "dcp": "torch",
+    "verl": "verl",
+    "accelerate": "accelerate",
+    "trainer": "transformers",
+    "lightning": "lightning",
+    "titan": "torchtitan",
 }
 
+
+def write_manifest(folder: Path) -> None:
+    """Write what wrote each fixture below a folder, and the hash of every file of it."""
+    entries = {}
+    for fixture in sorted(each for each in folder.iterdir() if each.is_dir()):
+        package = PACKAGES.get(fixture.name.partition("-")[0])
+        files = sorted(each for each in fixture.rglob("*") if each.is_file())
+        entries[fixture.name] = {
+            "package": package or "EasyR1, a clone of commit b44b311",
+            "version": version(package) if package else None,
+            "torch": version("torch"),
+            "files": {str(each.relative_to(fixture)): sha256(each.read_bytes()).hexdigest() for each in files},
+        }
+    (folder / "manifest.json").write_text(json.dumps(entries, indent=1, sort_keys=True))
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "manifest":
+        write_manifest(Path(sys.argv[2]))
+        sys.exit()
     destination = Path(sys.argv[2])
     destination.mkdir(parents=True, exist_ok=True)
     if not sys.argv[1].startswith(("trainer", "accelerate")):

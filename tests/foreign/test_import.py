@@ -79,10 +79,12 @@ def stored_at(folder: Path) -> StoredCheckpoint:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("name", ["verl-fsdp2", "verl-fsdp1-orig-4", "verl-fsdp2-poison", "accelerate-v2-full"])
+@pytest.mark.parametrize("name", [
+    "verl-fsdp2", "verl-fsdp1-orig-4", "verl-fsdp2-poison", "titan-frozen", "lightning-mp-frozen", "accelerate-v2-full",
+])  # fmt: skip
 def test_a_run_continues_what_was_imported(fixtures: Path, tokens: Path, name: str, tmp_path: Path) -> None:
     before, file = hash_of(fixtures / name), run_file(tmp_path, tokens)
-    position = ["--data-from-start"] if name.startswith("accelerate") else []
+    position = ["--data-from-start"] if name.startswith(("accelerate", "titan")) else []
 
     imported(place_of(fixtures / name), "--as", file, *position)
     stored, truth = stored_at(tmp_path / "runs/rescued/checkpoints/step-00000002"), truth_of(fixtures / name)
@@ -132,7 +134,7 @@ def test_plain_transformers_loads_an_export(fixtures: Path, tokens: Path, name: 
 @pytest.mark.parametrize(
     ("fixture", "changes", "options", "words"),
     [
-        ("lightning-mp-weights", {}, ["--step", "2", "--data-from-start"], "no optimizer state"),
+        ("lightning-mp-weights", {"model__dtype": "bfloat16"}, [], "model.dtype: float32 would fit"),
         ("dcp", {"model__freeze": []}, [], "does not state its position"),
         ("verl-fsdp2", {"model__freeze": []}, [], "model.freeze must name the others"),
         ("verl-fsdp2", {"model__dtype": "bfloat16"}, [], "bfloat16"),

@@ -1,6 +1,7 @@
-"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [weights] [last] [resume=]`.
+"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [own] [weights] [last] [resume=]`.
 
-Prints one JSON line: the loss of every step of rank 0, and what lies in OUT.
+Prints one JSON line: the loss of every step of rank 0, and what lies in OUT. benchmarks/plugin_saves.py takes the
+module and the strategy from here.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ def _on_cpu(self, *arguments, device_id=None, **named):
 
 
 FullyShardedDataParallel.__init__ = _on_cpu
-OUT, KIND, FLAGS = Path(sys.argv[1]), sys.argv[2], set(sys.argv[3:])
-WIDTH = 512 if "wide" in FLAGS else 24
 
 
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, kind: str, width: int, *, frozen: bool = False) -> None:
         super().__init__()
+        self.kind, self.width, self.frozen = kind, width, frozen
         self.model = None
         self.seen: list[tuple[int, float]] = []
 
@@ -43,8 +43,8 @@ class Module(pl.LightningModule):
         self.model = Qwen2ForCausalLM(
             Qwen2Config(
                 vocab_size=67,
-                hidden_size=WIDTH,
-                intermediate_size=2 * WIDTH,
+                hidden_size=self.width,
+                intermediate_size=2 * self.width,
                 num_hidden_layers=2,
                 num_attention_heads=4,
                 num_key_value_heads=2,
@@ -52,9 +52,9 @@ class Module(pl.LightningModule):
                 attention_dropout=0.1,
             )
         )
-        if "frozen" in FLAGS:
+        if self.frozen:
             self.model.model.layers[0].requires_grad_(False)
-        if KIND == "mp":
+        if self.kind == "mp":
             mesh = self.device_mesh["data_parallel"]
             for layer in self.model.model.layers:
                 fully_shard(layer, mesh=mesh)
@@ -73,8 +73,10 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def strategy(ranks: int):
-    if KIND == "mp":
+def strategy(kind: str, ranks: int, *, own: bool = False):
+    if own:  # Lightning's, to see what it does
+        return pl.strategies.ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    if kind == "mp":
         from holdfast.integrations.lightning import ModelParallelStrategy
 
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
@@ -92,48 +94,53 @@ def strategy(ranks: int):
             )
         ).model.layers[0]
     )
-    return FSDPStrategy(auto_wrap_policy={layer})
+    return FSDPStrategy(auto_wrap_policy={layer}, state_dict_type="sharded")
 
 
-def main() -> None:
-    ranks = int(os.environ["WORLD_SIZE"])
+def rows():
     data = torch.stack(
         [torch.randint(0, 67, (9,), generator=torch.Generator().manual_seed(row)) for row in range(4)]
     )  # one step an epoch
-    loader = torch.utils.data.DataLoader(data, batch_size=2)
-    module = Module()
+    return torch.utils.data.DataLoader(data, batch_size=2)
+
+
+def main() -> None:
+    out, kind, flags = Path(sys.argv[1]), sys.argv[2], set(sys.argv[3:])
+    ranks = int(os.environ["WORLD_SIZE"])
+    module = Module(kind, 512 if "wide" in flags else 24, frozen="frozen" in flags)
     saves = ModelCheckpoint(
-        dirpath=OUT,
+        dirpath=out,
         filename="s{step}",
         every_n_train_steps=2,
-        save_top_k=2 if "top2" in FLAGS else -1,
-        monitor="step" if "top2" in FLAGS else None,
+        save_top_k=2 if "top2" in flags else -1,
+        monitor="step" if "top2" in flags else None,
         mode="max",
-        save_weights_only="weights" in FLAGS,
-        save_last="last" in FLAGS or None,
+        save_weights_only="weights" in flags,
+        save_last="last" in flags or None,
     )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=strategy(ranks),
+        strategy=strategy(kind, ranks, own="own" in flags),
         max_epochs=6,
         callbacks=[saves],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=OUT,
+        default_root_dir=out,
     )
-    resume = next((flag.removeprefix("resume=") for flag in FLAGS if flag.startswith("resume=")), None)
+    resume = next((flag.removeprefix("resume=") for flag in flags if flag.startswith("resume=")), None)
     try:
-        trainer.fit(module, loader, ckpt_path=resume)
-    except Exception as error:  # noqa: BLE001 - the test reads what it is
+        trainer.fit(module, rows(), ckpt_path=resume)
+    except BaseException as error:  # noqa: BLE001 - the test reads what it is; torch has some that are no Exception
         print(json.dumps({"error": type(error).__name__, "words": str(error)[:600]}), flush=True)
         os._exit(3)
     if trainer.is_global_zero:
-        there = sorted(each.name for each in OUT.iterdir())
+        there = sorted(each.name for each in out.iterdir())
         print(json.dumps({"lines": module.seen, "there": there}), flush=True)
     dist.barrier()
     os._exit(0)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,8 @@
 """A real Trainer, or TRL's SFTTrainer, under FSDP2 on CPU ranks: `trainer_script.py OUT [trl] [plain] [resume]`.
 
-Run by tests in processes of their own. accelerate makes FSDP of several GPUs only, so its state is told that there is
-one: the shim of the next lines. Prints one JSON line: losses and gradient norms by step.
+Run by tests in processes of their own, and by benchmarks/plugin_saves.py. accelerate makes FSDP of several GPUs only,
+so its state is told that there is one: the shim of the next lines. Prints one JSON line: losses and gradient norms by
+step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,8 @@ class Watch(TrainerCallback):
                 print(f"at {state.global_step}", flush=True)
 
 
-def _time_saves(trainer: Trainer) -> None:
-    """Print at the end of each save how long all so far took, for benchmarks/rescue.py."""
-    first, spent = trainer._save_checkpoint, [0.0]
-
-    def timed(*arguments, **named):
-        dist.barrier()
-        began = time.perf_counter()
-        first(*arguments, **named)
-        dist.barrier()
-        spent[0] += time.perf_counter() - began
-        if dist.get_rank() == 0 and trainer.state.global_step == 6:
-            print(f"saves took {spent[0]:.4f}", flush=True)
-
-    trainer._save_checkpoint = timed
-
-
-def main() -> None:
-    out, flags = Path(sys.argv[1]), set(sys.argv[2:])
-    width = 512 if "wide" in flags else 24
+def trainer_of(out: Path, flags: set[str], width: int, watch: TrainerCallback) -> Trainer:
+    """Return a trainer whose state is sharded over all ranks."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -76,7 +59,6 @@ def main() -> None:
         )
     )
     rows = [torch.randint(0, 67, (9,), generator=torch.Generator().manual_seed(row)).tolist() for row in range(64)]
-    watch = Watch()
     common: dict[str, Any] = dict(  # noqa: C408 - as they stand in a call
         output_dir=str(out),
         max_steps=6,
@@ -102,22 +84,25 @@ def main() -> None:
 
         from holdfast.data.tasks.synthetic import character_tokenizer
 
-        trainer = SFTTrainer(
+        return SFTTrainer(
             model=model,
             args=SFTConfig(**common, max_length=16),
             callbacks=[watch],
             train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
             processing_class=character_tokenizer(),
         )
-    else:
-        data = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = Trainer(model=model, args=TrainingArguments(**common), train_dataset=data, callbacks=[watch])
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return Trainer(model=model, args=TrainingArguments(**common), train_dataset=data, callbacks=[watch])
+
+
+def main() -> None:
+    out, flags = Path(sys.argv[1]), set(sys.argv[2:])
+    watch = Watch()
+    trainer = trainer_of(out, flags, 512 if "wide" in flags else 24, watch)
     if "plain" not in flags:
         from holdfast.integrations.trl import protect
 
         protect(trainer)
-    if "timed" in flags:
-        _time_saves(trainer)
     trainer.train(resume_from_checkpoint=True if "resume" in flags else None)
     if dist.get_rank() == 0:
         print(json.dumps({"lines": watch.lines, "there": sorted(each.name for each in out.iterdir())}), flush=True)

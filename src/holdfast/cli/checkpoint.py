@@ -201,6 +201,10 @@ def check(
     level: Annotated[
         ForeignLevel, typer.Option(help="headers alone, or every number of the tensors.")
     ] = ForeignLevel.tensors,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The model that its adapters began with, to tell how often they were merged."),
+    ] = None,
 ) -> None:
     """Say whose checkpoint it is, what is in it, what is damaged and what a resume would lose; exit 1 on damage.
 
@@ -209,7 +213,7 @@ def check(
     """
     from holdfast.cli import foreign_views
 
-    checkpoint = foreign_views.checked(directory, level.value)
+    checkpoint = foreign_views.checked(directory, level.value, base)
     for line in [foreign_views.as_json(checkpoint)] if as_json else foreign_views.lines(checkpoint):
         typer.echo(line)
     raise typer.Exit(1 if checkpoint.of_kind("damage") else 0)

@@ -21,17 +21,25 @@ _MOST = 12
 """Findings of one kind that a person is shown; a script gets all."""
 
 
-def checked(path: Path, level: ForeignLevel) -> ForeignCheckpoint:
+def checked(path: Path, level: ForeignLevel, base: Path | None = None) -> ForeignCheckpoint:
     """Return a checkpoint with all findings; nothing is written, and nothing in it is run.
+
+    Args:
+        path: The checkpoint, or the run that holds it.
+        level: headers, or every number.
+        base: The model that its adapters began with, to be compared with.
 
     Raises:
         UnreadableForeign: The path holds no checkpoint that is known.
     """
+    from holdfast.checkpoint.foreign.adapters import compare_with_base
     from holdfast.checkpoint.foreign.examine import examine
     from holdfast.checkpoint.foreign.recognise import open_foreign
 
     checkpoint = open_foreign(path)
     examine(checkpoint, level)
+    if base is not None:
+        compare_with_base(checkpoint, base)
     return checkpoint
 
 
@@ -159,9 +167,9 @@ def import_checked(path: Path, run: Path, step: int | None, *, data_from_start: 
     checkpoint = _whole(path)
     wishes = Wishes(data_from_start, step)
     with joined_world(loaded.config.launch) as world:
-        _, place, notes = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
+        imported = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
     for finding in checkpoint.of_kind("loss"):
         yield escaped(f"lost: {finding.text}")
-    yield from map(escaped, notes)
-    yield f"{checkpoint.path} ({checkpoint.system}) is {place}"
-    yield f"continue it: holdfast {loaded.config.verb} {run}"
+    yield from map(escaped, imported.notes)
+    yield f"{checkpoint.path} ({checkpoint.system}) is {imported.place}"
+    yield f"continue it: holdfast {loaded.config.verb} {run} {imported.override}".rstrip()

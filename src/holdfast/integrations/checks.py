@@ -69,7 +69,9 @@ def reference_is_sharded(model: nn.Module) -> StepAnswer:
 def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> StepAnswer:
     """Say whether the backward pass recomputes what the forward pass computed: the same gradients with and without.
 
-    Nothing in the model changes: gradients that it had come back. Every rank calls it, with its own batch.
+    Nothing in the model changes: gradients that it had come back. Every rank calls it, with its own batch. Where the
+    answer is no, since the backward pass of a sharded model failed, FSDP was left in the middle of it: mend the cause
+    and build the model anew.
 
     Args:
         model: As it is trained, with activation checkpointing on; its output has a `loss`.

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.load.reader import verified_manifest
 from holdfast.checkpoint.place.layout import STAGING, TRASH
-from holdfast.checkpoint.place.storage import exchange
+from holdfast.checkpoint.place.storage import exchange, open_storage
 from holdfast.errors import HoldfastError, UserError
 from holdfast.parallel.collectives import RankGroup
 
@@ -39,7 +40,7 @@ def save_again(path: Path, model: nn.Module, optimizer: Optimizer | None, extra:
         model, optimizer, extra, others: As `checkpoint.save` takes them.
 
     Raises:
-        SaveFailed: On all ranks; what had the name still has it.
+        SaveFailed, CheckpointCorrupt: On all ranks; what had the name still has it.
     """
     ranks = RankGroup()
     taken = ranks.agree(path.exists() or path.is_symlink())
@@ -47,7 +48,7 @@ def save_again(path: Path, model: nn.Module, optimizer: Optimizer | None, extra:
     if taken:
         ranks.on_first_rank(lambda: shutil.rmtree(target, ignore_errors=True))  # of a save that was killed
     manifest = checkpoint.save(str(target), model, optimizer, extra, **others)
-    ranks.on_first_rank(lambda: checkpoint.verify(str(target), "files"))
+    verified_manifest(open_storage(str(target.parent)), target.name, ranks)
     if taken:
         ranks.on_first_rank(lambda: _give_name(target, path))
     return manifest

@@ -176,8 +176,14 @@ def _add_schedule(checkpoint: ForeignCheckpoint, path: Path) -> None:
     checkpoint.schedule = content
 
 
+_OF_ONE_RANK = "rng_state.pth"
+"""What the Trainer calls the random state of a run that has one process."""
+
+
 def _add_random(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
     ranks = sorted(int(match[1] or match[2]) for name in names if (match := _RANDOM.match(name)))
+    if not ranks and _OF_ONE_RANK in names:
+        ranks = [0]
     if not ranks:
         checkpoint.add("loss", "there are no files of random state")
         return

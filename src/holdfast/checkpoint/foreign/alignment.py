@@ -25,9 +25,7 @@ def align(checkpoint: ForeignCheckpoint, expected: Collection[str], ties: Mappin
     Raises:
         CheckpointMismatch: Weights that are tied in the model hold different numbers.
     """
-    prefix = _prefix(checkpoint, expected)
-    if prefix:
-        rename(checkpoint, lambda name: canonical_name(name.removeprefix(prefix)))
+    unwrap(checkpoint, expected)
     for first, others in ties.items():
         _merge_tied(checkpoint, first, others)
     extra = [name for name in checkpoint.weights if name not in expected and _is_frequency(name)]
@@ -37,6 +35,13 @@ def align(checkpoint: ForeignCheckpoint, expected: Collection[str], ties: Mappin
         checkpoint.add(
             "repair", f"{len(extra)} buffers that every model computes anew are left out, such as {extra[0]}"
         )
+
+
+def unwrap(checkpoint: ForeignCheckpoint, expected: Collection[str]) -> None:
+    """Take off what stands before all names of a checkpoint and not before those of the model."""
+    prefix = _prefix(checkpoint, expected)
+    if prefix:
+        rename(checkpoint, lambda name: canonical_name(name.removeprefix(prefix)))
 
 
 def _is_frequency(name: str) -> bool:

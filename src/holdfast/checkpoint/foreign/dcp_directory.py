@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
@@ -119,14 +120,14 @@ class DcpDirectory:
     def _piece(self, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: Any, info: Any) -> TensorPiece:
         path = self.folder / info.relative_path
 
-        def read() -> Any:
+        def fill(target: Tensor) -> None:
             file = TorchFile(path, info.offset, info.length, self._checkpoint.path)
             view = file.value()
             if not isinstance(view, StoredView) or view.shape != sizes or view.dtype != dtype:
                 raise DamagedFile(f"{path.name} holds another tensor at byte {info.offset:,} than {METADATA} says")
-            return file.tensor(view)
+            file.fill(view, target)
 
-        return TensorPiece(offsets, sizes, read, info.relative_path)
+        return TensorPiece(offsets, sizes, dtype, fill, info.relative_path)
 
     def value(self, name: str) -> Any:
         """Return what a pickle holds.

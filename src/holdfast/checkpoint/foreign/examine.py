@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
+from holdfast.checkpoint.foreign.alignment import unwrap
 from holdfast.checkpoint.foreign.parameter_names import note_ties, skeleton_of
 from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
@@ -78,6 +79,7 @@ def _compare_with_configuration(checkpoint: ForeignCheckpoint) -> None:
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         checkpoint.add("note", f"the configuration beside it builds no model here: {error}")
         return
+    unwrap(checkpoint, named_parameters(skeleton))
     note_ties(checkpoint, tied_names(skeleton))
     if not (folder / "generation_config.json").is_file():
         checkpoint.add("repair", "it lacks a generation configuration; an export has the one that its model implies")
@@ -121,10 +123,10 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
         )
         return
 
-    def one() -> Tensor:
-        return stored.read()[: shape[0]].clone()
+    def fill(target: Tensor) -> None:
+        target.copy_(stored.read()[: shape[0]])
 
-    piece = TensorPiece((0,) * len(shape), shape, one, stored.pieces[0].file)
+    piece = TensorPiece((0,) * len(shape), shape, stored.dtype, fill, stored.pieces[0].file)
     checkpoint.weights[name] = StoredTensor(shape, stored.dtype, (piece,))
     words = f"buffer {name} is there {copies} times, one copy behind another, as mergers write it"
     checkpoint.add("repair", f"{words}; one of them is taken")

@@ -59,12 +59,11 @@ def _add_file(checkpoint: ForeignCheckpoint, path: Path, listed: set[str] | None
     if listed is not None and (lacking := sorted(listed - set(headers))):
         checkpoint.add("damage", f"{path.name} lacks {lacking[0]}, which the index says it holds")
     for name, header in headers.items():
-        read = partial(_read, path, name)
-        piece = TensorPiece((0,) * len(header.shape), header.shape, read, path.name)
+        fill = partial(_fill, path, name)
+        piece = TensorPiece((0,) * len(header.shape), header.shape, header.dtype, fill, path.name)
         checkpoint.weights[canonical_name(name)] = StoredTensor(header.shape, header.dtype, (piece,))
 
 
-def _read(path: Path, name: str) -> Tensor:
+def _fill(path: Path, name: str, target: Tensor) -> None:
     with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
+        target.copy_(file.get_tensor(name))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.foreign.accelerate import add_full_states, add_full_weights
+from holdfast.checkpoint.foreign.alignment import rename
 from holdfast.checkpoint.foreign.dcp_systems import add_contents
 from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Position
 from holdfast.checkpoint.foreign.torch_file import TorchFile
@@ -96,15 +97,8 @@ def strip_attribute(checkpoint: ForeignCheckpoint) -> None:
     if not names or not all(name.startswith(first) for name in names) or not inner & _OF_MODELS:
         return
 
-    def plain(name: str) -> str:
-        return canonical_name(name.removeprefix(first))
-
-    checkpoint.weights = {plain(name): value for name, value in checkpoint.weights.items()}
-    checkpoint.states = {plain(name): value for name, value in checkpoint.states.items()}
-    checkpoint.tied_away = {plain(name): plain(other) for name, other in checkpoint.tied_away.items()}
-    groups = [type(group)(tuple(map(plain, group.names)), group.settings) for group in checkpoint.groups]
-    checkpoint.groups = groups
+    rename(checkpoint, lambda name: canonical_name(name.removeprefix(first)))
 
 
-_OF_MODELS = {"model", "lm_head", "transformer", "gpt_neox", "backbone", "language_model", "score"}
-"""First parts of the names that transformers' own models have."""
+_OF_MODELS = {"model", "base_model", "lm_head", "transformer", "gpt_neox", "backbone", "language_model", "score"}
+"""First parts of the names that transformers' own models have, or peft's around them."""

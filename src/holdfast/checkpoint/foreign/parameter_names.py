@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def ordered_parameters(checkpoint: ForeignCheckpoint) -> list[str]:
     """
     stored = checkpoint.weights
     names = [name for name in stored if name not in checkpoint.tied_away]
-    if checkpoint.model_files is None:
-        return names
+    if checkpoint.model_files is None or _has_adapters(names):
+        return names  # a configuration says nothing of adapters, which stand among the parameters
     try:
         skeleton = skeleton_of(checkpoint.model_files)
     except (ModelError, OSError, ValueError, RuntimeError) as error:
@@ -49,6 +50,10 @@ def ordered_parameters(checkpoint: ForeignCheckpoint) -> list[str]:
         return names
     note_ties(checkpoint, tied_names(skeleton))
     return list(shapes)
+
+
+def _has_adapters(names: Iterable[str]) -> bool:
+    return any(".lora_A." in name for name in names)
 
 
 def note_ties(checkpoint: ForeignCheckpoint, ties: dict[str, tuple[str, ...]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.foreign.pickles import Sharded, StoredView
@@ -70,4 +71,5 @@ def piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) ->
     if not isinstance(view, StoredView):
         raise DamagedFile(f"is no tensor in {file.path.name}")
     file.check(view)
-    return TensorPiece(offsets or (0,) * len(view.shape), view.shape, lambda: file.tensor(view), file.path.name)
+    place = offsets or (0,) * len(view.shape)
+    return TensorPiece(place, view.shape, view.dtype, partial(file.fill, view), file.path.name)

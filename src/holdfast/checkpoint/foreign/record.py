@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from holdfast.checkpoint.place.memory import new_memory
 from holdfast.errors import UserError
 
 Kind = Literal["damage", "repair", "loss", "note"]
@@ -30,10 +31,17 @@ class TensorPiece:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    read: Callable[[], Tensor]
-    """Returns [*sizes]."""
+    dtype: torch.dtype
+    fill: Callable[[Tensor], object]
+    """Writes its numbers into a tensor of [*sizes] and its dtype."""
     file: str
     """Its file, for messages."""
+
+    def read(self) -> Tensor:
+        """Return the part, in memory of its own."""
+        part = new_memory(self.file, self.sizes, self.dtype)
+        self.fill(part)
+        return part
 
 
 @dataclass(frozen=True)
@@ -54,14 +62,12 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Return the whole tensor; of one piece at a time there is a second copy."""
-        if len(self.pieces) == 1 and self.pieces[0].sizes == self.shape:
-            return self.pieces[0].read().reshape(self.shape)
-        count = math.prod(self.shape)
-        whole = torch.empty((count,) if self.flat else self.shape, dtype=self.dtype)
+        """Return the whole tensor; pieces are read into their place in it."""
+        where = self.pieces[0].file if self.pieces else "the checkpoint"
+        whole = new_memory(where, (math.prod(self.shape),) if self.flat else self.shape, self.dtype)
         for piece in self.pieces:
             ranges = zip(piece.offsets, piece.sizes, strict=True)
-            whole[tuple(slice(start, start + size) for start, size in ranges)] = piece.read().reshape(piece.sizes)
+            piece.fill(whole[tuple(slice(start, start + size) for start, size in ranges)])
         return whole.reshape(self.shape)
 
     def gap(self) -> str | None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from holdfast.checkpoint.foreign.pickles import StoredView, unpickled
 from holdfast.checkpoint.foreign.record import DamagedFile
-from holdfast.checkpoint.place.memory import memory_for
+from holdfast.checkpoint.place.memory import new_memory
 from holdfast.files import file_kind, open_regular
 
+_BLOCK = 2**20
+"""Bytes that are read at a time, so that their checksum finds them near the processor."""
 _LOCAL_HEADER = 30
 """Bytes of a member's header before its name, in the zip format."""
 
@@ -141,50 +144,70 @@ class TorchFile:
                 f"holds {member.size} bytes in {name}, where {view.count * view.dtype.itemsize} are meant"
             )
 
-    def tensor(self, view: StoredView) -> Tensor:
-        """Return a tensor's numbers in memory of their own.
+    def fill(self, view: StoredView, target: Tensor) -> None:
+        """Read a tensor's numbers into memory that is there, and compare its storage with the archive's checksum.
+
+        Args:
+            view: The tensor.
+            target: Of its shape and dtype.
 
         Raises:
-            DamagedFile: They are not there.
-            CheckpointUnreadable: This machine is short of memory.
+            DamagedFile: The file lacks them, they are another tensor's, or they are damaged.
         """
         self.check(view)
+        if tuple(target.shape) != view.shape or target.dtype != view.dtype:
+            raise DamagedFile(f"holds {list(view.shape)} {view.dtype} in the place of {list(target.shape)} "
+                              f"{target.dtype}")  # fmt: skip
         if 0 in view.shape:
-            return torch.empty(view.shape, dtype=view.dtype)
-        begin, size = self._place(f"{self._prefix}data/{view.storage}")
+            return
         span = sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)) + 1
-        start, end = (number * view.dtype.itemsize for number in (view.offset, view.offset + span))
-        if size <= 2 * (end - start):  # FSDP2 pads its storages, and a checksum is of all of one
-            data = self._checked(view, self._read(begin, size, view))[start:end]
-        else:
-            data = self._read(begin + start, end - start, view)
-        flat = torch.from_numpy(data).view(view.dtype)
-        if span == math.prod(view.shape) and _is_row_major(view):
-            return flat.reshape(view.shape)
-        return flat.as_strided(view.shape, view.strides).contiguous()
+        if span == math.prod(view.shape) and _is_row_major(view) and target.is_contiguous():
+            self._read(view, _memory_of(target))
+            return
+        flat = new_memory(str(self.path), (span,), view.dtype)
+        self._read(view, _memory_of(flat))
+        target.copy_(flat.as_strided(view.shape, view.strides))
 
-    def _read(self, begin: int, size: int, view: StoredView) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        with memory_for(str(self.path), size):
-            data = np.empty(size, dtype=np.uint8)
-        with open_regular(self.path) as file:
-            file.seek(begin)
-            if file.readinto(data.data) != size:
-                raise DamagedFile(f"is cut short in the numbers of storage {view.storage}")
-        return data
+    def _read(self, view: StoredView, target: memoryview) -> None:
+        """Read the bytes from a tensor's first to its last element, block by block while they are near the processor.
 
-    def _checked(
-        self, view: StoredView, data: np.ndarray[Any, np.dtype[np.uint8]]
-    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Compare a storage with the archive's checksum.
-
-        Raises:
-            DamagedFile: It is something else.
+        FSDP2 pads its storages, and a checksum is of all of one: what stands around the tensor is read too, unless
+        that is more than the tensor itself.
         """
-        checksum = self._members[f"{self._prefix}data/{view.storage}"].checksum
-        if checksum and zlib.crc32(data.data) != checksum:
-            empty = " and only zeros are there" if not data.any() else ""
+        begin, size = self._place(f"{self._prefix}data/{view.storage}")
+        start = view.offset * view.dtype.itemsize
+        rest = size - start - len(target)
+        whole = size <= 2 * len(target)
+        checksum = 0
+        with open_regular(self.path) as file:
+            file.seek(begin if whole else begin + start)
+            for block in chain(_scratch(start if whole else 0), _blocks(target), _scratch(rest if whole else 0)):
+                if file.readinto(block) != len(block):
+                    raise DamagedFile(f"is cut short in the numbers of storage {view.storage}")
+                checksum = zlib.crc32(block, checksum)
+        expected = self._members[f"{self._prefix}data/{view.storage}"].checksum
+        if whole and expected and checksum != expected:
+            empty = "" if np.frombuffer(target, np.uint8).any() else " and only zeros are there"
             raise DamagedFile(f"is damaged: the checksum of storage {view.storage} does not fit{empty}")
-        return data
+
+
+def _blocks(target: memoryview) -> Iterator[memoryview]:
+    return (target[at : at + _BLOCK] for at in range(0, len(target), _BLOCK))
+
+
+def _scratch(count: int) -> Iterator[memoryview]:
+    """Yield memory for so many bytes, the same again and again."""
+    block = memoryview(bytearray(min(count, _BLOCK)))
+    return (block[: min(_BLOCK, count - at)] for at in range(0, count, _BLOCK))
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, to be written to while it lives.
+
+    `Tensor.numpy` would do, and make its memory one that can never be given back before the tensor dies.
+    """
+    count = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
 
 
 def _is_row_major(view: StoredView) -> bool:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -141,7 +142,7 @@ def _run(file: TorchFile, view: StoredView, start: int, count: int) -> TensorPie
     """Return so many elements of a flat tensor in a file."""
     part = replace(view, offset=view.offset + start, shape=(count,), strides=(1,))
     file.check(view)
-    return TensorPiece((0,), (count,), lambda: file.tensor(part), file.path.name)
+    return TensorPiece((0,), (count,), view.dtype, partial(file.fill, part), file.path.name)
 
 
 def _of_units(naming: Naming, units: Mapping[Any, Sequence[str]]) -> States:

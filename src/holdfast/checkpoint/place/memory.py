@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
 from holdfast.files import size_words
@@ -34,6 +37,29 @@ def no_memory_for(where: str, size: int | None = None) -> CheckpointUnreadable:
         f"{where} cannot be read: {os.uname().nodename} has no memory left for {what}. Nothing is known of its bytes; "
         "free memory, raise the limit of the job, or use more ranks."
     )
+
+
+_HUGE_PAGE_BYTES = 2**21
+_MADV_HUGEPAGE = 14
+
+
+def new_memory(where: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose numbers are still to be read, in large pages where the system has them.
+
+    Most of reading fresh memory is otherwise the system giving it out 4 KiB at a time.
+
+    Raises:
+        CheckpointUnreadable: There is no memory; `where` is the file to be read.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    with memory_for(where, size):
+        tensor = torch.empty(shape, dtype=dtype)
+    first = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    length = (tensor.data_ptr() + size - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if length > 0 and advise is not None:
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_HUGEPAGE)  # advice: a refusal changes nothing
+    return tensor
 
 
 @contextmanager

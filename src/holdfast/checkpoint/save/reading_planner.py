@@ -1,8 +1,10 @@
-"""A save of tensors that lie in other files: each is read when it is written, and one is in memory at a time."""
+"""A save of tensors that lie in other files: each is read while the one before is written, and two are in memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -13,31 +15,62 @@ from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.checkpoint.place.hashing import hash_tensor
 
 
+class _Read(NamedTuple):
+    tensor: Tensor
+    hash: str
+    finite: bool
+
+
 class ReadingPlanner(DefaultSavePlanner):
-    """Reads a tensor when DCP asks for its numbers, and describes it while they are in memory; of one process alone."""
+    """Reads tensors in the order in which DCP asks for them, and describes each while it is in memory.
+
+    Of one process alone. A tensor is written by this thread while another reads, checks and hashes the next: all of
+    that lets go of the interpreter.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
         self._described: dict[str, TensorEntry] = {}
         self._finite = True
+        self._thread = ThreadPoolExecutor(1)
+        self._following = dict(pairwise(snapshot.readers))
+        self._ahead: tuple[str, Future[_Read]] | None = None
+        self._written: Tensor | None = None
 
     def resolve_data(self, write_item: Any) -> Tensor:
-        """Return a whole tensor.
+        """Return a whole tensor; the one before is no more.
 
         Raises:
             ValueError: It is another than was planned.
         """
         name = write_item.index.fqn
-        planned, tensor = self._snapshot.tensors[name], self._snapshot.readers[name]()
+        if self._written is not None:
+            # DCP has written it and keeps it until its file ends, so that a whole checkpoint would be in memory.
+            self._written.untyped_storage().resize_(0)
+        tensor, digest, finite = self._taken(name)
+        planned, shape = self._snapshot.tensors[name], tuple(tensor.shape)
         if tensor.shape != planned.shape or tensor.dtype != planned.dtype:
-            raise ValueError(f"{name} reads as {list(tensor.shape)} {tensor.dtype}, {list(planned.shape)} was planned")
-        shape = tuple(tensor.shape)
-        chunk = Chunk((0,) * tensor.ndim, shape, hash_tensor(tensor))
+            raise ValueError(f"{name} reads as {list(shape)} {tensor.dtype}, {list(planned.shape)} was planned")
         dtype = str(tensor.dtype).removeprefix("torch.")
+        chunk = Chunk((0,) * tensor.ndim, shape, digest)
         self._described[name] = TensorEntry(shape, dtype, (chunk,), name in self._snapshot.trained)
-        self._finite = self._finite and is_finite(tensor)
+        self._finite = self._finite and finite
+        self._written = tensor
         return tensor
+
+    def _taken(self, name: str) -> _Read:
+        """Return what was read ahead, and have the next one read."""
+        ahead, self._ahead = self._ahead, None
+        read = ahead[1] if ahead is not None and ahead[0] == name else self._thread.submit(self._read, name)
+        result = read.result()
+        if (following := self._following.get(name)) is not None:
+            self._ahead = following, self._thread.submit(self._read, following)
+        return result
+
+    def _read(self, name: str) -> _Read:
+        tensor = self._snapshot.readers[name]()
+        return _Read(tensor, hash_tensor(tensor), is_finite(tensor))
 
     @property
     def described(self) -> Described:

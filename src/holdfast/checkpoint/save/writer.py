@@ -306,6 +306,8 @@ def _write_shards(
     snapshot: Snapshot, storage: Storage, staging: str, ranks: RankGroup, planner: ReadingPlanner | None
 ) -> tuple[dict[str, FileEntry], float]:
     writer = _TimedWriter(storage, f"{staging}/{DCP}")
+    if planner is not None:
+        writer.per_thread_copy_ahead = 0  # where there is a GPU, DCP would ask for tensors before it wrote earlier ones
     if ranks.size == 1:
         one_process_is_meant()
     try:

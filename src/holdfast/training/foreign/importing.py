@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,10 +56,21 @@ class Wishes:
     """Where the checkpoint states none."""
 
 
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote."""
+
+    place: str
+    """Of the checkpoint."""
+    notes: list[str]
+    override: str = ""
+    """What the command of the run needs besides its file."""
+
+
 def import_run(
     checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path, world: World, wishes: Wishes
-) -> tuple[Manifest, str, list[str]]:
-    """Write a checkpoint of a new run; return its manifest, its place, and what to say.
+) -> Imported:
+    """Write a checkpoint of a new run, or of weights alone where there is nothing else.
 
     Raises:
         ConfigError: The run exists, the step or the position in the data is not stated.
@@ -66,7 +78,6 @@ def import_run(
         CheckpointCorrupt: A file is damaged; nothing was left behind.
     """
     step = _step(checkpoint, wishes)
-    _refuse_weights_only(checkpoint)
     run = weightless_run(config, base, world)
     if directory.is_run(run.setting.directory):
         raise ConfigError(
@@ -75,15 +86,52 @@ def import_run(
         )
     parts = hold(run.trained.model)
     align(checkpoint, {*parts.parameters, *parts.buffers}, tied_names(run.trained.model))
+    if not checkpoint.states:
+        return _import_weights(run, checkpoint, step)
     snapshot, notes = _snapshot(run, checkpoint, step)
     _refuse_misfit(run, checkpoint, snapshot, step)
     notes += _move_to(run, checkpoint, step, wishes)
-    manifest, place = _written(run, checkpoint, snapshot, step)
-    return manifest, place, notes
+    return Imported(_written(run, checkpoint, snapshot, step), notes)
+
+
+def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Imported:
+    """Write weights alone as what they are: a checkpoint that a run begins from, and that none resumes.
+
+    Raises:
+        ConfigError, CheckpointMismatch, CheckpointCorrupt: As `import_run`.
+    """
+    place = run.setting.directory.with_name(f"{run.setting.directory.name}-weights")
+    if place.exists():
+        raise ConfigError(f"{place} is there already, and nothing is overwritten. Give another run.name in the file.")
+    names = run.trained.unfreezing.parameters
+    snapshot = _of_tensors(
+        {MODEL + name: Planned(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()},
+        frozenset(MODEL + name for name, value in names.items() if value.requires_grad),
+        run,
+    )
+    _refuse_misfit(run, checkpoint, snapshot, step)
+    storage = open_storage(str(place))
+    deviation = f"weights imported from {checkpoint.system} ({checkpoint.path})"
+    about = About(run_id="", step=step, versions=versions(), deviations=(deviation,))
+    try:
+        commit(snapshot, storage, about, run.setting.ranks, name=step_name(step))
+        verify_checkpoint(storage, step_name(step), "files")
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    words = "it holds weights alone: the run begins at step 0 with a new optimizer, schedule and order of rows"
+    path = f"{place}/{step_name(step)}"
+    return Imported(path, [*_repairs(checkpoint), words], f"checkpoint.init_from={path}")
+
+
+def _repairs(checkpoint: ForeignCheckpoint) -> list[str]:
+    return [f"repaired: {finding.text}" for finding in checkpoint.of_kind("repair")]
 
 
 def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
     step = checkpoint.step if wishes.step is None else wishes.step
+    if step is None and not checkpoint.states:
+        return 0
     if step is None:
         raise ConfigError(
             f"{checkpoint.path} does not state its step, where the schedule has to go on. Give it: --step N."
@@ -93,34 +141,38 @@ def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
     return step
 
 
-def _refuse_weights_only(checkpoint: ForeignCheckpoint) -> None:
-    if not checkpoint.states:
-        raise CheckpointMismatch(
-            f"{checkpoint.path} holds weights and no optimizer state, so no run can continue it. Begin a new one from "
-            "its weights: `holdfast checkpoint import --export OUT`, then model.path: OUT."
-        )
-
-
 def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> tuple[Snapshot, list[str]]:
     """Return what will be written; its tensors have no memory until they are."""
     states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
     planned = {MODEL + name: Planned(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()}
     planned |= {f"{OPTIM}{name}.{slot}": each for name, slots in states.items() for slot, each in slots.items()}
-    tensors = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in planned.items()}
-    by_name = {name: {slot: tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()}
     seed_rank(run.setting.config.seed, 0, deterministic=run.setting.config.determinism, step=step)
     trained = {name for group in checkpoint.groups for name in group.names} | set(checkpoint.states)
-    snapshot = Snapshot(
-        tensors=tensors,
-        trained=frozenset(MODEL + name for name in trained),
-        ties=hold(run.trained.model).ties,
+    snapshot = _of_tensors(planned, frozenset(MODEL + name for name in trained), run)
+    by_name = {
+        name: {slot: snapshot.tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()
+    }
+    complete = replace(
+        snapshot,
         optimizer=described_state(checkpoint, run.trained.optimizer, by_name),
         rank_state={"random": random_state_as_json(random_state())},
-        shared={},
         contents=("model", "optimizer", "trainer", "rank"),
+    )
+    return complete, _repairs(checkpoint)
+
+
+def _of_tensors(planned: Mapping[str, Planned], trained: frozenset[str], run: Run) -> Snapshot:
+    """Return a snapshot of tensors that are read when they are written."""
+    return Snapshot(
+        tensors={name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in planned.items()},
+        trained=trained,
+        ties=hold(run.trained.model).ties,
+        optimizer=None,
+        rank_state={},
+        shared={},
+        contents=("model",),
         readers={name: _reader(name, each.read) for name, each in planned.items()},
     )
-    return snapshot, [f"repaired: {finding.text}" for finding in checkpoint.of_kind("repair")]
 
 
 def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -150,7 +202,8 @@ def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, 
     trained = run.trained
     trained.unfreeze(step)
     parameters = trained.unfreezing.parameters
-    plan_trained(planned, trained.model, parameters, trained.optimizer, manifest, declared, "live")
+    optimizer = None if snapshot.optimizer is None else trained.optimizer
+    plan_trained(planned, trained.model, parameters, optimizer, manifest, declared, "live")
     if planned.plan.refused:
         raise CheckpointMismatch(refusal(str(checkpoint.path), [*planned.plan.refused[:3], *_hints(run, checkpoint)]))
 
@@ -163,7 +216,7 @@ def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
     names = run.trained.unfreezing.parameters
     frozen = sorted(name for name in names if name in checkpoint.weights and name not in checkpoint.states)
     here = [name for name in frozen if names[name].requires_grad]
-    if here:
+    if here and checkpoint.states:
         yield f"it trained {len(checkpoint.states)} parameters; model.freeze must name the others, such as {here[0]}"
 
 
@@ -234,7 +287,8 @@ def _rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
     return [f"learning rate: {then:g} there, {now:g} for the next step here (optim.lr and optim.schedule)"]
 
 
-def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> tuple[Manifest, str]:
+def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
+    """Write a checkpoint and its run's directory; return the checkpoint's place."""
     setting, config = run.setting, run.setting.config
     lost = [finding.text for finding in checkpoint.of_kind("loss")]
     source = {"system": checkpoint.system, "path": str(checkpoint.path), "step": step}
@@ -258,10 +312,10 @@ def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: 
                 fingerprints=run.identity,
             )
             complete = replace(snapshot, shared=shared, assets=assets)
-            manifest = commit(complete, storage, about, setting.ranks, name=step_name(step))
+            commit(complete, storage, about, setting.ranks, name=step_name(step))
             verify_checkpoint(storage, step_name(step), "files")
             directory.note_saved(setting.directory, step)
         except BaseException:
             places.remove()
             raise
-    return manifest, f"{storage.root}/{step_name(step)}"
+    return f"{storage.root}/{step_name(step)}"

@@ -1,0 +1,109 @@
+"""Bad input gets one paragraph that names it, an exit code, and changes nothing; by the commands as users have them."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.warm import Done, WarmPython
+from tests.crash.disks import Remount, disk
+from tests.foreign import damages
+from tests.foreign.reading import hash_of, place_of
+from tests.foreign.test_damage import copied
+from tests.foreign.test_import import run_file, tokens
+
+__all__ = ["disk", "tokens"]  # fixtures of these tests, too
+
+BAD: dict[str, tuple[str, Callable[[Path], object], int, str]] = {
+    "a directory of nothing": ("", lambda path: path, 2, "is an empty directory"),
+    "two systems in one": (
+        "verl-fsdp2",
+        lambda path: (damages.actor(path) / "meta.pt").write_bytes(b"x"),
+        2,
+        "holds checkpoints of two systems: verl or EasyR1 and Lightning",
+    ),
+    "a step half-written": ("dcp", lambda path: (path / ".metadata").unlink(), 1, "the save never ended"),
+    "a missing rank file": (
+        "verl-fsdp2-4",
+        lambda path: damages.rank_file(path, rank=2).unlink(),
+        1,
+        "model_world_size_4_rank_2.pt is missing",
+    ),
+    "another model's configuration": ("verl-fsdp2", damages.swap_config, 1, "is another model's"),
+    "a class not listed": (
+        "verl-fsdp2",
+        lambda path: damages.pickled(damages.rank_file(path), pickle.dumps(Path("x"), protocol=2)),
+        1,
+        "asks for pathlib.PosixPath",
+    ),
+    "two world sizes": ("verl-fsdp2", damages.other_world, 2, "rank files of several world sizes (2, 4)"),
+    "a world size other than the names say": (
+        "verl-fsdp2",
+        lambda path: damages.changed_json(damages.actor(path) / "fsdp_config.json", world_size=8),
+        1,
+        "fsdp_config.json says 8 ranks, the names of the files say 2",
+    ),
+}
+
+
+def ran(warm: WarmPython, *words: object, cwd: Path) -> Done:
+    return warm.run("-m", "holdfast.cli.main", "checkpoint", *words, cwd=cwd)
+
+
+def is_one_paragraph(text: str) -> bool:
+    return bool(text.strip()) and "\n\n" not in text.strip() and "Traceback" not in text
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_and_nothing_is_touched(
+    warm: WarmPython, fixtures: Path, tokens: Path, name: str, tmp_path: Path
+) -> None:
+    fixture, damage, code, words = BAD[name]
+    path = copied(fixtures, fixture, tmp_path) if fixture else tmp_path / "copy"
+    path.mkdir(exist_ok=True)
+    damage(path)
+    before, file = hash_of(path), run_file(tmp_path, tokens)
+
+    checked = ran(warm, "check", path, cwd=tmp_path)
+    exported = ran(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
+    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+
+    assert checked.code == code
+    assert words in checked.out + checked.err
+    for done in (exported, imported):
+        assert done.code == code, done
+        assert words in done.err
+        assert is_one_paragraph(done.err)
+    assert hash_of(path) == before
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_room_is_said_and_nothing_is_left(
+    warm: WarmPython, fixtures: Path, tokens: Path, disk: tuple[Path, Remount], tmp_path: Path
+) -> None:
+    folder, remount = disk
+    path, file = place_of(fixtures / "verl-fsdp2"), run_file(tmp_path, tokens, run__dir=str(folder / "runs"))
+    before = hash_of(path)
+    remount("size=80k")
+
+    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+    left = [str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()]
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    remount("size=12k")
+    exported = ran(warm, "import", path, "--export", folder / "out", "--model", tokens, cwd=tmp_path)
+
+    assert imported.code == 3, imported
+    assert "No space left on device" in imported.err or "free, a checkpoint needs" in imported.err
+    assert left == []
+    assert exported.code == 3, exported
+    assert "No space left on device" in exported.err
+    for done in (imported, exported):
+        assert is_one_paragraph(done.err)
+    assert list(folder.iterdir()) == []
+    assert hash_of(path) == before
