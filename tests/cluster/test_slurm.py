@@ -143,3 +143,16 @@ def test_as_many_tasks_as_nodes_are_one_launcher_each(cluster: Cluster) -> None:
 
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.count("done after step 2") == 1
+
+
+def test_two_ranks_a_node_requeued_end_with_the_weights_of_a_straight_run(cluster: Cluster) -> None:
+    straight = submitted(cluster, "straight-2x2", "steps=60", "launch.ranks=2")
+    assert cluster.await_state(straight, ENDED, 120) == "COMPLETED", cluster.output(straight)
+
+    job = submitted(cluster, "requeued-2x2", "steps=60", "launch.ranks=2")
+    await_step(cluster, job, "requeued-2x2", 5)
+    assert cluster.run("scontrol", "requeue", job).returncode == 0
+
+    assert cluster.await_state(job, ENDED, 180) == "COMPLETED", cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+    assert weights(cluster, "requeued-2x2") == weights(cluster, "straight-2x2")
