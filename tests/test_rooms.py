@@ -43,7 +43,7 @@ ROOMS = {
         build
     """,
     "parallel": """
-        collectives failure plan rendezvous
+        collectives failure plan rank_log rendezvous
         shards
         agent apply mesh stream
         host_memory

@@ -45,6 +45,10 @@ class Patience:
 
     beat_seconds: float = 1.0
     """Between two heartbeats of a rank; three missed ones are silence."""
+    silent_host_seconds: float = 10.0
+    """Without a beat of a rank on another machine, after which it is named."""
+    lost_host_seconds: float = 60.0
+    """Without a beat of any rank of another machine, after which it is given up and the run ends or goes on without."""
     failure_look_seconds: float = 0.5
     """Between two looks for the failure of another rank."""
     failure_store_seconds: float = 0.5

@@ -45,6 +45,7 @@ def launch_slurm(file: Path, overrides: Sequence[str], ask: Ask, *, to_submit: b
         time=ask.time,
         interface=ask.interface,
         grace_seconds=config.checkpoint.grace_seconds,
+        elastic=config.launch.min_ranks is not None,
     )
     text = batch_script(job)
     if to_submit:

@@ -365,11 +365,11 @@ def main() -> None:
     try:
         app()
     except HoldfastError as error:
-        from holdfast.launch.first_rank import await_first_rank
+        from holdfast.launch.first_rank import await_first_rank, leave
 
         if await_first_rank():
             print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(leave(error.exit_code))
     except NotRegular as error:
         print(f"{error}. Put the file back, or remove what stands in its place.", file=sys.stderr)
         sys.exit(UserError.exit_code)
