@@ -115,6 +115,10 @@ class Patience:
     """From SIGTERM to SIGKILL."""
     kill_seconds: float = 2.0
     """For killed processes to go."""
+    ray_place_seconds: float = 60.0
+    """For Ray to find places for the ranks of a run."""
+    ray_settle_seconds: float = 20.0
+    """For ranks to name one that Ray has lost, and to end, before they are killed."""
     first_rank_seconds: float = 5.0
     """For torchrun to end a rank that keeps quiet, once the first has told a mistake and ended."""
     page_seconds: float = 60.0

@@ -85,19 +85,28 @@ class Host:
     address: str
     space: str
     number: int
+    own: Path | None = None
+    """A folder that is this host's own: what others see at its path is another one."""
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, *command: str, log: Path, **variables: str) -> subprocess.Popen[bytes]:
         """Start a command on this host; what it prints goes to a file."""
-        inside = ["sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *command]
+        disk = f"mount --bind {self.own}.{self.name} {self.own}; " if self.own is not None else ""
+        if self.own is not None:
+            Path(f"{self.own}.{self.name}").mkdir(exist_ok=True)
+            self.own.mkdir(exist_ok=True)
+        inside = ["sh", "-c", f'{disk}hostname {self.name}; exec "$@"', "sh", *command]
         with log.open("ab") as output:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self.space, "unshare", "--uts", *inside],
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.space, "unshare", "--uts", "--mount", *inside],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1", **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self.started.append(process)
+        return process
 
     def pids(self) -> list[int]:
         """Return what runs here."""
@@ -126,6 +135,14 @@ class Hosts:
         """End a host as a power cut does: nothing of it says goodbye to anybody."""
         self.cable.up = False
         host.signal(signal.SIGKILL)
+
+    def elastic(self, host: Host) -> tuple[str, ...]:
+        """Return torchrun's options where one host of the two is enough, as `launch.min_ranks` has Slurm's tasks."""
+        return (
+            *("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.first.address}:29500"),
+            *("--rdzv-conf", f"is_host={'true' if host.number == 0 else 'false'},last_call_timeout=10"),
+            *("--local-addr", host.address, "--max-restarts", "3"),
+        )
 
     def agent(
         self, host: Host, base: Path, *command: str, ranks: int = 1, options: tuple[str, ...] = (), **variables: str
@@ -180,6 +197,8 @@ def two_hosts(names: Mapping[str, str] | None = None) -> Iterator[Hosts]:
     finally:
         for host in hosts:
             host.signal(signal.SIGKILL)
+            for process in host.started:
+                process.wait(timeout=30)
             subprocess.run(["ip", "netns", "del", host.space], capture_output=True, check=False)
         for tap in taps:
             os.close(tap)

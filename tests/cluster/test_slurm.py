@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.checkpoint.store import serving
 from tests.cluster.slurm import Cluster, missing_programs, slurm
+from tests.cluster.throttle import throttled
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,11 +34,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def submitted(cluster: Cluster, name: str, *overrides: str, nodes: int = 2) -> str:
+def submitted(
+    cluster: Cluster,
+    name: str,
+    *overrides: str,
+    nodes: int = 2,
+    options: tuple[str, ...] = (),
+    **variables: str,
+) -> str:
     """Submit the example and return the job's number."""
-    options = ["launch", "slurm", str(EXAMPLE), "--nodes", str(nodes), "--interface", "lo", "--submit"]
+    options = ("launch", "slurm", str(EXAMPLE), "--nodes", str(nodes), "--interface", "lo", "--submit", *options)
     values = [*SMALL, "launch.ranks=1", "launch.device=cpu", f"run.dir={cluster.base}", f"run.name={name}", *overrides]
-    answer = cluster.run(*HOLDFAST, *options, *values)
+    answer = cluster.run(*HOLDFAST, *options, *values, **variables)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.split()[-1]
 
@@ -54,9 +64,13 @@ def weights(cluster: Cluster, name: str) -> bytes:
     return file.read_bytes()
 
 
+def events(cluster: Cluster, name: str) -> list[dict[str, Any]]:
+    file = cluster.base / name / "events.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def saved_steps(cluster: Cluster, name: str) -> list[int]:
-    lines = (cluster.base / name / "events.jsonl").read_text().splitlines()
-    return [event["saved"] for event in map(json.loads, lines) if event.get("event") == "checkpoint"]
+    return [event["saved"] for event in events(cluster, name) if event["event"] == "checkpoint"]
 
 
 def test_a_requeued_job_ends_with_the_weights_of_a_straight_one(cluster: Cluster) -> None:
@@ -156,3 +170,126 @@ def test_two_ranks_a_node_requeued_end_with_the_weights_of_a_straight_run(cluste
     assert cluster.await_state(job, ENDED, 180) == "COMPLETED", cluster.output(job)
     assert "Traceback" not in cluster.output(job)
     assert weights(cluster, "requeued-2x2") == weights(cluster, "straight-2x2")
+
+
+def test_a_run_that_dies_at_one_step_is_requeued_three_times_and_then_stops(cluster: Cluster) -> None:
+    script = cluster.base / "dies.py"
+    script.write_text(
+        "import os, signal\n\n"
+        "def observe(event):\n    if event.step == 3:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    job = submitted(cluster, "dies", "steps=60", "launch.ranks=2", f"observers=[{script}:observe]")
+
+    assert cluster.await_state(job, ENDED, 400) == "FAILED", cluster.output(job)
+    assert f"Job {job} is requeued, 3 of at most 3 times at this step" in cluster.output(job)
+    assert "It was requeued 3 times at this step, so it is not again: the cause is not chance" in cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+    failed = [event for event in events(cluster, "dies") if event["event"] == "failed"]
+    assert {(event["rank"], event["host"]) for event in failed} == {(0, "n1")}
+    for rank in (1, 2, 3):
+        log = (cluster.base / "dies" / "logs" / f"rank-{rank}.log").read_text()
+        assert log.count("Rank 0 on n1 died without a word in phase") == 4, log
+
+
+def test_a_time_limit_saves_before_it_and_requeues(cluster: Cluster) -> None:
+    asked = ["steps=100000", "launch.ranks=2", "checkpoint.grace_seconds=5"]
+    job = submitted(cluster, "limit", *asked, options=("--time", "0:02:10"))
+
+    deadline = time.monotonic() + 180
+    while f"Job {job} is requeued" not in cluster.output(job):
+        assert time.monotonic() < deadline, cluster.output(job)
+        time.sleep(0.5)
+
+    cluster.await_state(job, {"PENDING", "REQUEUED", "RUNNING"}, 30)
+    cluster.run("scancel", job)
+    stops = [event for event in events(cluster, "limit") if event["event"] == "stop"]
+    assert stops[0]["reason"] == "stopped by SIGTERM"
+    assert saved_steps(cluster, "limit")[0] == stops[0]["step"]
+    assert "Traceback" not in cluster.output(job)
+    cluster.await_state(job, ENDED, 90)
+
+
+def test_a_node_is_drained_and_the_job_comes_back_when_there_is_room(cluster: Cluster) -> None:
+    job = submitted(cluster, "drained", "steps=60", "launch.ranks=2")
+    await_step(cluster, job, "drained", 5)
+
+    drain = cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    assert drain.returncode == 0, drain.stderr
+    assert cluster.run("scontrol", "requeue", job).returncode == 0
+    cluster.await_state(job, {"PENDING"}, 60)
+    time.sleep(8)  # longer than cred_expire
+    assert cluster.state(job) == "PENDING"
+    cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+
+    assert cluster.await_state(job, ENDED, 180) == "COMPLETED", cluster.output(job)
+    assert saved_steps(cluster, "drained")[0] >= 5
+    assert "Traceback" not in cluster.output(job)
+
+
+def test_a_last_save_of_45_seconds_survives(cluster: Cluster) -> None:
+    with serving() as (variables, _), throttled(int(variables["AWS_ENDPOINT_URL"].rpartition(":")[2])) as line:
+        keys = variables | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{line.port}"}
+        values = [
+            "steps=100000",
+            "launch.ranks=2",
+            "checkpoint.storage=s3://bucket/slow",
+            "checkpoint.grace_seconds=70",
+        ]
+        job = submitted(cluster, "slow", *values, **keys)
+        await_step(cluster, job, "slow", 3)
+        line.bytes_per_second = 200_000
+
+        assert cluster.run("scancel", "--batch", "--signal=TERM", job).returncode == 0
+
+        deadline = time.monotonic() + 150
+        while f"Job {job} is requeued" not in cluster.output(job):
+            assert time.monotonic() < deadline, cluster.output(job)
+            time.sleep(0.5)
+        cluster.run("scancel", job)
+        last = [event for event in events(cluster, "slow") if event["event"] == "checkpoint"][-1]
+        assert last["seconds"] > 45
+        assert last["saved"] == [event for event in events(cluster, "slow") if event["event"] == "stop"][0]["step"]
+        cluster.await_state(job, ENDED, 120)
+
+
+def test_two_jobs_with_one_run_directory_are_told_apart(cluster: Cluster) -> None:
+    first = submitted(cluster, "shared", "steps=100000", nodes=1)
+    await_step(cluster, first, "shared", 2)
+
+    second = submitted(cluster, "shared", "steps=100000", nodes=1)
+
+    assert cluster.await_state(second, ENDED, 90) == "FAILED", cluster.output(second)
+    assert cluster.output(second).count("is in use by another job (process") == 1
+    assert "requeued" not in cluster.output(second)
+    cluster.run("scancel", first)
+    cluster.await_state(first, ENDED, 90)
+
+
+def test_a_node_that_vanishes_is_named_and_the_job_goes_on_when_it_is_back(cluster: Cluster) -> None:
+    job = submitted(cluster, "vanished", "steps=400", "launch.ranks=2")
+    await_step(cluster, job, "vanished", 5)
+
+    killed = cluster.kill_node("n2")
+
+    deadline = time.monotonic() + 60
+    while not any(event["event"] == "failed" for event in events(cluster, "vanished")):
+        assert time.monotonic() < deadline, cluster.output(job)
+        time.sleep(0.2)
+    failed = next(event for event in events(cluster, "vanished") if event["event"] == "failed")
+    assert failed["host"] == "n2"
+    assert failed["time"] - killed < 15
+    cluster.start_node("n2")
+    assert cluster.await_state(job, ENDED, 300) == "COMPLETED", cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+
+
+def test_gpus_that_are_not_there_are_one_paragraph(cluster: Cluster) -> None:
+    values = ["launch.ranks=2", "launch.device=cuda", f"run.dir={cluster.base}", "run.name=gpus"]
+
+    answer = cluster.run("srun", "-N2", "-K1", *HOLDFAST, "sft", str(EXAMPLE), *values, GLOO_SOCKET_IFNAME="lo")
+
+    assert answer.returncode != 0
+    assert answer.stderr.count("launch.device: cuda, but torch finds no GPU here") == 1, answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (cluster.base / "gpus").exists()

@@ -35,6 +35,7 @@ from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
+from holdfast.training.saving.seen import check_seen
 
 
 class Checkpoints:
@@ -78,6 +79,7 @@ class Checkpoints:
             raise
         try:
             self._hold(run_id)
+            check_seen(run, run_id, self._storage)
             self._start(has_checkpoints=has_checkpoints)
             if run.setting.world.is_first:  # now that nothing can be refused any more
                 directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)

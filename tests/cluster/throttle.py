@@ -1,0 +1,58 @@
+"""A slow way to a server: a proxy that lets so many bytes a second through."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Throttle:
+    """Passes connections on to a port of this machine."""
+
+    target: int
+    bytes_per_second: float = float("inf")
+    _server: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.getsockname()[1])
+
+    def serve(self) -> None:
+        """Accept connections until closed."""
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                server = socket.create_connection(("127.0.0.1", self.target))
+                for source, sink, slow in ((client, server, True), (server, client, False)):
+                    threading.Thread(target=self._copy, args=(source, sink, slow), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket, slow: bool) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(1 << 14):
+                if slow:
+                    with self._turn:  # all connections share the line
+                        time.sleep(len(chunk) / self.bytes_per_second)
+                sink.sendall(chunk)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._server.close()
+
+
+@contextlib.contextmanager
+def throttled(target: int) -> Iterator[Throttle]:
+    """Yield a proxy in front of a port."""
+    throttle = Throttle(target)
+    threading.Thread(target=throttle.serve, daemon=True).start()
+    yield throttle
+    throttle.close()
