@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.checkpoint.store import serving
+from tests.cluster.jobs import ENDED, EXAMPLE, HOLDFAST, SMALL, await_step, events, saved_steps, submitted, weights
 from tests.cluster.slurm import Cluster, missing_programs, slurm
 from tests.cluster.throttle import throttled
 
@@ -22,55 +19,12 @@ pytestmark = [
         bool(missing_programs()), reason="Slurm is not installed here: tools/install_slurm.sh installs it"
     ),
 ]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_sort.yaml"
-HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
-SMALL = ["data.synthetic.rows=512", "data.batch_size=8", "evaluation.sets={}", "evaluation.completions=null"]
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with slurm(tmp_path_factory.mktemp("slurm")) as running:
         yield running
-
-
-def submitted(
-    cluster: Cluster,
-    name: str,
-    *overrides: str,
-    nodes: int = 2,
-    options: tuple[str, ...] = (),
-    **variables: str,
-) -> str:
-    """Submit the example and return the job's number."""
-    options = ("launch", "slurm", str(EXAMPLE), "--nodes", str(nodes), "--interface", "lo", "--submit", *options)
-    values = [*SMALL, "launch.ranks=1", "launch.device=cpu", f"run.dir={cluster.base}", f"run.name={name}", *overrides]
-    answer = cluster.run(*HOLDFAST, *options, *values, **variables)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout.split()[-1]
-
-
-def await_step(cluster: Cluster, job: str, name: str, step: int) -> None:
-    """Return when a run has a line for a step in its metrics; fail with the job's output if it ends before."""
-    metrics, deadline = cluster.base / name / "metrics.jsonl", time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert time.monotonic() < deadline, cluster.output(job)
-        assert cluster.state(job) not in ENDED, cluster.output(job)
-        time.sleep(0.2)
-
-
-def weights(cluster: Cluster, name: str) -> bytes:
-    (file,) = (cluster.base / name / "exports").glob("*/model.safetensors")
-    return file.read_bytes()
-
-
-def events(cluster: Cluster, name: str) -> list[dict[str, Any]]:
-    file = cluster.base / name / "events.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def saved_steps(cluster: Cluster, name: str) -> list[int]:
-    return [event["saved"] for event in events(cluster, name) if event["event"] == "checkpoint"]
 
 
 def test_a_requeued_job_ends_with_the_weights_of_a_straight_one(cluster: Cluster) -> None:
