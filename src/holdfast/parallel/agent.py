@@ -33,8 +33,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     from torch.distributed.run import parse_args
 
-    for name in ("elastic", "run", "distributed_c10d"):
-        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # each of torchrun's modules sets a level of its own
     arguments = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]  # torch's own lack annotations
     with tempfile.TemporaryDirectory(prefix="holdfast-agent-") as folder:
         exit_file = Path(folder) / "exit"

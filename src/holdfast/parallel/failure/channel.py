@@ -80,7 +80,7 @@ class FailureChannel:
         """Where our launcher and its ranks leave notes for each other; None without it."""
         self._kill = kill
         self._leaving = threading.Event()
-        self._phase = ""
+        self._phase = self._last_phase = ""
         self._step: int | None = None
         self._files: dict[str, int] = {}
         self.reports = Reports(store, rank, world_size, directory)
@@ -103,6 +103,7 @@ class FailureChannel:
 
     def _set_phase(self, name: str) -> None:
         self._phase = name
+        self._last_phase = name or self._last_phase
         self._write_in_place(f"phase-rank-{self._rank}", name)
         self._maybe_die(name)
 
@@ -150,7 +151,7 @@ class FailureChannel:
             os.pwrite(self._files[name], line, 0)
 
     def _whereabouts(self) -> tuple[int | None, str]:
-        return self._step, self._phase
+        return self._step, self._last_phase
 
     def broken_by_peer(self, error: BaseException) -> bool:
         """Return whether an error says that another rank is gone."""
