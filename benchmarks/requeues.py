@@ -4,8 +4,8 @@
 
 Slurm's two nodes run on this host (tests/cluster; `tools/install_slurm.sh`), with two ranks each under torchrun. A
 straight run gives the weights that count, and the seconds from a job's start to its first step. The same job is then
-requeued by `scontrol` so many times, each at a moment drawn uniformly over the first three times as many seconds of a
-start: a third of them hit the start of processes, the rendezvous and the loading. The table has a line for each: when,
+requeued by `scontrol` so many times, each at a moment drawn uniformly over the first twice as many seconds of a
+start: half of them hit the start of processes, the rendezvous and the loading. The table has a line for each: when,
 in what phase it hit, the newest checkpoint after it, the steps that were made and lost, and the seconds from the next
 start to its first step. The final weights must be those of the straight run, bit for bit.
 """
@@ -214,15 +214,15 @@ def main() -> int:
     text = f"# Requeues at uniformly drawn moments, seed {options.seed}\n\n"
     with two_nodes() as cluster:
         for verb in options.verbs:
-            overrides = {"sft": ["steps=1200", "data.batch_size=8", "evaluation.completions=null"]}.get(verb, [])
+            overrides = {"sft": ["steps=400", "data.batch_size=8", "evaluation.completions=null"]}.get(verb, [])
             if verb == "grpo":
                 base = Job(cluster, "sft", "demonstrations", ["steps=60", "evaluation.completions=null"])
                 while base.shown("JobState") not in ENDED:
                     time.sleep(0.3)
-                overrides = ["steps=150", "data.batch_size=8", f"model.path={base.place / 'exports' / 'final'}"]
+                overrides = ["steps=40", "data.batch_size=8", f"model.path={base.place / 'exports' / 'final'}"]
             job, start_seconds = straight(cluster, verb, overrides)
             chance = random.Random(options.seed)
-            moments = [chance.uniform(0, 3 * start_seconds) for _ in range(options.requeues)]
+            moments = [chance.uniform(0, 2 * start_seconds) for _ in range(options.requeues)]
             again, lines = requeued(cluster, verb, overrides, moments)
             equal = again.weights() == job.weights()
             text += table(verb, lines, equal=equal, start_seconds=start_seconds) + "\n"

@@ -118,6 +118,16 @@ def test_while_the_store_says_nothing_its_own_host_alone_is_silent() -> None:
     assert (silence.host, silence.whole) == ("a", True)
 
 
+def test_a_store_of_this_machine_that_says_nothing_is_given_up_too() -> None:
+    sightings = Sightings()
+    seen(sightings, {1: ("1", "a"), 2: ("1", "b")})
+
+    (silence,) = silences(sightings, "a", time.monotonic() + 11, 10)
+
+    assert (silence.host, silence.ranks, silence.whole) == ("a", (), True)
+    assert "the place where the ranks meet has not answered for 11 s" in silence.words()
+
+
 def test_time_in_which_this_process_did_not_run_is_nobodys_silence() -> None:
     sightings = Sightings()
     seen(sightings, {0: ("1", "a"), 2: ("1", "c")})

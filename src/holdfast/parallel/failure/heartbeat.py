@@ -78,9 +78,13 @@ class Sightings:
         self._heard_at = {rank: at + seconds for rank, at in self._heard_at.items()}
         self.store_at = None if self.store_at is None else self.store_at + seconds
 
+    def store_silent_for(self, now: float) -> float:
+        """Return the seconds since the store answered."""
+        return 0.0 if self.store_at is None else now - self.store_at
+
     def silent_for(self, now: float) -> dict[int, float]:
         """Return the seconds since each other rank was heard of; a rank that has left is not in it."""
-        store_silence = 0.0 if self.store_at is None else now - self.store_at
+        store_silence = self.store_silent_for(now)
         seconds = {}
         for rank, at in self._heard_at.items():
             if not self.last_words[rank].left:

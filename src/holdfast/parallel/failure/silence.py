@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast import patience
-from holdfast.parallel.failure.heartbeat import Sightings, Whereabouts
+from holdfast.parallel.failure.heartbeat import STORE_RANK, Sightings, Whereabouts
 from holdfast.parallel.failure.reports import LOST, Failure
 
 
@@ -34,6 +34,8 @@ class Silence:
 
     def words(self) -> str:
         """Return a sentence for the user."""
+        if not self.ranks:
+            return f"host {self.host}: the place where the ranks meet has not answered for {self.seconds:.0f} s"
         who = "rank" if len(self.ranks) == 1 else "ranks"
         names = f"{who} {', '.join(map(str, self.ranks))}"
         subject = f"host {self.host} ({names})" if self.whole else f"{names} on {self.host}"
@@ -64,6 +66,10 @@ def silences(sightings: Sightings, own_host: str, now: float, after_seconds: flo
             whole = len(silent) == len(ranks) and host != own_host
             shortest = min(ranks[rank] for rank in silent)
             result.append(Silence(host, silent, whole, shortest, sightings.last_words[silent[0]]))
+    store = sightings.store_silent_for(now)
+    if store >= after_seconds and not any(each.whole for each in result):
+        # It is on this machine: torchrun was stopped here, or the network has gone. Nobody can be heard any more.
+        result.append(Silence(own_host, (), True, store, Whereabouts(STORE_RANK, None, "", silent=True)))
     return result
 
 
