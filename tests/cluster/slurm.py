@@ -22,6 +22,7 @@ SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire=5
+FirstJobId={ports[0]}
 SlurmctldPort={ports[0]}
 StateSaveLocation={base}/state
 SlurmdSpoolDir={base}/spool-%n

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import Host, Hosts, missing, two_hosts
+from tests.cluster.page import WITH_PROGRAMS, commands, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"no hosts here: {missing()}")]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_sort.yaml"
@@ -274,3 +275,18 @@ def test_a_port_in_use_is_one_paragraph(hosts: Hosts, tmp_path: Path) -> None:
     assert screen(tmp_path, "a").count("another program on a listens at that port") == 1
     assert "Traceback" not in screen(tmp_path, "a")
     assert screen(tmp_path, "a").count("\n") == 1
+
+
+def test_the_commands_of_the_page_run_as_they_stand(hosts: Hosts, tmp_path: Path) -> None:
+    write_run(tmp_path / "page", EXAMPLE, [*SMALL, "steps=2", "run.dir=runs"])
+    agents = [
+        host.start(
+            "bash", "-c", f"cd {tmp_path / 'page'} && {line}", log=tmp_path / f"{host.name}.out", **WITH_PROGRAMS
+        )
+        for host, line in zip((hosts.first, hosts.second), commands("Without a scheduler"), strict=True)
+    ]
+
+    assert [agent.wait(timeout=120) for agent in agents] == [0, 0], screen(tmp_path, "a") + screen(tmp_path, "b")
+    assert "done after step 2" in screen(tmp_path, "a")
+    assert screen(tmp_path, "b") == ""
+    assert len(list((tmp_path / "page" / "runs").glob("*/logs/rank-*.log"))) == 4

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cluster.page import commands, write_run
+
 PYTHON = os.environ.get("HOLDFAST_RAY_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
@@ -219,3 +221,22 @@ def test_a_run_that_ray_has_no_place_for_is_refused(
     assert done.returncode == 2, done.stdout + done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_command_of_the_page_runs_as_it_stands(raylets: Raylets, tmp_path: Path) -> None:
+    write_run(tmp_path / "page", EXAMPLE, [*SMALL, "steps=2", "run.dir=runs"])
+    (line,) = commands("Ray")
+    environ = ENVIRON | {"RAY_ADDRESS": raylets.address, "PATH": f"{Path(PYTHON).parent}:{os.environ['PATH']}"}
+
+    done = subprocess.run(
+        ["bash", "-c", line],
+        env=environ,
+        cwd=tmp_path / "page",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done after step 2" in done.stdout

@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoint.store import serving
 from tests.cluster.jobs import ENDED, EXAMPLE, HOLDFAST, SMALL, await_step, events, saved_steps, submitted, weights
+from tests.cluster.page import WITH_PROGRAMS, commands, write_run
 from tests.cluster.slurm import Cluster, missing_programs, slurm
 from tests.cluster.throttle import throttled
 
@@ -247,3 +248,23 @@ def test_gpus_that_are_not_there_are_one_paragraph(cluster: Cluster) -> None:
     assert answer.stderr.count("launch.device: cuda, but torch finds no GPU here") == 1, answer.stderr
     assert "Traceback" not in answer.stderr
     assert not (cluster.base / "gpus").exists()
+
+
+def test_the_commands_of_the_page_run_as_they_stand(cluster: Cluster) -> None:
+    values = [*SMALL, "launch.ranks=2", "launch.device=cpu", "steps=2", "run.dir=runs"]
+    shell = {"GLOO_SOCKET_IFNAME": "lo", **WITH_PROGRAMS}
+    for number, line in enumerate([*commands("A batch job"), *commands("Inside an allocation")]):
+        folder = cluster.base / f"page{number}"
+        write_run(folder, EXAMPLE, values)
+
+        answer = cluster.run("bash", "-c", f"cd {folder} && {line}", **shell)
+
+        assert answer.returncode == 0, answer.stderr
+        if line.endswith("--submit"):
+            job = answer.stdout.split()[-1]
+            state = cluster.await_state(job, ENDED, 120)
+            assert state == "COMPLETED", (folder / f"slurm-{job}.out").read_text()
+        elif "launch" in line:
+            assert answer.stdout.startswith("#!/bin/bash\n#SBATCH")
+        else:
+            assert answer.stdout.count("done after step 2") == 1
