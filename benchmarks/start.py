@@ -38,7 +38,7 @@ def commands(arm: str, place: Path) -> list[list[str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     machines = 1 if arm == "one machine, torchrun" else 2
-    agent = [sys.executable, "-m", "holdfast.parallel.agent", "--nnodes", str(machines), "--master-addr", "127.0.0.1"]
+    agent = [sys.executable, "-m", "holdfast.launch.agent", "--nnodes", str(machines), "--master-addr", "127.0.0.1"]
     options = ["--master-port", str(port), "--nproc-per-node", str(4 // machines), "--no-python"]
     return [[*agent, "--node-rank", str(number), *options, *run] for number in range(machines)]
 

@@ -45,7 +45,7 @@ ROOMS = {
     "parallel": """
         collectives failure plan rank_log rendezvous
         shards
-        agent apply mesh stream
+        apply mesh stream
         host_memory
     """,
     "checkpoint": """

@@ -23,6 +23,7 @@ class Skipped:
         self.by_reason: defaultdict[str, list[str]] = defaultdict(list)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Look at every test that was collected."""
         for item in items:
             skipped = evaluate_skip_marks(item)
             if skipped is not None:

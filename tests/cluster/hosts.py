@@ -153,7 +153,7 @@ class Hosts:
             *("--master-addr", self.first.address, "--master-port", "29500"),
         )
         return host.start(
-            *(sys.executable, "-m", "holdfast.parallel.agent", *meeting),
+            *(sys.executable, "-m", "holdfast.launch.agent", *meeting),
             *("--nproc-per-node", str(ranks), "--no-python"),
             *(sys.executable, "-m", "holdfast.cli.main", *command),
             log=base / f"{host.name}.out",

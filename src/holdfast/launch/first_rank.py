@@ -15,7 +15,7 @@ from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, under_torchru
 from holdfast.launch.slurm import current_step
 
 EXIT_FILE_VARIABLE = "HOLDFAST_EXIT_FILE"
-"""Set by `parallel.agent` where torchrun may start ranks again."""
+"""Set by `launch.agent` where torchrun may start ranks again."""
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

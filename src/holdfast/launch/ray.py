@@ -219,17 +219,21 @@ def _send(ranks: Sequence[_Rank], number: int) -> None:
 def _code(ranks: Sequence[_Rank]) -> int:
     codes = {rank.code for rank in ranks if not rank.gone}
     if UserError.exit_code in codes:
-        refused = next(rank for rank in ranks if rank.code == UserError.exit_code)
-        if ranks[0].code != UserError.exit_code:
+        if ranks[0].code != UserError.exit_code:  # else it has told what is wrong
+            refused = next(rank for rank in ranks if rank.code == UserError.exit_code)
             tell(refused.tail.decode(errors="replace"))
         return UserError.exit_code
-    if any(rank.gone for rank in ranks) or codes - {0, EXIT_WITHOUT_RESULT, RunStopped.exit_code}:
+    if any(rank.gone for rank in ranks) or not codes <= set(_IN_ORDER):
         for rank in ranks:
-            if rank.code not in (None, 0, RunStopped.exit_code):
-                words = rank.tail.decode(errors="replace").strip() if rank.number else ""
-                tell(f"Rank {rank.number} on {rank.host} {how_it_ended(rank.code or 0)}. {words}".rstrip())
+            if rank.code not in (*_IN_ORDER, -SIGKILL):
+                _tell_death(rank)
         tell(how_to_go_on(1))
         return RunStopped.exit_code
     if EXIT_WITHOUT_RESULT in codes:
         return HoldfastError.exit_code
     return RunStopped.exit_code if RunStopped.exit_code in codes else 0
+
+
+def _tell_death(rank: _Rank) -> None:
+    words = rank.tail.decode(errors="replace").strip() if rank.number else ""
+    tell(f"Rank {rank.number} on {rank.host} {how_it_ended(rank.code or 0)}. {words}".rstrip())

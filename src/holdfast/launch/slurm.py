@@ -281,7 +281,7 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_seconds) + _AGENT_SECONDS),
         "PYTHONUNBUFFERED": "1",
     }
-    argv = [sys.executable, "-m", "holdfast.parallel.agent", *options, *command]
+    argv = [sys.executable, "-m", "holdfast.launch.agent", *options, *command]
     os.execve(sys.executable, argv, inherited(variables))
 
 

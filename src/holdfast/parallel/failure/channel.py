@@ -212,6 +212,8 @@ class FailureChannel:
         search_seconds = self._search_seconds if search_seconds is None else search_seconds
         exit_seconds = patience.current.failure_exit_seconds if exit_seconds is None else exit_seconds
         stop = threading.Event()
+        # A run that fails leaves SIGTERM ignored until its cause is known.
+        before = signal.getsignal(signal.SIGTERM)
         watcher = threading.Thread(
             target=self._watch, args=(stop, exit_seconds), name="holdfast-failure-watch", daemon=True
         )
@@ -238,6 +240,8 @@ class FailureChannel:
         finally:
             stop.set()
             self._leaving.set()
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)
             self._silence.stop()
             self._heartbeat.stop()
             if watcher.ident is not None:

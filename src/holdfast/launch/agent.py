@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import RunStopped, UserError
-
-EXIT_FILE_VARIABLE = "HOLDFAST_EXIT_FILE"
-"""As `launch.first_rank` has it; repeated here because that layer is above."""
+from holdfast.launch.first_rank import EXIT_FILE_VARIABLE
 
 _ORDERLY = range(5)
 
