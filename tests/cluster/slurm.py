@@ -37,6 +37,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 KillWait=60
+SlurmdTimeout=15
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
 PartitionName=p Nodes=n1,n2 Default=YES State=UP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,7 +34,7 @@ ENVIRON = {
     **os.environ,
     "PYTHONPATH": str(ROOT / "src"),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_AUTH_MODE": "disabled",
     "OMP_NUM_THREADS": "1",
 }
 
@@ -73,9 +74,9 @@ def _start(*options: str) -> subprocess.Popen[bytes]:
 def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     try:
         own = psutil.Process(process.pid)
+        return [own, *own.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-    return [own, *own.children(recursive=True)]
 
 
 @pytest.fixture
@@ -91,22 +92,22 @@ def raylets() -> Iterator[Raylets]:
             "--include-dashboard=false",
             "--temp-dir",
             folder,
-            "--node-ip-address",
-            "127.0.0.1",
         )
         members = [head]
         try:
-            _await(lambda: _nodes(port) == 1, 60)
-            second = _start("--address", f"127.0.0.1:{port}", "--node-ip-address", "127.0.0.1")
+            _await(lambda: _nodes(port) == 1, 90)
+            second = _start("--address", f"127.0.0.1:{port}")
             members.append(second)
-            _await(lambda: _nodes(port) == 2, 60)
+            _await(lambda: _nodes(port) == 2, 90)
             yield Raylets(f"127.0.0.1:{port}", head, second)
         finally:
             families = [each for member in members for each in _family(member)]
             for each in families:
-                each.terminate()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.terminate()
             for each in psutil.wait_procs(families, timeout=10)[1]:
-                each.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
             for member in members:
                 member.wait(timeout=10)
 

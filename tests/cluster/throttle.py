@@ -29,11 +29,16 @@ class Throttle:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._server.accept()
-                server = socket.create_connection(("127.0.0.1", self.target))
-                for source, sink, slow in ((client, server, True), (server, client, False)):
-                    threading.Thread(target=self._copy, args=(source, sink, slow), daemon=True).start()
+                threading.Thread(target=self._carry, args=(client,), daemon=True).start()
 
-    def _copy(self, source: socket.socket, sink: socket.socket, slow: bool) -> None:
+    def _carry(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as server:
+            back = threading.Thread(target=self._copy, args=(server, client), daemon=True)
+            back.start()
+            self._copy(client, server, slow=True)
+            back.join()
+
+    def _copy(self, source: socket.socket, sink: socket.socket, *, slow: bool = False) -> None:
         with contextlib.suppress(OSError):
             while chunk := source.recv(1 << 14):
                 if slow:

@@ -240,7 +240,7 @@ class FailureChannel:
         finally:
             stop.set()
             self._leaving.set()
-            if threading.current_thread() is threading.main_thread():
+            if before is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)
             self._silence.stop()
             self._heartbeat.stop()
