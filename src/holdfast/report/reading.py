@@ -14,10 +14,10 @@ from typing import Any
 from holdfast.errors import UserError
 from holdfast.escaping import escaped
 from holdfast.files import NotRegular, read_json, read_text
-from holdfast.metrics.sink import METRICS
+from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.report.checkpoints import CheckpointLine, checkpoint_lines
-from holdfast.report.curves import Curves, LineReader, go_on
-from holdfast.report.samples import SAMPLES, Samples, read_samples
+from holdfast.report.curves import Curves, LineReader, do_nothing
+from holdfast.report.samples import Samples, read_samples
 from holdfast.report.settings import Parent, flat_public, read_configuration, read_parent
 from holdfast.report.state import State, json_lines, state_of
 from holdfast.report.story import Mark, marks_of
@@ -64,7 +64,7 @@ class RunRecord:
         return None
 
 
-def read_run(directory: Path, between: Callable[[], None] = go_on) -> RunRecord:
+def read_run(directory: Path, between: Callable[[], None] = do_nothing) -> RunRecord:
     """Return what a run directory says.
 
     Args:

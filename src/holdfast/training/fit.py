@@ -28,7 +28,7 @@ from holdfast.training.saving.exports import (
     set_final_aside,
 )
 from holdfast.training.stragglers import Stragglers
-from holdfast.training.watched import MADE_LATER, OWED, owe, reason_to_end, set_standings, standings, watch
+from holdfast.training.watched import MADE_LATER, OWED, owe, reason_to_end, set_standings, standings, watch_metric
 from holdfast.types import StepEvent
 
 Step = Callable[[], dict[str, float] | None]
@@ -166,7 +166,7 @@ class _Loop:
         """Make the evaluation that an earlier start left; return why the run ends with it."""
         metrics = self._evaluate()
         asked = self.requests.pending(self.run.setting.ranks)
-        stopped = watch(self.run, metrics, due=True, stopped=None if asked is None else asked.words)
+        stopped = watch_metric(self.run, metrics, due=True, stopped=None if asked is None else asked.words)
         self.line |= metrics
         self.journal.report(metrics)
         self._export_best(metrics)
@@ -250,7 +250,7 @@ class _Loop:
             asked = self.requests.pending(run.setting.ranks)
             if asked is not None and (asked.by_signal or stopped is None):
                 stopped = asked.words
-        stopped = watch(run, numbers, due=decision.due, stopped=stopped)
+        stopped = watch_metric(run, numbers, due=decision.due, stopped=stopped)
         self.journal.report(self.line)
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.

@@ -15,7 +15,7 @@ from holdfast.escaping import escaped, escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
-from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, JsonlSink, SampleFiles, Sink
+from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink
 from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
@@ -24,7 +24,6 @@ from holdfast.training import directory
 from holdfast.training.run import Run
 from holdfast.types import Batch
 
-SAMPLES = "samples.jsonl"
 LOGS, LOG = "logs", "rank-0.log"
 """Of the launcher's directory and of the run's."""
 SPIKES_FOLDER = "spikes"
