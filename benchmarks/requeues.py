@@ -94,14 +94,14 @@ class Job:
         names = [path.name for path in (self.place / "checkpoints").glob("step-*")]
         return max((int(name.removeprefix("step-")) for name in names if name[5:].isdecimal()), default=0)
 
-    def phase(self) -> str:
-        """Return what goes on, as the files show it."""
+    def phase(self, started: float) -> str:
+        """Return what goes on in the job that started then, as the files show it."""
         if not (self.place / "run.json").exists():
             return "before the run's directory"
         if list((self.place / "checkpoints").glob(".staging-*")):
             return "save"
-        starts = sum(json.loads(line)["event"] == "start" for line in self._events())
-        return "training" if starts > int(self.shown("Restarts") or 0) else "start"
+        starts = [event["time"] for event in map(json.loads, self._events()) if event["event"] == "start"]
+        return "training" if starts and starts[-1] > started else "start"
 
     def _events(self) -> list[str]:
         events = self.place / "events.jsonl"
@@ -145,7 +145,7 @@ def requeued(
         time.sleep(max(0.0, started + moment - time.time()))
         if job.shown("JobState") in ENDED:
             break
-        phase, made = job.phase(), last_step(job)
+        phase, made = job.phase(started), last_step(job)
         job.requeue()
         started = job.await_start(number + 1)
         saved = job.saved()
