@@ -36,8 +36,9 @@ ROOMS = {
         serving
     """,
     "models": """
-        names scores
+        names
         layers source weights
+        scores
         heads
         adapters check
         build

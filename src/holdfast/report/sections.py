@@ -170,9 +170,9 @@ def times_section(runs: Sequence[RunRecord]) -> str:
 
 
 def _memory(runs: Sequence[RunRecord]) -> str:
-    lines = []
+    lines, rows = [], []
     for run in runs:
-        planned, measured = run.planned_bytes, run.measured_bytes
+        planned, measured = run.planned.bytes_, run.measured_bytes
         name = f"{run.name}: " if len(runs) > 1 else ""
         if planned and measured:
             words = f"planned {size_words(planned)} of memory a rank, measured {size_words(measured)} on rank 0"
@@ -181,7 +181,25 @@ def _memory(runs: Sequence[RunRecord]) -> str:
             lines.append(
                 f"{name}at most {size_words(measured)} of memory on rank 0; there is no plan to compare it with."
             )
-    return "".join(tag("p", text(line), class_="memory") for line in lines)
+        rows += _plan_against_measured(run, several=len(runs) > 1)
+    heads = [*["run"] * (len(runs) > 1), "phase", "planned", "measured", "of the plan"]
+    places = [len(heads) - 3, len(heads) - 2]
+    chart = html_table(heads, rows, numbers=places, caption="Plan against measured") if rows else ""
+    return "".join(tag("p", text(line), class_="memory") for line in lines) + chart
+
+
+def _plan_against_measured(run: RunRecord, *, several: bool) -> list[list[str]]:
+    """Return a row with a bar for each phase that plan.json and the run's events both know."""
+    rows, measured = [], run.measured_phases
+    of_python = " (with Python's own memory)" * (run.planned.device == "cpu")
+    for phase, took in measured.items():
+        if planned := run.planned.phases.get(phase):
+            share = took / planned
+            bar = tag("meter", text(f"{share:.0%}"), min="0", max="1.5", high="1.1", value=f"{min(share, 1.5):.3f}")
+            cells = [run.name, phase] if several else [phase]
+            cells += [size_words(planned), size_words(took)]
+            rows.append([*map(text, cells), f"{bar} {text(f'{share:.0%}{of_python}')}"])
+    return rows
 
 
 def checkpoints_section(runs: Sequence[RunRecord]) -> str:

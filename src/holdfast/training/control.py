@@ -14,16 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.checkpoint.background import Status
 from holdfast.errors import HoldfastError
-from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER
+from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.observe import ask
 from holdfast.training.run import Run
 from holdfast.types import StepEvent
-
-
-def is_end(stopped: str | None) -> bool:
-    """Return whether a run that gives this reason has ended, as at its last step."""
-    return stopped is None or stopped == BY_OBSERVER or stopped.startswith(BY_METRIC)
 
 
 @dataclass(frozen=True)

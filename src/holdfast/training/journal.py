@@ -21,6 +21,7 @@ from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
+from holdfast.training.directory import MEMORY
 from holdfast.training.run import Run
 from holdfast.types import Batch
 
@@ -193,6 +194,8 @@ class Journal:
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
         run = self._run
+        if peaks := run.setting.log.peaks.news():
+            self.event(MEMORY, device=run.setting.world.device.type, peaks=peaks)
         for text in run.setting.log.messages:
             self.say(text)
         if run.setting.log.samples and run.setting.world.is_first:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.config.sections.optim import PlateauSchedule
-from holdfast.metrics.sink import BY_METRIC
+from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER
 from holdfast.training.run import PLATEAU_FACTOR, Run, Trained, TrainState
 
 STOP, PLATEAU = "stop_when", "plateau"
@@ -20,6 +20,11 @@ OWED = "evaluation_owed"
 """In the state of a run that left an evaluation which decides, stopped or by an error: the next start makes it."""
 MADE_LATER = "evaluation_made_later"
 """The event of a start that made it, with where metrics stand since."""
+
+
+def is_end(stopped: str | None) -> bool:
+    """Return whether a run that gives this reason has ended, as at its last step."""
+    return stopped is None or stopped == BY_OBSERVER or stopped.startswith(BY_METRIC)
 
 
 class Standing(NamedTuple):
