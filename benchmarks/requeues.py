@@ -219,7 +219,12 @@ def main() -> int:
                 base = Job(cluster, "sft", "demonstrations", ["steps=60", "evaluation.completions=null"])
                 while base.shown("JobState") not in ENDED:
                     time.sleep(0.3)
-                overrides = ["steps=40", "data.batch_size=8", f"model.path={base.place / 'exports' / 'final'}"]
+                overrides = [
+                    "steps=40",
+                    "data.batch_size=8",
+                    "evaluation.every_steps=null",
+                    f"model.path={base.place / 'exports' / 'final'}",
+                ]
             job, start_seconds = straight(cluster, verb, overrides)
             chance = random.Random(options.seed)
             moments = [chance.uniform(0, 2 * start_seconds) for _ in range(options.requeues)]

@@ -17,8 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.launch.first_rank import leave
 from holdfast.launch.ray import RayAsk, launch_ray
 from holdfast.launch.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
-from holdfast.parallel.failure.heartbeat import Sightings, Whereabouts
-from holdfast.parallel.failure.silence import silences
+from holdfast.parallel.failure.heartbeat import Sightings, Whereabouts, silences
 from holdfast.parallel.rendezvous import store_of
 
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20007"}

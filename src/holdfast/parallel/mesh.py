@@ -43,16 +43,16 @@ class World:
     device: torch.device
     failure: FailureChannel
     """Tells the others why this rank failed, and learns why another did."""
-    host: str = field(default_factory=socket.gethostname)
-    """This machine."""
     local_size: int | None = None
     """Ranks on this machine; None where nobody counted."""
-    log: RankLog | None = None
-    """Where this rank prints, if that is ours to decide and no launcher of ours does."""
     break_resume: str | None = None
     """What `holdfast prove --break` damages after a resume, to show that it would be found out."""
     began: float = field(default_factory=time.monotonic)
     """When this process came to join, on the monotonic clock: the start of the run, its loading included."""
+    host: str = field(default_factory=socket.gethostname)
+    """This machine."""
+    log: RankLog | None = None
+    """Where this rank prints, if that is ours to decide and no launcher of ours does."""
 
     @property
     def is_first(self) -> bool:
@@ -106,7 +106,7 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
                 local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, host)
                 log = RankLog(rank, size, host) if logs and not directory and size > 1 else None
                 broken = os.environ.get(BREAK_VARIABLE)
-                yield World(rank, size, local_rank, device, channel, host, local_size, log, broken, began)
+                yield World(rank, size, local_rank, device, channel, local_size, broken, began, host, log)
                 dist.barrier()  # whoever hosts the store stays as long as another rank needs it
         finally:
             dist.destroy_process_group()

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Literal
 from holdfast import patience
 from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
-from holdfast.parallel.failure.heartbeat import MISSED_BEATS, Heartbeat, Whereabouts
+from holdfast.parallel.failure.heartbeat import MISSED_BEATS, Heartbeat, Silence, SilenceWatch, Whereabouts, silences
 from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Board, Failure, Reports
-from holdfast.parallel.failure.silence import Silence, SilenceWatch, silences
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it

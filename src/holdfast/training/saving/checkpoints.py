@@ -30,12 +30,11 @@ from holdfast.training.run import Run, say
 from holdfast.training.saving.earlier_steps import go_on_from
 from holdfast.training.saving.emergency import Emergency, Moment, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
-from holdfast.training.saving.leases import Places
+from holdfast.training.saving.leases import Places, check_seen
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import start_from
 from holdfast.training.saving.run_snapshot import Contents, checked_assets
-from holdfast.training.saving.seen import check_seen
 
 
 class Checkpoints:
