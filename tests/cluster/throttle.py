@@ -1,4 +1,4 @@
-"""A slow way to a server: a proxy that lets so many bytes a second through."""
+"""A way to a server that stands still for a while."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class Throttle:
     """Passes connections on to a port of this machine."""
 
     target: int
-    bytes_per_second: float = float("inf")
     _server: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -35,19 +34,24 @@ class Throttle:
         with client, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.target)) as server:
             back = threading.Thread(target=self._copy, args=(server, client), daemon=True)
             back.start()
-            self._copy(client, server, slow=True)
+            self._copy(client, server, waits=True)
             back.join()
 
-    def _copy(self, source: socket.socket, sink: socket.socket, *, slow: bool = False) -> None:
+    def _copy(self, source: socket.socket, sink: socket.socket, *, waits: bool = False) -> None:
         with contextlib.suppress(OSError):
             while chunk := source.recv(1 << 14):
-                if slow:
-                    with self._turn:  # all connections share the line
-                        time.sleep(len(chunk) / self.bytes_per_second)
+                if waits:
+                    with self._turn:
+                        pass
                 sink.sendall(chunk)
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def stand_still(self, seconds: float) -> None:
+        """Let nothing through to the server for so long."""
+        with self._turn:
+            time.sleep(seconds)
 
     def close(self) -> None:
         """Accept no more."""

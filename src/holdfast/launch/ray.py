@@ -7,6 +7,7 @@ happened is said by the ranks, and the same command goes on from the newest veri
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections import defaultdict
@@ -25,6 +26,7 @@ from holdfast.launch.stops import StopSignals
 from holdfast.launch.watch import tell
 
 _LOOK_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0
 _TAIL = 1 << 13
 _IN_ORDER = (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code)
 """Of ranks that live or ended without a fault of their own."""
@@ -69,16 +71,13 @@ def launch_ray(command: Sequence[str], ask: RayAsk, launch: LaunchConfig) -> int
             "Ray is not installed here. Install it beside Holdfast with `pip install 'holdfast[ray]'`, or start the "
             "run without it: `holdfast launch slurm`, or torchrun."
         ) from error
+    _check_address(ask.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(address=ask.address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"No Ray answers at --address {ask.address}: {first_line} Start one by `ray start --head`, or leave the "
-            "option out."
-        ) from error
+        raise _no_ray(ask.address, str(error).strip().partition("\n")[0]) from error
     try:
         group = _placed(ray, ask, launch)
         ranks = _actors(ray, ask, launch, group)
@@ -88,6 +87,23 @@ def launch_ray(command: Sequence[str], ask: RayAsk, launch: LaunchConfig) -> int
         return _code(ranks)
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str | None) -> None:
+    """Refuse an address at which nobody listens: Ray would try for a minute."""
+    host, _, port = (address or "").rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise _no_ray(address, error.strerror or str(error)) from error
+
+
+def _no_ray(address: str | None, reason: str) -> ConfigError:
+    return ConfigError(
+        f"No Ray answers at --address {address}: {reason}. Start one by `ray start --head`, or leave the option out."
+    )
 
 
 def _bundle(ask: RayAsk, launch: LaunchConfig) -> dict[str, float]:
