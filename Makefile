@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-devices test-browser test-slurm test-vllm test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-devices test-browser test-slurm test-ray test-vllm test-all release-check deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -52,6 +52,12 @@ test: checks
 test-slurm: setup
 	$(BIN)/python -m pytest -n 0 -rs tests/cluster
 
+# With a real Ray, which has an environment of its own: two raylets on this host.
+RAY_VENV ?= .venv-ray
+test-ray: setup
+	tools/install_ray.sh $(RAY_VENV)
+	HOLDFAST_RAY_PYTHON=$(abspath $(RAY_VENV))/bin/python $(BIN)/python -m pytest -n 0 -rs tests/cluster/test_ray.py
+
 test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu and not devices"
 
@@ -64,6 +70,10 @@ VLLM_VENV ?= .venv-vllm
 test-vllm: setup
 	tools/install_vllm.sh $(VLLM_VENV)
 	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/vllm
+
+# Before a release: what this machine skips was not seen to work.
+release-check: setup
+	$(BIN)/python tools/skipped.py
 
 deep-tests: setup
 	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu and not devices"

@@ -44,9 +44,9 @@ ROOMS = {
         build
     """,
     "parallel": """
-        collectives failure plan rendezvous
+        collectives failure plan rank_log rendezvous
         shards
-        agent apply mesh stream
+        apply mesh stream
         host_memory
     """,
     "checkpoint": """

@@ -45,6 +45,10 @@ class Patience:
 
     beat_seconds: float = 1.0
     """Between two heartbeats of a rank; three missed ones are silence."""
+    silent_host_seconds: float = 10.0
+    """Without a beat of a rank on another machine, after which it is named."""
+    lost_host_seconds: float = 60.0
+    """Without a beat of any rank of another machine, after which it is given up and the run ends or goes on without."""
     failure_look_seconds: float = 0.5
     """Between two looks for the failure of another rank."""
     failure_store_seconds: float = 0.5
@@ -116,6 +120,10 @@ class Patience:
     """From SIGTERM to SIGKILL."""
     kill_seconds: float = 2.0
     """For killed processes to go."""
+    ray_place_seconds: float = 60.0
+    """For Ray to find places for the ranks of a run."""
+    ray_settle_seconds: float = 20.0
+    """For ranks to name one that Ray has lost, and to end, before they are killed."""
     first_rank_seconds: float = 5.0
     """For torchrun to end a rank that keeps quiet, once the first has told a mistake and ended."""
     page_seconds: float = 60.0

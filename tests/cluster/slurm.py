@@ -9,8 +9,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 _CONFIGURATION = """\
 ClusterName=holdfast
@@ -20,6 +22,7 @@ SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire=5
+FirstJobId={ports[0]}
 SlurmctldPort={ports[0]}
 StateSaveLocation={base}/state
 SlurmdSpoolDir={base}/spool-%n
@@ -34,6 +37,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 KillWait=60
+SlurmdTimeout=15
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
 PartitionName=p Nodes=n1,n2 Default=YES State=UP
@@ -52,6 +56,7 @@ class Cluster:
 
     base: Path
     environ: Mapping[str, str]
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def run(self, *command: str, timeout: float = 120.0, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command against this cluster and return what it said."""
@@ -64,6 +69,44 @@ class Cluster:
             timeout=timeout,
             check=False,
         )
+
+    def start_node(self, name: str) -> None:
+        """Start a node's daemon."""
+        self._start(name, "slurmd", "-N", name)
+
+    def _start(self, name: str, *command: str) -> None:
+        self.daemons[name] = subprocess.Popen(
+            # Also if this process is killed.
+            ["setpriv", "--pdeathsig", "TERM", *command, "-D", "-f", str(self.base / "slurm.conf")],
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def start(self) -> None:
+        """Start the controller and both nodes."""
+        self._start("controller", "slurmctld", "-i")
+        for name in ("n1", "n2"):
+            self.start_node(name)
+
+    def kill_node(self, name: str) -> float:
+        """Kill a node's daemon, what supervises its tasks, and the tasks; return when."""
+        daemon = self.daemons[name]
+        family = [psutil.Process(daemon.pid)]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                variables = process.environ()
+                if variables.get("SLURMD_NODENAME") == name and variables.get("SLURM_JOB_ID"):
+                    parent = process.parent()
+                    stepd = [parent] if parent is not None and parent.name().startswith("slurmstepd") else []
+                    family += [*stepd, process]
+        at = time.time()
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        daemon.wait()
+        return at
 
     def state(self, job: str) -> str:
         """Return a job's state, such as RUNNING or COMPLETED."""
@@ -108,26 +151,8 @@ def slurm(base: Path) -> Iterator[Cluster]:
     file.write_text(_CONFIGURATION.format(host=socket.gethostname(), user=user, base=base, ports=_free_ports(3)))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     cluster = Cluster(base, {**environ, "SLURM_CONF": str(file)})
-    daemons: list[subprocess.Popen[bytes]] = []
     try:
-        for command in (["slurmctld", "-i"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
-            daemons.append(
-                subprocess.Popen(
-                    [
-                        "setpriv",
-                        "--pdeathsig",
-                        "TERM",
-                        *command,
-                        "-D",
-                        "-f",
-                        str(file),
-                    ],  # also if this process is killed
-                    env=cluster.environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            )
+        cluster.start()
         _await_idle(cluster)
         yield cluster
     finally:
@@ -135,9 +160,9 @@ def slurm(base: Path) -> Iterator[Cluster]:
             cluster.run("scancel", "--full", "--signal=KILL", "--user", user, timeout=10)
             cluster.run("scancel", "--user", user, timeout=10)
             _await_no_jobs(cluster)
-        for daemon in reversed(daemons):
+        for daemon in reversed(cluster.daemons.values()):
             daemon.terminate()
-        for daemon in daemons:
+        for daemon in cluster.daemons.values():
             try:
                 daemon.wait(timeout=10)
             except subprocess.TimeoutExpired:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.store import serving
+from tests.cluster.jobs import ENDED, EXAMPLE, HOLDFAST, SMALL, await_step, events, saved_steps, submitted, weights
+from tests.cluster.page import WITH_PROGRAMS, commands, write_run
 from tests.cluster.slurm import Cluster, missing_programs, slurm
+from tests.cluster.throttle import throttled
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,44 +20,12 @@ pytestmark = [
         bool(missing_programs()), reason="Slurm is not installed here: tools/install_slurm.sh installs it"
     ),
 ]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sft_sort.yaml"
-HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
-SMALL = ["data.synthetic.rows=512", "data.batch_size=8", "evaluation.sets={}", "evaluation.completions=null"]
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with slurm(tmp_path_factory.mktemp("slurm")) as running:
         yield running
-
-
-def submitted(cluster: Cluster, name: str, *overrides: str, nodes: int = 2) -> str:
-    """Submit the example and return the job's number."""
-    options = ["launch", "slurm", str(EXAMPLE), "--nodes", str(nodes), "--interface", "lo", "--submit"]
-    values = [*SMALL, "launch.ranks=1", "launch.device=cpu", f"run.dir={cluster.base}", f"run.name={name}", *overrides]
-    answer = cluster.run(*HOLDFAST, *options, *values)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout.split()[-1]
-
-
-def await_step(cluster: Cluster, job: str, name: str, step: int) -> None:
-    """Return when a run has a line for a step in its metrics; fail with the job's output if it ends before."""
-    metrics, deadline = cluster.base / name / "metrics.jsonl", time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert time.monotonic() < deadline, cluster.output(job)
-        assert cluster.state(job) not in ENDED, cluster.output(job)
-        time.sleep(0.2)
-
-
-def weights(cluster: Cluster, name: str) -> bytes:
-    (file,) = (cluster.base / name / "exports").glob("*/model.safetensors")
-    return file.read_bytes()
-
-
-def saved_steps(cluster: Cluster, name: str) -> list[int]:
-    lines = (cluster.base / name / "events.jsonl").read_text().splitlines()
-    return [event["saved"] for event in map(json.loads, lines) if event.get("event") == "checkpoint"]
 
 
 def test_a_requeued_job_ends_with_the_weights_of_a_straight_one(cluster: Cluster) -> None:
@@ -143,3 +112,162 @@ def test_as_many_tasks_as_nodes_are_one_launcher_each(cluster: Cluster) -> None:
 
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.count("done after step 2") == 1
+
+
+def test_two_ranks_a_node_requeued_end_with_the_weights_of_a_straight_run(cluster: Cluster) -> None:
+    straight = submitted(cluster, "straight-2x2", "steps=60", "launch.ranks=2")
+    assert cluster.await_state(straight, ENDED, 120) == "COMPLETED", cluster.output(straight)
+
+    job = submitted(cluster, "requeued-2x2", "steps=60", "launch.ranks=2")
+    await_step(cluster, job, "requeued-2x2", 5)
+    assert cluster.run("scontrol", "requeue", job).returncode == 0
+
+    assert cluster.await_state(job, ENDED, 180) == "COMPLETED", cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+    assert weights(cluster, "requeued-2x2") == weights(cluster, "straight-2x2")
+
+
+def test_a_run_that_dies_at_one_step_is_requeued_three_times_and_then_stops(cluster: Cluster) -> None:
+    script = cluster.base / "dies.py"
+    script.write_text(
+        "import os, signal\n\n"
+        "def observe(event):\n    if event.step == 3:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    job = submitted(cluster, "dies", "steps=60", "launch.ranks=2", f"observers=[{script}:observe]")
+
+    assert cluster.await_state(job, ENDED, 400) == "FAILED", cluster.output(job)
+    assert f"Job {job} is requeued, 3 of at most 3 times at this step" in cluster.output(job)
+    assert "It was requeued 3 times at this step, so it is not again: the cause is not chance" in cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+    failed = [event for event in events(cluster, "dies") if event["event"] == "failed"]
+    assert {(event["rank"], event["host"]) for event in failed} == {(0, "n1")}
+    for rank in (1, 2, 3):
+        log = (cluster.base / "dies" / "logs" / f"rank-{rank}.log").read_text()
+        assert log.count("Rank 0 on n1 died without a word in phase") == 4, log
+
+
+def test_a_time_limit_saves_before_it_and_requeues(cluster: Cluster) -> None:
+    asked = ["steps=100000", "launch.ranks=2", "checkpoint.grace_seconds=5"]
+    job = submitted(cluster, "limit", *asked, options=("--time", "0:02:10"))
+
+    deadline = time.monotonic() + 180
+    while f"Job {job} is requeued" not in cluster.output(job):
+        assert time.monotonic() < deadline, cluster.output(job)
+        time.sleep(0.5)
+
+    cluster.await_state(job, {"PENDING", "REQUEUED", "RUNNING"}, 30)
+    cluster.run("scancel", job)
+    stops = [event for event in events(cluster, "limit") if event["event"] == "stop"]
+    assert stops[0]["reason"] == "stopped by SIGTERM"
+    assert saved_steps(cluster, "limit")[0] == stops[0]["step"]
+    assert "Traceback" not in cluster.output(job)
+    cluster.await_state(job, ENDED, 90)
+
+
+def test_a_node_is_drained_and_the_job_comes_back_when_there_is_room(cluster: Cluster) -> None:
+    job = submitted(cluster, "drained", "steps=60", "launch.ranks=2")
+    await_step(cluster, job, "drained", 5)
+
+    drain = cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    assert drain.returncode == 0, drain.stderr
+    assert cluster.run("scontrol", "requeue", job).returncode == 0
+    cluster.await_state(job, {"PENDING"}, 60)
+    time.sleep(8)  # longer than cred_expire
+    assert cluster.state(job) == "PENDING"
+    cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+
+    assert cluster.await_state(job, ENDED, 180) == "COMPLETED", cluster.output(job)
+    assert saved_steps(cluster, "drained")[0] >= 5
+    assert "Traceback" not in cluster.output(job)
+
+
+def test_a_last_save_of_45_seconds_survives(cluster: Cluster) -> None:
+    with serving() as (variables, _), throttled(int(variables["AWS_ENDPOINT_URL"].rpartition(":")[2])) as line:
+        keys = variables | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{line.port}"}
+        values = [
+            "steps=100000",
+            "launch.ranks=2",
+            "checkpoint.storage=s3://bucket/slow",
+            "checkpoint.grace_seconds=60",
+        ]
+        job = submitted(cluster, "slow", *values, **keys)
+        await_step(cluster, job, "slow", 3)
+
+        assert cluster.run("scancel", "--batch", "--signal=TERM", job).returncode == 0
+        line.stand_still(50)
+
+        deadline = time.monotonic() + 240
+        while f"Job {job} is requeued" not in cluster.output(job):
+            assert time.monotonic() < deadline, cluster.output(job)
+            time.sleep(0.5)
+        cluster.run("scancel", job)
+        last = [event for event in events(cluster, "slow") if event["event"] == "checkpoint"][-1]
+        assert last["seconds"] > 45
+        assert last["saved"] == [event for event in events(cluster, "slow") if event["event"] == "stop"][0]["step"]
+        cluster.await_state(job, ENDED, 120)
+
+
+def test_two_jobs_with_one_run_directory_are_told_apart(cluster: Cluster) -> None:
+    first = submitted(cluster, "shared", "steps=100000", nodes=1)
+    await_step(cluster, first, "shared", 2)
+
+    second = submitted(cluster, "shared", "steps=100000", nodes=1)
+
+    assert cluster.await_state(second, ENDED, 90) == "FAILED", cluster.output(second)
+    assert cluster.output(second).count("is in use by another job (process") == 1
+    assert "requeued" not in cluster.output(second)
+    cluster.run("scancel", first)
+    cluster.await_state(first, ENDED, 90)
+
+
+def test_a_node_that_vanishes_is_named_and_the_job_goes_on_when_it_is_back(cluster: Cluster) -> None:
+    job = submitted(cluster, "vanished", "steps=150", "launch.ranks=2")
+    await_step(cluster, job, "vanished", 5)
+
+    killed = cluster.kill_node("n2")
+
+    deadline = time.monotonic() + 60
+    while not any(event["event"] == "failed" for event in events(cluster, "vanished")):
+        assert time.monotonic() < deadline, cluster.output(job)
+        time.sleep(0.2)
+    failed = next(event for event in events(cluster, "vanished") if event["event"] == "failed")
+    assert failed["host"] == "n2"
+    assert failed["time"] - killed < 15
+    while "down" not in cluster.run("sinfo", "--noheader", "--nodes=n2", "--format=%T").stdout:
+        assert time.monotonic() < deadline + 60
+        time.sleep(0.5)
+    cluster.start_node("n2")
+    assert cluster.await_state(job, ENDED, 300) == "COMPLETED", cluster.output(job)
+    assert "Traceback" not in cluster.output(job)
+
+
+def test_gpus_that_are_not_there_are_one_paragraph(cluster: Cluster) -> None:
+    values = ["launch.ranks=2", "launch.device=cuda", f"run.dir={cluster.base}", "run.name=gpus"]
+
+    answer = cluster.run("srun", "-N2", "-K1", *HOLDFAST, "sft", str(EXAMPLE), *values, GLOO_SOCKET_IFNAME="lo")
+
+    assert answer.returncode != 0
+    assert answer.stderr.count("launch.device: cuda, but torch finds no GPU here") == 1, answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (cluster.base / "gpus").exists()
+
+
+def test_the_commands_of_the_page_run_as_they_stand(cluster: Cluster) -> None:
+    values = [*SMALL, "launch.ranks=2", "launch.device=cpu", "steps=2", "run.dir=runs"]
+    shell = {"GLOO_SOCKET_IFNAME": "lo", **WITH_PROGRAMS}
+    for number, line in enumerate([*commands("A batch job"), *commands("Inside an allocation")]):
+        folder = cluster.base / f"page{number}"
+        write_run(folder, EXAMPLE, values)
+
+        answer = cluster.run("bash", "-c", f"cd {folder} && {line}", **shell)
+
+        assert answer.returncode == 0, answer.stderr
+        if line.endswith("--submit"):
+            job = answer.stdout.split()[-1]
+            state = cluster.await_state(job, ENDED, 120)
+            assert state == "COMPLETED", (folder / f"slurm-{job}.out").read_text()
+        elif "launch" in line:
+            assert answer.stdout.startswith("#!/bin/bash\n#SBATCH")
+        else:
+            assert answer.stdout.count("done after step 2") == 1

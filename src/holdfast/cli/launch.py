@@ -1,7 +1,8 @@
-"""`holdfast launch`: hand a run to a scheduler."""
+"""`holdfast launch`: hand a run to Slurm or Ray."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from holdfast.cli.train import check_paths
 from holdfast.config.verbs.roots import load_run, verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.launch.environment import resolve_ranks
+from holdfast.launch.ray import RayAsk, launch_ray
 from holdfast.launch.slurm import Job, batch_script, check_cluster, submit
 from holdfast.training.directory import run_directory
 
@@ -24,6 +26,19 @@ class Ask:
     gpus_per_node: int | None
     time: str | None
     interface: str | None
+
+
+def launch_on_ray(file: Path, overrides: Sequence[str], ask: RayAsk) -> int:
+    """Run on a Ray cluster, and return the exit code of the run.
+
+    Raises:
+        UserError: The run would be refused, or Ray has no place for it.
+    """
+    loaded = load_run(file, overrides)
+    verb = verb_of(as_plain(loaded.config))
+    check_paths(verb, loaded.config, loaded.base)
+    command = [sys.executable, "-m", "holdfast.cli.main", verb, str(file), *overrides]
+    return launch_ray(command, ask, loaded.config.launch)
 
 
 def launch_slurm(file: Path, overrides: Sequence[str], ask: Ask, *, to_submit: bool) -> None:
@@ -45,6 +60,7 @@ def launch_slurm(file: Path, overrides: Sequence[str], ask: Ask, *, to_submit: b
         time=ask.time,
         interface=ask.interface,
         grace_seconds=config.checkpoint.grace_seconds,
+        elastic=config.launch.min_ranks is not None,
     )
     text = batch_script(job)
     if to_submit:

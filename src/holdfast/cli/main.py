@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(cls=HintingGroup, help="Look at a run's configuration.", no_args_is_help=True)
 data_app = typer.Typer(cls=HintingGroup, help="Look at a run's data.", no_args_is_help=True)
-launch_app = typer.Typer(cls=HintingGroup, help="Hand a run to a scheduler.", no_args_is_help=True)
+launch_app = typer.Typer(cls=HintingGroup, help="Run on several machines: by Slurm, or by Ray.", no_args_is_help=True)
 model_app = typer.Typer(cls=HintingGroup, help="Look at a run's model.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
@@ -259,6 +259,23 @@ def run_by_slurm(  # noqa: PLR0913, PLR0917 - each is an option of the command
     launch_slurm(run, overrides or [], Ask(nodes, gpus_per_node, time, interface), to_submit=to_submit)
 
 
+@launch_app.command("ray")
+def run_by_ray(  # noqa: PLR0913, PLR0917 - each is an option of the command
+    run: RunFile,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes, on all machines together.")] = 1,
+    gpus_per_rank: Annotated[int, typer.Option(min=0, help="0: ranks compute on CPUs.")] = 0,
+    address: Annotated[
+        str | None, typer.Option(help="Of a cluster; auto: the one that runs here.", show_default="Ray decides")
+    ] = None,
+) -> None:
+    """Run on a Ray cluster, an actor a rank, and end with the run's exit code."""
+    from holdfast.cli.launch import launch_on_ray
+    from holdfast.launch.ray import RayAsk
+
+    raise typer.Exit(launch_on_ray(run, overrides or [], RayAsk(ranks, gpus_per_rank, address)))
+
+
 @config_app.command("show")
 def config_show(run: RunFile, overrides: Overrides = None) -> None:
     """Print the whole tree, defaults included."""
@@ -357,11 +374,11 @@ def main() -> None:
     try:
         app()
     except HoldfastError as error:
-        from holdfast.launch.first_rank import await_first_rank
+        from holdfast.launch.first_rank import await_first_rank, leave
 
         if await_first_rank():
             print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(leave(error.exit_code))
     except NotRegular as error:
         print(f"{error}. Put the file back, or remove what stands in its place.", file=sys.stderr)
         sys.exit(UserError.exit_code)

@@ -15,10 +15,10 @@ from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
-from holdfast.errors import HoldfastError, RunStopped, UserError
+from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError
 from holdfast.files import NotRegular
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
-from holdfast.launch.first_rank import await_first_rank
+from holdfast.launch.first_rank import await_first_rank, leave
 from holdfast.quiet import hush
 
 if TYPE_CHECKING:
@@ -37,16 +37,19 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
 
     first = True
     try:
-        with joined_world(config.launch) as world:
+        with joined_world(config.launch, logs=True) as world:
             first = world.is_first
-            return _verbs(verb, config, base, world)
+            return leave(_verbs(verb, config, base, world))
+    except RankFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
     except (HoldfastError, NotRegular) as error:
         # Every rank raises the same mistake of a user; the first speaks for all.
         if first or not isinstance(error, UserError):
             print(error, file=sys.stderr, flush=True)
         else:
             await_first_rank()
-        return error.exit_code if isinstance(error, HoldfastError) else UserError.exit_code
+        return leave(error.exit_code if isinstance(error, HoldfastError) else UserError.exit_code)
 
 
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:

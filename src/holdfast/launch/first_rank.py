@@ -6,12 +6,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from holdfast import patience
 from holdfast.errors import UserError
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, under_torchrun
 from holdfast.launch.slurm import current_step
+
+EXIT_FILE_VARIABLE = "HOLDFAST_EXIT_FILE"
+"""Set by `launch.agent` where torchrun may start ranks again."""
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -31,6 +35,18 @@ def await_first_rank() -> bool:
         return True
     time.sleep(patience.current.first_rank_seconds)
     return os.environ.get("GROUP_RANK") == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def leave(code: int) -> int:
+    """Return the exit code of a rank that ends in good order with `code`.
+
+    Where torchrun starts ranks again that do not end with 0, the code goes into its file and 0 is returned.
+    """
+    file = os.environ.get(EXIT_FILE_VARIABLE)
+    if file is None or code == 0:
+        return code
+    Path(file).write_text(str(code), encoding="utf-8")
+    return 0
 
 
 def end_as_command(before: ExceptHook) -> ExceptHook:

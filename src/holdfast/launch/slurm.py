@@ -7,6 +7,7 @@ torchrun lets the nodes meet, and whether a job goes on is decided by what the r
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -23,6 +24,10 @@ from holdfast.launch.environment import inherited, resolve_ranks
 
 _ASK_SECONDS = 20
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LAST_CALL_SECONDS = 10
+"""For which machines that meet again wait for others, once there are enough."""
+_MOST_RESTARTS = 3
+"""Of a job that may lose machines."""
 _AGENT_SECONDS = 30
 """Beyond the grace of a run: for the step that is under way, and for processes to go."""
 
@@ -42,6 +47,8 @@ class Job:
     interface: str | None
     """Network interface over which the nodes talk; None: what gloo and NCCL choose."""
     grace_seconds: float
+    elastic: bool = False
+    """The loss of a node does not end the job."""
 
 
 def batch_script(job: Job) -> str:
@@ -52,6 +59,7 @@ def batch_script(job: Job) -> str:
     lines += [f"#SBATCH --time={job.time}"] if job.time else []
     # Slurm looks at limits once a minute, so the signal may come that much later.
     warning = round(job.grace_seconds) + _AGENT_SECONDS + 60
+    lines += ["#SBATCH --no-kill"] if job.elastic else []
     lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append", f"#SBATCH --signal=B:TERM@{warning}"]
     python = shlex.quote(sys.executable)
     command = shlex.join([*job.command, f"launch.ranks={job.ranks_per_node}"])
@@ -63,6 +71,7 @@ def batch_script(job: Job) -> str:
             folder=shlex.quote(os.fspath(Path.cwd())),
             interface=interface,
             python=python,
+            options="--no-kill --wait=0" if job.elastic else "--kill-on-bad-exit=1",
             command=command,
             directory=shlex.quote(os.fspath(job.run_directory.absolute())),
         )
@@ -82,7 +91,7 @@ pass_on() {{ timeout 10 scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null & }}
 trap pass_on TERM
 
 # One task a node; each starts the ranks of its node by torchrun.
-srun --kill-on-bad-exit=1 {python} -m holdfast.cli.main {command} &
+srun {options} {python} -m holdfast.cli.main {command} &
 step=$!
 wait $step; code=$?
 while kill -0 $step 2> /dev/null; do wait $step; code=$?; done  # a signal ends a wait early
@@ -182,10 +191,20 @@ class JobStep:
             "MASTER_PORT": port or str(20000 + int(self.job) % 10000),
         }
 
+    @property
+    def node(self) -> int:
+        """The number of this task's node in the step."""
+        return int(self.environ.get("SLURM_NODEID", self.number))
+
+    @property
+    def own_address(self) -> str:
+        """Address of this task's node, as Slurm knows it."""
+        address = _address_of(self.environ.get("SLURMD_NODENAME", ""))
+        return address[0] if address else socket.gethostname()
+
     def _first_node(self) -> str:
         listed = _answer("scontrol", "show", "hostnames", self.environ["SLURM_STEP_NODELIST"]).split()
-        described = _answer("scontrol", "--oneliner", "show", "node", listed[0]).split() if listed else []
-        address = [word.partition("=")[2] for word in described if word.startswith("NodeAddr=")]
+        address = _address_of(listed[0]) if listed else []
         if not address:
             raise ConfigError(
                 "scontrol does not say which node of this step is the first. Set MASTER_ADDR to its address."
@@ -218,23 +237,51 @@ def become_rank(step: JobStep) -> None:
     os.environ.update(step.as_rank())
 
 
+def agent_options(step: JobStep, launch: LaunchConfig) -> list[str]:
+    """Return torchrun's options for one node: a fixed set of machines, or one that may shrink and grow again.
+
+    A fixed set meets without clocks and gives the first node the first ranks. torchrun's own rendezvous compares the
+    machines' clocks, so only a run that may lose machines uses it.
+
+    Raises:
+        ConfigError: launch.min_ranks is more than there are.
+    """
+    place, ranks = step.meeting, resolve_ranks(launch, step.environ)
+    options = ["--nproc-per-node", str(ranks), "--rdzv-id", step.job, "--no-python"]
+    address, port = place["MASTER_ADDR"], place["MASTER_PORT"]
+    if launch.min_ranks is None:
+        return [
+            *("--nnodes", str(step.nodes), "--node-rank", str(step.node)),
+            *("--master-addr", address, "--master-port", port, *options),
+        ]
+    fewest = math.ceil(launch.min_ranks / ranks)
+    if fewest > step.nodes:
+        raise ConfigError(
+            f"launch.min_ranks={launch.min_ranks}, but {step.nodes} nodes have {step.nodes * ranks} ranks. Lower it, "
+            "or ask for more nodes."
+        )
+    configuration = f"is_host={'true' if step.node == 0 else 'false'},last_call_timeout={_LAST_CALL_SECONDS}"
+    return [
+        *("--nnodes", f"{fewest}:{step.nodes}", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}"),
+        *("--rdzv-conf", configuration, "--local-addr", step.own_address),
+        *("--max-restarts", str(_MOST_RESTARTS), *options),
+    ]
+
+
 def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -> None:
     """Replace this process by torchrun with the ranks of its node; does not return.
 
     Each rank gets the command line of this process. The process is replaced so that a signal to all processes of a
     task reaches torchrun once.
     """
-    place = step.meeting
-    endpoint = f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
-    options = ["--nnodes", str(step.nodes), "--nproc-per-node", str(resolve_ranks(launch, step.environ))]
-    options += ["--rdzv-backend", "c10d", "--rdzv-id", step.job, "--rdzv-endpoint", endpoint, "--no-python"]
+    options = agent_options(step, launch)
     command = [sys.executable, "-m", "holdfast.cli.main", *sys.argv[1:]]
     variables = {
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_seconds) + _AGENT_SECONDS),
         "PYTHONUNBUFFERED": "1",
     }
-    argv = [sys.executable, "-m", "holdfast.parallel.agent", *options, *command]
+    argv = [sys.executable, "-m", "holdfast.launch.agent", *options, *command]
     os.execve(sys.executable, argv, inherited(variables))
 
 
@@ -253,6 +300,11 @@ def check_interfaces(environ: Mapping[str, str] | None = None) -> None:
                 f"{_INTERFACES[0]}={name}, but {socket.gethostname()} has no such network interface; it has "
                 f"{', '.join(here)}. Name one of these."
             )
+
+
+def _address_of(node: str) -> list[str]:
+    described = _answer("scontrol", "--oneliner", "show", "node", node).split()
+    return [word.partition("=")[2] for word in described if word.startswith("NodeAddr=")]
 
 
 def _answer(*command: str) -> str:

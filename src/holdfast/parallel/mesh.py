@@ -20,6 +20,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.sections.parallel import ParallelConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.failure.channel import FailureChannel, KillPoint
+from holdfast.parallel.rank_log import RankLog
 from holdfast.parallel.rendezvous import number_of_call, on_loopback, store_of
 
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
@@ -48,6 +49,10 @@ class World:
     """What `holdfast prove --break` damages after a resume, to show that it would be found out."""
     began: float = field(default_factory=time.monotonic)
     """When this process came to join, on the monotonic clock: the start of the run, its loading included."""
+    host: str = field(default_factory=socket.gethostname)
+    """This machine."""
+    log: RankLog | None = None
+    """Where this rank prints, if that is ours to decide and no launcher of ours does."""
 
     @property
     def is_first(self) -> bool:
@@ -56,7 +61,7 @@ class World:
 
 
 @contextmanager
-def joined_world(launch: LaunchConfig, call: int | None = None) -> Iterator[World]:
+def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = False) -> Iterator[World]:
     """Join the other ranks for the length of a block; a failure in it reaches all of them.
 
     RANK, WORLD_SIZE and LOCAL_RANK come from the launcher, torchrun or Slurm, and so does the place where ranks meet; a
@@ -65,6 +70,7 @@ def joined_world(launch: LaunchConfig, call: int | None = None) -> Iterator[Worl
     Args:
         launch: Device, threads and the longest wait for another rank.
         call: From `number_of_call`, where something that may fail comes before; None takes a number now.
+        logs: The process is a rank and nothing else, so what it prints may go to a log.
 
     Raises:
         ConfigError: A GPU was asked for and there is none.
@@ -87,10 +93,20 @@ def joined_world(launch: LaunchConfig, call: int | None = None) -> Iterator[Worl
         store = store_of(call, rank, size, timeout, os.environ)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         try:
-            channel = FailureChannel(store, rank, size, Path(directory) if directory else None, _kill_point(rank))
+            host = machine_name()
+            channel = FailureChannel(
+                store,
+                rank,
+                size,
+                Path(directory) if directory else None,
+                _kill_point(rank),
+                "" if directory or size == 1 else host,
+            )
             with channel.guard():
-                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, socket.gethostname())
-                yield World(rank, size, local_rank, device, channel, local_size, os.environ.get(BREAK_VARIABLE), began)
+                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, host)
+                log = RankLog(rank, size, host) if logs and not directory and size > 1 else None
+                broken = os.environ.get(BREAK_VARIABLE)
+                yield World(rank, size, local_rank, device, channel, local_size, broken, began, host, log)
                 dist.barrier()  # whoever hosts the store stays as long as another rank needs it
         finally:
             dist.destroy_process_group()
@@ -100,6 +116,11 @@ def joined_world(launch: LaunchConfig, call: int | None = None) -> Iterator[Worl
 def forget_meshes() -> None:
     """Let go of all meshes: each keeps its groups, and each of those keeps sockets and threads."""
     _meshes.clear()
+
+
+def machine_name() -> str:
+    """Return how this machine is called: Slurm's name of the node, else its own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def ranks_on(store: Store, machine: str) -> int:

@@ -19,6 +19,9 @@ from torch._C._distributed_c10d import (  # public under torch.distributed
     Store,
     TCPStore,
 )
+from torch.distributed import DistNetworkError
+
+from holdfast.errors import ConfigError
 
 STORE_VARIABLE = "HOLDFAST_STORE"
 """As `launch.rendezvous` sets it; repeated here because no layer below `launch` imports it."""
@@ -47,8 +50,10 @@ def store_of(call: int, rank: int, size: int, timeout: timedelta, environ: Mappi
         timeout: Longest wait for a key.
         environ: The environment: a file of our launcher's, else MASTER_ADDR and MASTER_PORT.
     """
-    # torchrun starts ranks again on the same store: what an earlier attempt left there is not ours either.
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun starts ranks again on the same store: what an earlier attempt left there is not ours either. Where the
+    # first rank hosts it, it is new each time, and machines that came later count other attempts.
+    hosted_elsewhere = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted_elsewhere else "0"
     return PrefixStore(f"holdfast/{attempt}/{call}", _store(rank, size, timeout, environ))
 
 
@@ -63,8 +68,26 @@ def _store(rank: int, size: int, timeout: timedelta, environ: Mapping[str, str])
     address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
     hosted_elsewhere = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not hosted_elsewhere and (address, port) not in _hosted:
-        _hosted[address, port] = TCPStore(address, port, None, True, timeout=timeout, wait_for_workers=False)
+        try:
+            _hosted[address, port] = TCPStore(address, port, None, True, timeout=timeout, wait_for_workers=False)
+        except DistNetworkError as error:
+            raise network_mistake(error, f"{address}:{port}") or error from error
     return TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False)
+
+
+def network_mistake(error: BaseException, endpoint: str) -> ConfigError | None:
+    """Return what a user can do about a meeting place that could not be opened; None for another error.
+
+    Args:
+        error: Of torch's store.
+        endpoint: Address and port.
+    """
+    if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+        return None
+    return ConfigError(
+        f"The machines cannot meet at {endpoint}: another program on {socket.gethostname()} listens at that port. Set "
+        "MASTER_PORT to a free one, or end what uses it."
+    )
 
 
 def on_one_machine(environ: Mapping[str, str]) -> bool:

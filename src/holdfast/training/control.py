@@ -49,9 +49,14 @@ class StopRequests:
 
     The first Ctrl-C, or SIGTERM, asks for an orderly stop after the current step; a second Ctrl-C interrupts at once.
     SIGUSR1 asks for a checkpoint. Outside the main thread no signal can be caught, and nothing is changed.
+
+    Args:
+        speaks_first: A rank that leaves with an error is deaf to SIGTERM until it has said why: torchrun sends one to
+            the others of a machine as soon as one has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, speaks_first: bool = False) -> None:
+        self._speaks_first = speaks_first
         self.reason: str | None = None
         self.asked_at: float | None = None
         """When the stop was asked for, on the monotonic clock."""
@@ -72,8 +77,9 @@ class StopRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Give signals back to whoever had them."""
+        leaves = self._speaks_first and kind is not None and issubclass(kind, Exception)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if leaves and number == signal.SIGTERM else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the interface's
         if number == signal.SIGUSR1:

@@ -70,8 +70,9 @@ class Outcome:
 def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
     dry, first = run.setting.config.dry_run, run.trained.state.step
+    signals = StopRequests(speaks_first=run.setting.world.failure.directory is None)
     try:
-        with Checkpoints(run) as checkpoints, Journal(run) as journal, StopRequests() as requests:
+        with Checkpoints(run) as checkpoints, Journal(run) as journal, signals as requests:
             checkpoints.rehearse(requests)
             requests.start_clock(run)
             try:

@@ -18,6 +18,7 @@ from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progr
 from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink
 from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
+from holdfast.parallel.failure.reports import Failure
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
 from holdfast.training.directory import MEMORY
@@ -57,6 +58,9 @@ class Journal:
         self._samples: JsonlSink | None = None
         self._sample_files: SampleFiles | None = None
         run.setting.ranks.on_all_ranks(self._open if first else lambda: None)
+        if run.setting.world.log is not None and not run.setting.config.dry_run:
+            run.setting.world.log.begin(run.setting.directory / LOGS)
+        run.setting.world.failure.listener = self._heard
         self._health = Health() if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
@@ -235,10 +239,26 @@ class Journal:
 
     def failed(self, error: Exception) -> None:
         """Append to events.jsonl that an error ends the run, behind the line of the last step."""
-        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        channel = self._run.setting.world.failure
+        own = channel.own(error)
+        reason = f"{own.type}: {error}".strip().partition("\n")[0]
         with suppress(OSError):  # it may be this disk that is full; the error says so
             self._write_last()
-            self.event("failed", reason=reason, time=time.time())
+            if channel.directory is None and channel.broken_by_peer(error):
+                return  # another rank is the cause, of which `_heard` hears
+            self.event("failed", reason=reason, time=time.time(), rank=own.rank, host=own.host, phase=own.phase)
+
+    def _heard(self, event: str, failure: Failure) -> None:
+        """Append what befell another rank, on the rank that was chosen to speak; perhaps in another thread."""
+        setting, step = self._run.setting, self._run.trained.state.step
+        sentence = failure.sentence() if event == "failed" else failure.message
+        reason = sentence.partition("\n")[0]
+        place = {"rank": failure.rank, "host": failure.host, "phase": failure.phase}
+        line = {"event": event, "step": step, "reason": reason, "time": time.time(), **place}
+        with suppress(OSError):
+            append_text(setting.directory / directory.EVENTS, json.dumps(line) + "\n")
+        if setting.world.log is not None and not setting.world.is_first:
+            setting.world.log.show(escaped_paragraph(sentence))
 
     def event(self, name: str, **values: object) -> None:
         """Append something that happened, other than a step, to events.jsonl."""

@@ -19,5 +19,8 @@ class LaunchConfig(Section):
     """Where ranks compute; `auto`: on GPUs if there are any."""
     max_restarts: Count = 0
     """Times a run is started again after a rank died; two deaths at the same step end it."""
+    min_ranks: PositiveInt | None = None
+    """On several machines under Slurm: ranks, of all machines together, with which the run goes on from its newest
+    verified checkpoint when a machine is lost, until that comes back; null: the job ends and is queued again."""
     timeout_minutes: Positive = 30.0
     """Longest wait inside one collective."""

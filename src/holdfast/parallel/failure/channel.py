@@ -19,8 +19,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -28,11 +28,14 @@ from typing import TYPE_CHECKING, Literal
 from holdfast import patience
 from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
-from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
+from holdfast.parallel.failure.heartbeat import MISSED_BEATS, Heartbeat, Silence, SilenceWatch, Whereabouts, silences
 from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Board, Failure, Reports
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
+
+Listener = Callable[[str, Failure], None]
+"""Takes "silent" or "failed", and who with which words."""
 
 _PHASE_BYTES = 64
 _SAVE_NOTE = "save-asked-for"
@@ -57,6 +60,7 @@ class FailureChannel:
         world_size: Ranks of the run.
         directory: The launch directory when all ranks run on this machine under our launcher, else None.
         kill: Where a proof kills this rank.
+        host: This machine, which errors then name; empty under our launcher, where all ranks share one.
     """
 
     def __init__(
@@ -66,19 +70,25 @@ class FailureChannel:
         world_size: int,
         directory: Path | None = None,
         kill: KillPoint | None = None,
+        host: str = "",
     ) -> None:
         self._rank = rank
+        self._host = host
         self._world_size = world_size
         self.directory = directory
         """Where our launcher and its ranks leave notes for each other; None without it."""
         self._kill = kill
-        self._phase = ""
+        self._leaving = threading.Event()
+        self._phase = self._last_phase = ""
         self._step: int | None = None
         self._files: dict[str, int] = {}
         self.reports = Reports(store, rank, world_size, directory)
         """What this rank and others said of their ends."""
         self._board = Board(store, directory)
-        self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts)
+        self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts, host)
+        self._silence = SilenceWatch(self._heartbeat.sightings, host, self._silent, self._lost)
+        self.listener: Listener | None = None
+        """Told on one rank, the lowest that is heard, what befalls another one; it may be called in any thread."""
         self._beside = BesideLoop(rank, world_size, self._board, self._heartbeat)
 
     def phase(self, name: str) -> _Phase:
@@ -92,6 +102,7 @@ class FailureChannel:
 
     def _set_phase(self, name: str) -> None:
         self._phase = name
+        self._last_phase = name or self._last_phase
         self._write_in_place(f"phase-rank-{self._rank}", name)
         self._maybe_die(name)
 
@@ -118,7 +129,7 @@ class FailureChannel:
         if silent:
             first = silent[0]
             text = f"it kept a save waiting until its time was over ({words})"
-            hang = Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
+            hang = Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time(), first.host)
             self.reports.write(hang)
         return words
 
@@ -139,7 +150,7 @@ class FailureChannel:
             os.pwrite(self._files[name], line, 0)
 
     def _whereabouts(self) -> tuple[int | None, str]:
-        return self._step, self._phase
+        return self._step, self._last_phase
 
     def broken_by_peer(self, error: BaseException) -> bool:
         """Return whether an error says that another rank is gone."""
@@ -160,7 +171,32 @@ class FailureChannel:
 
     def _last_words(self, kind: Literal["user", "error", "peer"], error: BaseException) -> Failure:
         message = str(error).strip()[:LONGEST_MESSAGE] or "(no message)"
-        return Failure(self._rank, kind, self._phase, type(error).__name__, message, self._step, time.time())
+        place = (self._step, time.time(), self._host)
+        return Failure(self._rank, kind, self._phase, type(error).__name__, message, *place)
+
+    def own(self, error: BaseException) -> Failure:
+        """Return an error of this rank with its rank, phase and machine."""
+        return self._last_words("error", error)
+
+    def _silent(self, silence: Silence, words: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"warning: {words}", file=sys.stderr, flush=True)
+        self._pass_on("silent", replace(silence.failure(), message=words))
+
+    def _lost(self, silence: Silence) -> None:
+        """End this rank because a machine is lost: no collective with it will end, and the store may be there."""
+        failure = silence.failure()
+        self.reports.hear(failure)
+        threading.Thread(target=self.reports.write_store, args=(failure,), daemon=True).start()
+        if not self._leaving.wait(patience.current.failure_exit_seconds):
+            self._end_process(failure)
+
+    def _pass_on(self, event: str, failure: Failure) -> None:
+        silent = self._heartbeat.sightings.silent_for(time.monotonic())
+        limit = MISSED_BEATS * patience.current.beat_seconds
+        lower = [rank for rank in range(self._rank) if silent.get(rank, limit) < limit]
+        if self.listener is not None and not lower:
+            self.listener(event, failure)
 
     @contextlib.contextmanager
     def guard(self, search_seconds: float | None = None, exit_seconds: float | None = None) -> Iterator[None]:
@@ -175,12 +211,16 @@ class FailureChannel:
         search_seconds = self._search_seconds if search_seconds is None else search_seconds
         exit_seconds = patience.current.failure_exit_seconds if exit_seconds is None else exit_seconds
         stop = threading.Event()
+        # A run that fails leaves SIGTERM ignored until its cause is known.
+        before = signal.getsignal(signal.SIGTERM)
         watcher = threading.Thread(
             target=self._watch, args=(stop, exit_seconds), name="holdfast-failure-watch", daemon=True
         )
         if self._world_size > 1:
             watcher.start()
             self._heartbeat.start()
+            if self._host:
+                self._silence.start()
         try:
             yield
         except (RunStopped, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -198,6 +238,10 @@ class FailureChannel:
             raise
         finally:
             stop.set()
+            self._leaving.set()
+            if before is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)
+            self._silence.stop()
             self._heartbeat.stop()
             if watcher.ident is not None:
                 watcher.join(timeout=1.0)
@@ -222,11 +266,28 @@ class FailureChannel:
         if failure is None and not is_broken(error):
             return  # a broken connection was handled on the way to another error: that one counts
         if failure is None:
-            text = f"its connections closed, perhaps it was killed; rank {self._rank} saw it: {error}"
-            failure = Failure(-1, "silent", "", "Death", text[:LONGEST_MESSAGE], self._step, time.time())
             # The next survivor to lose a connection loses it to this rank, and must hear of the first death.
-            failure = self.reports.write_store(failure)
+            failure = self.reports.write_store(self._vanished(error))
+        if self.directory is None:
+            self._pass_on("failed", failure)
         raise RankFailed(self._news(failure)) from error
+
+    def _vanished(self, error: BaseException) -> Failure:
+        """Return who died without a word: whoever is not heard of any more, once its connections have closed."""
+        text = f"its connections closed, perhaps it was killed; rank {self._rank} saw it: {error}"[:LONGEST_MESSAGE]
+        if self._host:
+            limit = MISSED_BEATS * patience.current.beat_seconds
+            time.sleep(limit)
+            silent = silences(self._heartbeat.sightings, self._host, time.monotonic(), limit)
+            for silence in sorted(silent, key=lambda each: not each.whole):
+                failure = silence.failure()
+                return failure if silence.whole else replace(failure, type="Death", message=text)
+        else:
+            silent_ranks = [place for place in self._heartbeat.silent() if place.step is not None or place.phase]
+            if silent_ranks:
+                first = silent_ranks[0]
+                return Failure(first.rank, "silent", first.phase, "Death", text, first.step, time.time())
+        return Failure(-1, "silent", "", "Death", text, self._step, time.time())
 
     def _hang(self, error: BaseException) -> Failure | None:
         """Return which rank kept this one waiting until its time was over; None if that is not what happened."""
@@ -235,11 +296,12 @@ class FailureChannel:
             return None
         first, whereabouts = missing[0], "; ".join(place.words() for place in missing)
         text = f"it kept the others waiting until their time was over ({whereabouts})"
-        return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time())
+        return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time(), first.host)
 
     def _news(self, failure: Failure) -> str:
         own = f" in phase {self._phase!r}" if self._phase else ""
-        return f"{failure.sentence()}\nRank {self._rank} therefore stops{own}. {how_to_go_on(self._step)}"
+        own_name = f"Rank {self._rank} on {self._host}" if self._host else f"Rank {self._rank}"
+        return f"{failure.sentence()}\n{own_name} therefore stops{own}. {how_to_go_on(self._step)}"
 
     def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
         failure = self.reports.watch(stop)
@@ -253,6 +315,8 @@ class FailureChannel:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
+        if self.directory is None:
+            self._pass_on("failed", failure)
         os._exit(RankFailed.exit_code)
 
 

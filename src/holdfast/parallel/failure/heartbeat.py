@@ -2,19 +2,26 @@
 
 A rank that was stopped, swapped out or cut off says nothing more. One that lives and is elsewhere (in an observer, in a
 file system that does not answer) says where it is.
+
+Hosts vanish too. A rank that is silent alone may be busy in code that lets no other thread run, so it is named and
+waited for. A machine all of whose ranks are silent was killed, stopped or cut off: after `patience.lost_host_seconds`
+it is given up, since whoever waits in a collective with it would wait until the time-out. Times are this process's own
+monotonic clock; those of other machines are never compared with it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from holdfast import patience
-from holdfast.parallel.failure.reports import Board
+from holdfast.parallel.failure.reports import LOST, Board, Failure
 
-_MISSED_BEATS = 3
+MISSED_BEATS = 3
+"""Are silence."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +33,74 @@ class Whereabouts:
     phase: str
     silent: bool
     """It says nothing any more."""
+    host: str = ""
+    """Its machine; empty where all ranks share one."""
+    left: bool = False
+    """It said that it goes."""
+
+    @property
+    def name(self) -> str:
+        """The rank and its machine."""
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+
+    def place(self) -> str:
+        """Return where it was in the run, with a space before it; empty if it never said."""
+        where = f" in phase {self.phase!r}" if self.phase else ""
+        return where + (f" at step {self.step}" if self.step is not None else "")
 
     def words(self) -> str:
         """Return a clause for an error."""
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        where += f" at step {self.step}" if self.step is not None else ""
         if self.silent:
-            return f"rank {self.rank} has stopped answering{where}"
-        return f"rank {self.rank} is{where or ' somewhere else'}"
+            return f"{self.name} has stopped answering{self.place()}"
+        return f"{self.name} is{self.place() or ' somewhere else'}"
+
+
+STORE_RANK = 0
+"""On the machine of this rank lives the store: torchrun's, or that of the rank itself."""
+
+
+@dataclass
+class Sightings:
+    """When each rank of a run was last heard of, as one rank knows it; filled by the thread that beats."""
+
+    last_words: dict[int, Whereabouts] = field(default_factory=dict)
+    """By rank, of the others."""
+    _texts: dict[int, str | None] = field(default_factory=dict)
+    _heard_at: dict[int, float] = field(default_factory=dict)
+    store_at: float | None = None
+    """When the store last answered; None before it did."""
+
+    def take(self, texts: Mapping[int, str | None], places: Mapping[int, Whereabouts]) -> None:
+        """Take what the store says now: the text of every other rank's beat, and what it means."""
+        now = time.monotonic()
+        for rank, text in texts.items():
+            if text is not None and self._texts.get(rank) != text:
+                self._texts[rank], self._heard_at[rank] = text, now
+                self.last_words[rank] = places[rank]
+        self.store_at = now
+
+    def forgive(self, seconds: float) -> None:
+        """Take time off everybody's silence in which this process itself did not run."""
+        self._heard_at = {rank: at + seconds for rank, at in self._heard_at.items()}
+        self.store_at = None if self.store_at is None else self.store_at + seconds
+
+    def store_silent_for(self, now: float) -> float:
+        """Return the seconds since the store answered."""
+        return 0.0 if self.store_at is None else now - self.store_at
+
+    def silent_for(self, now: float) -> dict[int, float]:
+        """Return the seconds since each other rank was heard of; a rank that has left is not in it."""
+        store_silence = self.store_silent_for(now)
+        seconds = {}
+        for rank, at in self._heard_at.items():
+            if not self.last_words[rank].left:
+                # While the store does not answer nobody is heard: that says nothing of them.
+                seconds[rank] = max(0.0, now - at - store_silence)
+        if store_silence and STORE_RANK in seconds:
+            host = self.last_words[STORE_RANK].host
+            there = [rank for rank in seconds if self.last_words[rank].host == host]
+            seconds |= {rank: max(seconds[rank], store_silence) for rank in there}
+        return seconds
 
 
 class Heartbeat:
@@ -44,6 +111,7 @@ class Heartbeat:
         ranks: Of the run.
         board: Where beats are left.
         now: Returns (step, phase) of this rank.
+        host: Its machine, where ranks are on several; every beat then also listens to the others'.
     """
 
     def __init__(
@@ -52,9 +120,12 @@ class Heartbeat:
         ranks: int,
         board: Board,
         now: Callable[[], tuple[int | None, str]],
+        host: str = "",
     ) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._host = rank, ranks, host
         self._board, self._now = board, now
+        self.sightings = Sightings()
+        """Of the other ranks, where they are on several machines."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="holdfast-heartbeat", daemon=True)
 
@@ -70,14 +141,24 @@ class Heartbeat:
 
     def leave(self) -> None:
         """Say that this rank is nowhere any more; after `stop`."""
-        self._board.write(f"beat-rank-{self._rank}", "0||")
+        self._board.write(f"beat-rank-{self._rank}", "0|||")
 
     def _beat(self) -> None:
         count = 0
         while not self._stop.wait(patience.current.beat_seconds if count else 0):
             count += 1
             step, phase = self._now()
-            self._board.write(f"beat-rank-{self._rank}", f"{count}|{'' if step is None else step}|{phase}")
+            beat = f"{count}|{'' if step is None else step}|{self._host}|{phase}"
+            self._board.write(f"beat-rank-{self._rank}", beat)
+            if self._host:
+                self._listen()
+
+    def _listen(self) -> None:
+        others = self._others()
+        texts = self._board.read_all([f"beat-rank-{rank}" for rank in others])
+        if texts is not None:
+            beats = dict(zip(others, texts, strict=True))
+            self.sightings.take(beats, {rank: _parse(rank, text, silent=False) for rank, text in beats.items()})
 
     def _read(self, rank: int) -> str | None:
         return self._board.read(f"beat-rank-{rank}")
@@ -103,7 +184,7 @@ class Heartbeat:
 
     def _silent(self) -> list[Whereabouts]:
         before = {rank: self._read(rank) for rank in self._others()}
-        time.sleep(patience.current.beat_seconds * _MISSED_BEATS)
+        time.sleep(patience.current.beat_seconds * MISSED_BEATS)
         after = {rank: self._read(rank) for rank in before}
         return [_parse(rank, after[rank], silent=True) for rank in before if after[rank] == before[rank]]
 
@@ -111,5 +192,126 @@ class Heartbeat:
 def _parse(rank: int, text: str | None, *, silent: bool) -> Whereabouts:
     if text is None:
         return Whereabouts(rank, None, "", silent)
-    _, step, phase = text.split("|", 2)
-    return Whereabouts(rank, int(step) if step else None, phase, silent)
+    count, step, host, phase = text.split("|", 3)
+    return Whereabouts(rank, int(step) if step else None, phase, silent, host, left=count == "0")
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A machine, or some ranks of one, that say nothing."""
+
+    host: str
+    ranks: tuple[int, ...]
+    whole: bool
+    """All ranks of the machine are silent."""
+    seconds: float
+    last_words: Whereabouts
+    """Of the first of them."""
+
+    def words(self) -> str:
+        """Return a sentence for the user."""
+        if not self.ranks:
+            return f"host {self.host}: the place where the ranks meet has not answered for {self.seconds:.0f} s"
+        who = "rank" if len(self.ranks) == 1 else "ranks"
+        names = f"{who} {', '.join(map(str, self.ranks))}"
+        subject = f"host {self.host} ({names})" if self.whole else f"{names} on {self.host}"
+        return f"{subject} has not answered for {self.seconds:.0f} s; last heard{self.last_words.place()}"
+
+    def failure(self) -> Failure:
+        """Return what is reported when it is given up."""
+        last = self.last_words
+        return Failure(last.rank, "silent", last.phase, LOST, self.words(), last.step, time.time(), host=self.host)
+
+
+def silences(sightings: Sightings, own_host: str, now: float, after_seconds: float) -> list[Silence]:
+    """Return which machines have been silent for so long, wholly or in part.
+
+    Args:
+        sightings: Of one rank.
+        own_host: Its machine, which never counts as silent as a whole.
+        now: On the monotonic clock.
+        after_seconds: Silence that counts.
+    """
+    by_host: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for rank, seconds in sightings.silent_for(now).items():
+        by_host[sightings.last_words[rank].host][rank] = seconds
+    result = []
+    for host, ranks in sorted(by_host.items()):
+        silent = tuple(sorted(rank for rank, seconds in ranks.items() if seconds >= after_seconds))
+        if silent:
+            whole = len(silent) == len(ranks) and host != own_host
+            shortest = min(ranks[rank] for rank in silent)
+            result.append(Silence(host, silent, whole, shortest, sightings.last_words[silent[0]]))
+    store = sightings.store_silent_for(now)
+    if store >= after_seconds and not any(each.whole for each in result):
+        # It is on this machine: torchrun was stopped here, or the network has gone. Nobody can be heard any more.
+        result.append(Silence(own_host, (), True, store, Whereabouts(STORE_RANK, None, "", silent=True)))
+    return result
+
+
+class SilenceWatch:
+    """Names machines that fall silent, and gives up those that stay so; a thread that asks nobody.
+
+    Args:
+        sightings: Filled by the heartbeat.
+        own_host: This rank's machine.
+        tell: Told a sentence when somebody falls silent or is heard again.
+        give_up: Told once that a machine is given up.
+    """
+
+    def __init__(
+        self,
+        sightings: Sightings,
+        own_host: str,
+        tell: Callable[[Silence, str], None],
+        give_up: Callable[[Silence], None],
+    ) -> None:
+        self._sightings, self._own_host = sightings, own_host
+        self._tell, self._give_up = tell, give_up
+        self._named: dict[tuple[str, tuple[int, ...]], Silence] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="holdfast-silence", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stop.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.wait(patience.current.beat_seconds):
+            now = time.monotonic()
+            if now - looked > 2 * patience.current.beat_seconds + 1:
+                # This process itself was stopped or starved, and heard nobody meanwhile: others are not to blame.
+                self._sightings.forgive(now - looked)
+            looked = now
+            self._look(now)
+            lost = [
+                each
+                for each in silences(self._sightings, self._own_host, now, patience.current.lost_host_seconds)
+                if each.whole
+            ]
+            if lost:
+                self._give_up(lost[0])
+                return
+
+    def _look(self, now: float) -> None:
+        silent = {
+            (each.host, each.ranks): each
+            for each in silences(self._sightings, self._own_host, now, patience.current.silent_host_seconds)
+        }
+        for key, each in silent.items():
+            if key not in self._named:
+                limit = patience.current.lost_host_seconds
+                more = f"; given up after {limit:.0f} s" if each.whole else "; it is waited for"
+                self._tell(each, f"{each.words()}{more}")
+        for key in [key for key in self._named if key not in silent]:
+            gone = self._named.pop(key)
+            if not any(set(gone.ranks) <= set(ranks) for _, ranks in silent):
+                self._tell(gone, f"host {gone.host} answers again")
+        self._named.update(silent)

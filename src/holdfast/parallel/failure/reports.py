@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -56,6 +57,17 @@ class Board:
             return connection.get(key).decode() if connection.check([key]) else None
         return None
 
+    def read_all(self, names: Sequence[str]) -> list[str | None] | None:
+        """Return several notes of a store at once; None if the store does not answer."""
+        keys = [f"holdfast/board/{name}" for name in names]
+        try:
+            connection = self._connection()
+            if connection.check(keys):
+                return [value.decode() for value in connection.multi_get(keys)]
+            return [connection.get(key).decode() if connection.check([key]) else None for key in keys]
+        except (OSError, RuntimeError):
+            return None
+
     def _connection(self) -> Store:
         if self._own is None:
             self._own = cast("Store", self._store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -68,6 +80,8 @@ if TYPE_CHECKING:
 LONGEST_MESSAGE = 4000
 """Characters of a message that are passed on."""
 
+LOST = "Lost"
+"""Type of a report about a machine that says nothing any more."""
 _KEY = "holdfast/failure"
 _HEARD_KEY = "holdfast/failure/heard"
 
@@ -86,12 +100,17 @@ class Failure:
     step: int | None
     time: float
     """Seconds since the epoch."""
+    host: str = ""
+    """Its machine; empty where all ranks share one."""
 
     def sentence(self) -> str:
         """Return what a survivor tells its user."""
         where = f" in phase {self.phase!r}" if self.phase else ""
         where += f" at step {self.step}" if self.step is not None else ""
         who = f"Rank {self.rank}" if self.rank >= 0 else "Another rank"
+        who += f" on {self.host}" if self.host else ""
+        if self.type == LOST:
+            return f"{self.message[:1].upper()}{self.message[1:]}."
         if self.kind == "silent":
             did = "hangs" if self.type == "Hang" else "died without a word"
             return f"{who} {did}{where}: {self.message}."
@@ -115,6 +134,10 @@ class Reports:
         self._directory = directory
         self._heard: Failure | None = None
         """What this rank's watching thread learned: the store may be gone when the main thread asks."""
+
+    def hear(self, failure: Failure) -> None:
+        """Take what this rank found out by itself as if another had reported it."""
+        self._heard = self._heard or failure
 
     def write(self, failure: Failure) -> Failure:
         """Leave a report both ways; return the failure that counts: the first one, perhaps another rank's."""

@@ -30,7 +30,7 @@ from holdfast.training.run import Run, say
 from holdfast.training.saving.earlier_steps import go_on_from
 from holdfast.training.saving.emergency import Emergency, Moment, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
-from holdfast.training.saving.leases import Places
+from holdfast.training.saving.leases import Places, check_seen
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import start_from
@@ -78,6 +78,7 @@ class Checkpoints:
             raise
         try:
             self._hold(run_id)
+            check_seen(run, run_id, self._storage)
             self._start(has_checkpoints=has_checkpoints)
             if run.setting.world.is_first:  # now that nothing can be refused any more
                 directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)

@@ -5,9 +5,11 @@ Two runs of other names may have one `checkpoint.storage`; each would clear away
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from holdfast import patience
 from holdfast.checkpoint.errors import NoCheckpoint
 from holdfast.checkpoint.format.foreign import foreign_checkpoints
 from holdfast.checkpoint.format.manifest import NAME
@@ -19,6 +21,7 @@ from holdfast.checkpoint.place.renewal import Told
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.errors import ConfigError
 from holdfast.training import directory
+from holdfast.training.run import Run, say
 
 
 class Places:
@@ -164,3 +167,47 @@ class Places:
                 if made == self._made[0] and {entry.name for entry in made.iterdir()} == {LEASE}:
                     (made / LEASE).unlink()
                 made.rmdir()
+
+
+def check_seen(run: Run, run_id: str, storage: Storage) -> None:
+    """Look from every rank for what rank 0 has written; all ranks call this together.
+
+    Where checkpoints lie elsewhere, a machine may have a directory of its own: its logs are in it.
+
+    Args:
+        run: The run.
+        run_id: As rank 0 wrote it down.
+        storage: Of checkpoints.
+
+    Raises:
+        ConfigError: A rank does not see the directory, and checkpoints would lie in it.
+    """
+    setting = run.setting
+    if setting.world.size == 1:
+        return
+    place = setting.directory
+    answers = setting.ranks.gather((setting.world.host, _sees(place, run_id)))
+    blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(answers) if not sees]
+    if not blind:
+        return
+    names = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
+    if storage.renames and Path(storage.root).absolute().is_relative_to(place.absolute()):
+        raise ConfigError(
+            f"{place} is not one directory for all ranks: what rank 0 on {answers[0][0]} wrote is not there for "
+            f"{names}. Set run.dir to a shared file system, or checkpoint.storage to an object store."
+        )
+    say(run, f"note: {place} is not shared: {names} write logs into a directory of the same name on their machine")
+
+
+def _sees(place: Path, run_id: str) -> bool:
+    """Return whether this rank reads what rank 0 wrote; a network file system may take a moment to show it."""
+    deadline = time.monotonic() + patience.current.file_retries_seconds[-1]
+    while True:
+        try:
+            if directory.run_id(place) == run_id:
+                return True
+        except (OSError, ConfigError):
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(patience.current.file_retries_seconds[0] / 10)

@@ -1,0 +1,255 @@
+"""Ray as a launcher: a placement group, an actor a rank, the environment that torchrun would set, the same program.
+
+Ray places processes and reports that one is gone. It restarts nothing, and owns neither training nor its failures: what
+happened is said by the ranks, and the same command goes on from the newest verified checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from holdfast import patience
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.errors import ConfigError, HoldfastError, RunStopped, UserError, how_to_go_on
+from holdfast.launch.deaths import EXIT_WITHOUT_RESULT, how_it_ended
+from holdfast.launch.ray_rank import RankProcess
+from holdfast.launch.stops import StopSignals
+from holdfast.launch.watch import tell
+
+_LOOK_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0
+_TAIL = 1 << 13
+_IN_ORDER = (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code)
+"""Of ranks that live or ended without a fault of their own."""
+
+
+@dataclass(frozen=True)
+class RayAsk:
+    """What the command line asks of Ray."""
+
+    ranks: int
+    gpus_per_rank: int
+    address: str | None
+    """Of a cluster; "auto": the one that runs here; None: as Ray decides, which may start one for this run."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    actor: Any
+    host: str
+    tail: bytes = b""
+    code: int | None = None
+    gone: str = ""
+    """Why Ray says that its actor is gone."""
+    pending: list[Any] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.code is not None or bool(self.gone)
+
+
+def launch_ray(command: Sequence[str], ask: RayAsk, launch: LaunchConfig) -> int:
+    """Run `command` once per rank on a Ray cluster and return the exit code of the whole.
+
+    Raises:
+        ConfigError: Ray is not installed, does not answer, or has no room for the run.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "Ray is not installed here. Install it beside Holdfast with `pip install 'holdfast[ray]'`, or start the "
+            "run without it: `holdfast launch slurm`, or torchrun."
+        ) from error
+    _check_address(ask.address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray.init(address=ask.address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _no_ray(ask.address, str(error).strip().partition("\n")[0]) from error
+    try:
+        group = _placed(ray, ask, launch)
+        ranks = _actors(ray, ask, launch, group)
+        _start(ray, ranks, command, launch)
+        with StopSignals() as stops:
+            _watch(ray, ranks, stops)
+        return _code(ranks)
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str | None) -> None:
+    """Refuse an address at which nobody listens: Ray would try for a minute."""
+    host, _, port = (address or "").rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise _no_ray(address, error.strerror or str(error)) from error
+
+
+def _no_ray(address: str | None, reason: str) -> ConfigError:
+    return ConfigError(
+        f"No Ray answers at --address {address}: {reason}. Start one by `ray start --head`, or leave the option out."
+    )
+
+
+def _bundle(ask: RayAsk, launch: LaunchConfig) -> dict[str, float]:
+    bundle = {"CPU": float(launch.threads_per_rank)}
+    return bundle | ({"GPU": float(ask.gpus_per_rank)} if ask.gpus_per_rank else {})
+
+
+def _placed(ray: Any, ask: RayAsk, launch: LaunchConfig) -> Any:
+    bundle, there = _bundle(ask, launch), ray.cluster_resources()
+    for name, each in bundle.items():
+        if there.get(name, 0) < each * ask.ranks:
+            raise ConfigError(
+                f"{ask.ranks} ranks need {each * ask.ranks:g} {name}s, {each:g} each, and this Ray has "
+                f"{there.get(name, 0):g}. Lower --ranks{' or leave out --gpus-per-rank' if name == 'GPU' else ''}, or "
+                "add nodes to the cluster."
+            )
+    from ray.util.placement_group import placement_group
+
+    group = placement_group([bundle] * ask.ranks, strategy="PACK")
+    if not group.wait(timeout_seconds=patience.current.ray_place_seconds):
+        raise ConfigError(
+            f"Ray has not placed {ask.ranks} ranks in {patience.current.ray_place_seconds:.0f} s: other work holds "
+            f"what they need ({', '.join(f'{amount:g} {name}' for name, amount in bundle.items())} each). Wait for it, "
+            "or lower --ranks."
+        )
+    return group
+
+
+def _actors(ray: Any, ask: RayAsk, launch: LaunchConfig, group: Any) -> list[_Rank]:
+    """Return an actor a rank, those of one machine next to each other."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    remote = ray.remote(RankProcess)
+    actors = [
+        remote.options(
+            num_cpus=launch.threads_per_rank,
+            num_gpus=ask.gpus_per_rank,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        ).remote()
+        for index in range(ask.ranks)
+    ]
+    places = ray.get([actor.place.remote() for actor in actors], timeout=patience.current.ray_place_seconds)
+    by_node: defaultdict[str, list[int]] = defaultdict(list)
+    for index, (_, node, _) in enumerate(places):
+        by_node[node].append(index)
+    order = [index for members in by_node.values() for index in members]
+    return [_Rank(number, actors[index], places[index][0]) for number, index in enumerate(order)]
+
+
+def _start(ray: Any, ranks: Sequence[_Rank], command: Sequence[str], launch: LaunchConfig) -> None:
+    places = ray.get([rank.actor.place.remote() for rank in ranks])
+    port = ray.get(ranks[0].actor.free_port.remote())
+    starts = []
+    for rank, (_, node, _) in zip(ranks, places, strict=True):
+        members = [number for number, place in enumerate(places) if place[1] == node]
+        gpus = [gpu for number in members for gpu in places[number][2]]
+        variables = {
+            "RANK": str(rank.number),
+            "WORLD_SIZE": str(len(ranks)),
+            "LOCAL_RANK": str(members.index(rank.number)),
+            "LOCAL_WORLD_SIZE": str(len(members)),
+            "MASTER_ADDR": places[0][0],
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(launch.threads_per_rank),
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # Ray shows each actor its own GPU alone; ranks choose theirs by LOCAL_RANK, as under torchrun.
+            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+        }
+        starts.append(rank.actor.start.remote(list(command), os.fspath(Path.cwd()), variables))
+    try:
+        ray.get(starts)
+    except ray.exceptions.RayTaskError as error:
+        raise ConfigError(
+            f"A rank could not be started: {str(error.cause)}. The run's folder must be there on every machine."
+        ) from error
+
+
+def _watch(ray: Any, ranks: Sequence[_Rank], stops: StopSignals) -> None:
+    """Print what the first rank prints until all ranks have ended, or one is gone and the others had their time."""
+    deadline: float | None = None
+    while not all(rank.ended for rank in ranks):
+        for request, text in stops.to_pass_on():
+            tell(text)
+            _send(ranks, request)
+        if stops.now or (deadline is not None and time.monotonic() > deadline):
+            _send(ranks, SIGKILL)
+        for rank in ranks:
+            _look(ray, rank)
+        failed = any(
+            rank.gone or rank.code not in (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code) for rank in ranks
+        )
+        if failed and deadline is None:
+            deadline = time.monotonic() + patience.current.ray_settle_seconds
+
+
+def _look(ray: Any, rank: _Rank) -> None:
+    """Take what a rank has printed, if its actor has answered; ask again."""
+    if rank.ended:
+        return
+    if not rank.pending:
+        rank.pending.append(rank.actor.read.remote(_LOOK_SECONDS))
+    ready, _ = ray.wait(rank.pending, timeout=_LOOK_SECONDS if rank.number == 0 else 0.02)
+    if not ready:
+        return
+    rank.pending.clear()
+    try:
+        chunk, rank.code = ray.get(ready[0])
+    except ray.exceptions.RayError as error:
+        rank.gone = " ".join(str(error).split())
+        tell(f"Rank {rank.number} on {rank.host}: its actor is gone. Ray says: {rank.gone[:300]}")
+        return
+    rank.tail = (rank.tail + chunk)[-_TAIL:]
+    if rank.number == 0 and chunk:
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+
+
+def _send(ranks: Sequence[_Rank], number: int) -> None:
+    for rank in ranks:
+        if not rank.ended:
+            rank.actor.send.remote(int(number))
+
+
+def _code(ranks: Sequence[_Rank]) -> int:
+    codes = {rank.code for rank in ranks if not rank.gone}
+    if UserError.exit_code in codes:
+        if ranks[0].code != UserError.exit_code:  # else it has told what is wrong
+            refused = next(rank for rank in ranks if rank.code == UserError.exit_code)
+            tell(refused.tail.decode(errors="replace"))
+        return UserError.exit_code
+    if any(rank.gone for rank in ranks) or not codes <= set(_IN_ORDER):
+        for rank in ranks:
+            if rank.code not in (*_IN_ORDER, -SIGKILL):
+                _tell_death(rank)
+        tell(how_to_go_on(1))
+        return RunStopped.exit_code
+    if EXIT_WITHOUT_RESULT in codes:
+        return HoldfastError.exit_code
+    return RunStopped.exit_code if RunStopped.exit_code in codes else 0
+
+
+def _tell_death(rank: _Rank) -> None:
+    words = rank.tail.decode(errors="replace").strip() if rank.number else ""
+    tell(f"Rank {rank.number} on {rank.host} {how_it_ended(rank.code or 0)}. {words}".rstrip())

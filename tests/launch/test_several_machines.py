@@ -1,0 +1,169 @@
+"""What several machines need, without machines: options, sightings, mistakes, logs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.errors import ConfigError
+from holdfast.launch.first_rank import leave
+from holdfast.launch.ray import RayAsk, launch_ray
+from holdfast.launch.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
+from holdfast.parallel.failure.heartbeat import Sightings, Whereabouts, silences
+from holdfast.parallel.rendezvous import store_of
+
+PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "20007"}
+
+
+def job(directory: Path, *, nodes: int = 2, gpus: int = 0, elastic: bool = False) -> Job:
+    return Job(["sft", "run.yaml"], directory, nodes, 2, gpus, None, None, 60.0, elastic)
+
+
+def step(node: int) -> JobStep:
+    return JobStep(2, 2, node, 0, "7", {**PLACE, "SLURM_NODEID": str(node), "PATH": ""})
+
+
+def test_a_fixed_set_of_machines_meets_without_clocks() -> None:
+    options = " ".join(agent_options(step(1), LaunchConfig(ranks=2)))
+
+    assert "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 20007" in options
+    assert "c10d" not in options
+
+
+def test_machines_that_may_be_lost_meet_by_torchruns_own_rendezvous() -> None:
+    options = " ".join(agent_options(step(0), LaunchConfig(ranks=2, min_ranks=2)))
+
+    assert "--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:20007" in options
+    assert "is_host=true" in options
+    assert "--max-restarts 3" in options
+
+
+def test_more_min_ranks_than_ranks_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match="min_ranks=5, but 2 nodes have 4 ranks"):
+        agent_options(step(0), LaunchConfig(ranks=2, min_ranks=5))
+
+
+def test_a_job_that_may_lose_nodes_is_not_killed_with_one(tmp_path: Path) -> None:
+    fixed, elastic = batch_script(job(tmp_path)), batch_script(job(tmp_path, elastic=True))
+
+    assert "srun --kill-on-bad-exit=1" in fixed
+    assert "--no-kill" not in fixed
+    assert "#SBATCH --no-kill" in elastic
+    assert "srun --no-kill" in elastic
+
+
+def test_without_sbatch_nothing_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(ConfigError, match="There is no sbatch on this machine"):
+        check_cluster(job(tmp_path))
+
+
+def test_an_interface_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=ib9, but .* has no such network interface; it has .*lo"):
+        check_interfaces({"GLOO_SOCKET_IFNAME": "ib9"})
+
+
+def test_a_port_in_use_is_one_paragraph() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+        with pytest.raises(ConfigError, match=f"cannot meet at 127.0.0.1:{port}: another program on .* listens"):
+            store_of(0, 0, 2, timedelta(seconds=5), environ)
+
+
+def test_without_ray_a_run_on_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'holdfast\[ray\]'"):
+        launch_ray(["sft"], RayAsk(2, 0, None), LaunchConfig())
+
+
+def seen(sightings: Sightings, beats: dict[int, tuple[str, str]]) -> None:
+    """Let ranks be heard with a text each, from a host each."""
+    places = {rank: Whereabouts(rank, 7, "forward", silent=False, host=host) for rank, (_, host) in beats.items()}
+    sightings.take({rank: text for rank, (text, _) in beats.items()}, places)
+
+
+def test_a_host_is_silent_when_all_its_ranks_are_and_a_rank_alone_is_not_a_host() -> None:
+    sightings = Sightings()
+    seen(sightings, {0: ("1", "a"), 2: ("1", "b"), 3: ("1", "b")})
+    time.sleep(0.2)
+    seen(sightings, {0: ("2", "a"), 2: ("2", "b"), 3: ("1", "b")})
+
+    (one,) = silences(sightings, "a", time.monotonic(), 0.1)
+
+    assert (one.host, one.ranks, one.whole) == ("b", (3,), False)
+    time.sleep(0.2)
+    seen(sightings, {0: ("3", "a"), 2: ("2", "b"), 3: ("1", "b")})
+    (both,) = silences(sightings, "a", time.monotonic(), 0.1)
+    assert (both.host, both.ranks, both.whole) == ("b", (2, 3), True)
+    assert "host b (ranks 2, 3) has not answered for 0 s; last heard in phase 'forward' at step 7" in both.words()
+
+
+def test_while_the_store_says_nothing_its_own_host_alone_is_silent() -> None:
+    sightings = Sightings()
+    seen(sightings, {0: ("1", "a"), 2: ("1", "c")})
+
+    (silence,) = silences(sightings, "b", time.monotonic() + 11, 10)
+
+    assert (silence.host, silence.whole) == ("a", True)
+
+
+def test_a_store_of_this_machine_that_says_nothing_is_given_up_too() -> None:
+    sightings = Sightings()
+    seen(sightings, {1: ("1", "a"), 2: ("1", "b")})
+
+    (silence,) = silences(sightings, "a", time.monotonic() + 11, 10)
+
+    assert (silence.host, silence.ranks, silence.whole) == ("a", (), True)
+    assert "the place where the ranks meet has not answered for 11 s" in silence.words()
+
+
+def test_time_in_which_this_process_did_not_run_is_nobodys_silence() -> None:
+    sightings = Sightings()
+    seen(sightings, {0: ("1", "a"), 2: ("1", "c")})
+    sightings.forgive(60)
+
+    assert silences(sightings, "b", time.monotonic() + 60, 10) == []
+
+
+def test_an_orderly_end_is_a_zero_where_torchrun_would_start_ranks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert leave(3) == 3
+    monkeypatch.setenv("HOLDFAST_EXIT_FILE", str(tmp_path / "exit"))
+
+    assert leave(3) == 0
+    assert (tmp_path / "exit").read_text() == "3"
+
+
+@pytest.mark.parametrize(("rank", "screen"), [(0, "before\nout\nerror\n"), (1, "before\nshown\n")])
+def test_a_rank_prints_into_its_log_and_only_the_first_on_the_screen(tmp_path: Path, rank: int, screen: str) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom holdfast.parallel.rank_log import RankLog\n"
+        f"log = RankLog({rank}, 2, 'n1')\nprint('before', flush=True)\nlog.begin(Path('run/logs'))\n"
+        "print('out', flush=True)\nprint('error', file=sys.stderr)\n"
+        f"if {rank}: log.show('shown')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == screen
+    log = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
+    assert f"--- rank {rank} of 2 on n1, " in log
+    assert log.endswith("error\n")
