@@ -61,9 +61,9 @@ test-ray: setup
 test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu and not devices"
 
-# Steps as CUDA code on devices that compute nothing. One worker: each test looks at what the same few processes said.
+# Steps as CUDA code on devices that compute nothing. By file: its tests look at what the same few processes said.
 test-devices: checks
-	$(BIN)/python -m pytest -n 0 -m "devices and not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "devices and not slow and not gpu"
 
 # With a real vLLM, which has an environment of its own; two servers of 3 GiB at a time, so one worker.
 VLLM_VENV ?= .venv-vllm
@@ -98,7 +98,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue failures plan_parts; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue failures plan_parts plan_cost; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

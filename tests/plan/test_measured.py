@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.plan.findings import Grade
-from holdfast.plan.measured import PLAN, PhasePeak, SavedPlan, compared, look_at_plan, measured_peaks
+from holdfast.plan.measured import PLAN, PhasePeak, SavedPlan, compared, look_at_plan, measured_lines, measured_peaks
 
 GIB = 2**30
 PLANNED = {"load": 4 * GIB, "forward_backward": 17 * GIB, "optimizer": 14 * GIB, "unmeasured": GIB}
@@ -35,7 +35,7 @@ def test_the_last_peaks_of_a_run_count(tmp_path: Path) -> None:
 def test_phases_that_both_know_are_compared() -> None:
     measured = {"load": 3 * GIB, "data": GIB, "forward_backward": 18 * GIB}
 
-    phases = list(compared(PLANNED, measured))
+    phases = compared(SavedPlan("cuda", PLANNED), "cuda", measured)
 
     assert phases == [PhasePeak("load", 4 * GIB, 3 * GIB), PhasePeak("forward_backward", 17 * GIB, 18 * GIB)]
     assert phases[1].ratio == 18 / 17
@@ -54,6 +54,21 @@ def test_more_than_a_tenth_beyond_the_plan_is_a_warning(tmp_path: Path, took: in
     (finding,) = look_at_plan(tmp_path)
 
     assert (finding.grade, finding.text) == (grade, words)
+
+
+def test_on_a_cpu_what_was_there_before_the_model_counts_not_and_neither_do_small_phases(tmp_path: Path) -> None:
+    line = {
+        "event": "memory",
+        "step": 1,
+        "device": "cpu",
+        "start": GIB,
+        "peaks": {"load": 4 * GIB, "optimizer": 15 * GIB},
+    }
+    (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+    plan = {"device": None, "clock_phases": PLANNED | {"load": GIB // 2}}
+
+    assert measured_lines(plan, tmp_path) == [f"measured in {tmp_path}: optimizer took 14 GiB of 14 GiB planned (100%)"]
+    assert measured_lines(plan | {"device": "h100"}, tmp_path) == []
 
 
 def test_devices_of_two_kinds_are_not_compared(tmp_path: Path) -> None:

@@ -42,15 +42,16 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
         UserError: The file is wrong, or the run could not start.
     """
     loaded = load_run(path, overrides)
-    made = planned(loaded, options)
+    made, directory = planned(loaded, options), run_directory(loaded.config)
     if save:
-        save_plan(run_directory(loaded.config), made)
+        save_plan(directory, made)
     if as_json:
         print(json.dumps(made, indent=2), flush=True)
     else:
+        from holdfast.plan.measured import measured_lines
         from holdfast.plan.table import table
 
-        print("\n".join(table(made)), flush=True)
+        print("\n".join([*table(made), *measured_lines(made, directory)]), flush=True)
     return 0 if made["fits"] else 1
 
 

@@ -12,6 +12,8 @@ from holdfast.files import read_json, size_words
 from holdfast.plan.findings import Finding, fail, ok, warn
 from holdfast.training.directory import MEMORY, PLAN, events
 
+_LEAST = {"cuda": 0, "cpu": 2**30}
+"""Planned bytes from which on a phase is compared: resident memory of a CPU cannot tell less from allocators' own."""
 _MORE = 1.1
 """How many times as much as planned is told as more: what a plan cannot see is a part of it."""
 
@@ -26,6 +28,11 @@ class SavedPlan:
     """Phase of a run's clock -> bytes of tensors on rank 0's device."""
 
     @classmethod
+    def of(cls, plan: Mapping[str, Any]) -> SavedPlan:
+        """Return what counts of all that a plan says."""
+        return cls("cpu" if plan["device"] is None else "cuda", plan["clock_phases"])
+
+    @classmethod
     def read(cls, directory: Path) -> SavedPlan | None:
         """Return the plan in a run's directory; None if there is none.
 
@@ -35,8 +42,7 @@ class SavedPlan:
         if not (directory / PLAN).exists():
             return None
         try:
-            plan = read_json(directory / PLAN)
-            return cls("cpu" if plan["device"] is None else "cuda", plan["clock_phases"])
+            return cls.of(read_json(directory / PLAN))
         except (KeyError, TypeError, ValueError) as error:
             message = f"{directory / PLAN} is not a plan of this version ({error}). Write it anew with --save."
             raise UserError(message) from error
@@ -61,16 +67,30 @@ class PhasePeak:
 
 
 def measured_peaks(directory: Path) -> tuple[str, Mapping[str, int]]:
-    """Return the device type that a run measured on and the last peaks it wrote; "" and nothing without a run."""
+    """Return the device type that a run measured on and the last peaks it wrote; "" and nothing without a run.
+
+    On a CPU, what was resident before the model is no part of them.
+    """
     records = list(events(directory, MEMORY)) if directory.is_dir() else []
-    return (str(records[-1]["device"]), records[-1]["peaks"]) if records else ("", {})
+    if not records:
+        return "", {}
+    device, peaks = str(records[-1]["device"]), records[-1]["peaks"]
+    start = records[-1].get("start", 0) if device == "cpu" else 0
+    return device, {phase: max(0, peak - start) for phase, peak in peaks.items()}
 
 
-def compared(planned: Mapping[str, int], measured: Mapping[str, int]) -> Iterator[PhasePeak]:
-    """Yield the phases that both know, in the order in which the run met them."""
-    for phase, took in measured.items():
-        if phase in planned:
-            yield PhasePeak(phase, planned[phase], took)
+def compared(plan: SavedPlan, device: str, measured: Mapping[str, int]) -> list[PhasePeak]:
+    """Return the phases that both know and that can be compared, in the order in which the run met them."""
+    if device != plan.device:
+        return []
+    phases = [PhasePeak(phase, plan.peaks[phase], took) for phase, took in measured.items() if phase in plan.peaks]
+    return [phase for phase in phases if phase.planned >= _LEAST[device]]
+
+
+def measured_lines(made: Mapping[str, Any], directory: Path) -> list[str]:
+    """Return what a run has measured beside what a plan that was just made says, a line for each phase."""
+    phases = compared(SavedPlan.of(made), *measured_peaks(directory))
+    return [f"measured in {directory}: {phase.words()} ({phase.ratio:.0%})" for phase in phases]
 
 
 def look_at_plan(directory: Path) -> Iterator[Finding]:
@@ -79,13 +99,11 @@ def look_at_plan(directory: Path) -> Iterator[Finding]:
     device, measured = measured_peaks(directory)
     if plan is None or not measured:
         return
-    if device != "cuda" or plan.device != "cuda":
-        # Resident memory is that of Python, of libraries and of the allocator besides tensors.
-        yield ok(
-            "plan", f"{directory / PLAN} is of {plan.device}, and the run measured on {device}: not compared by phase"
-        )
+    if device != plan.device:
+        words = f"{directory / PLAN} is of {plan.device}, and the run measured on {device}: not compared by phase"
+        yield ok("plan", words)
         return
-    phases = list(compared(plan.peaks, measured))
+    phases = compared(plan, device, measured)
     more = [phase for phase in phases if phase.ratio > _MORE]
     if more:
         words = "; ".join(phase.words() for phase in more)

@@ -67,8 +67,10 @@ class RunRecord:
     def measured_phases(self) -> dict[str, float]:
         """What each phase took of a device like the plan's on rank 0, of all steps so far, in bytes."""
         notes = [event for event in self.events if event.get("event") == MEMORY]
-        peaks = notes[-1].get("peaks") if notes and notes[-1].get("device") == self.planned.device else None
-        return _bytes_by_name(peaks)
+        if not notes or notes[-1].get("device") != self.planned.device:
+            return {}
+        start = _bytes_by_name(notes[-1]).get("start", 0.0) if self.planned.device == "cpu" else 0.0
+        return {phase: max(0.0, peak - start) for phase, peak in _bytes_by_name(notes[-1].get("peaks")).items()}
 
     @property
     def measured_bytes(self) -> float | None:

@@ -191,14 +191,14 @@ def _memory(runs: Sequence[RunRecord]) -> str:
 def _plan_against_measured(run: RunRecord, *, several: bool) -> list[list[str]]:
     """Return a row with a bar for each phase that plan.json and the run's events both know."""
     rows, measured = [], run.measured_phases
-    of_python = " (with Python's own memory)" * (run.planned.device == "cpu")
+    resident = " (resident above the start)" * (run.planned.device == "cpu")
     for phase, took in measured.items():
         if planned := run.planned.phases.get(phase):
             share = took / planned
             bar = tag("meter", text(f"{share:.0%}"), min="0", max="1.5", high="1.1", value=f"{min(share, 1.5):.3f}")
             cells = [run.name, phase] if several else [phase]
             cells += [size_words(planned), size_words(took)]
-            rows.append([*map(text, cells), f"{bar} {text(f'{share:.0%}{of_python}')}"])
+            rows.append([*map(text, cells), f"{bar} {text(f'{share:.0%}{resident}')}"])
     return rows
 
 

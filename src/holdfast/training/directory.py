@@ -21,7 +21,9 @@ from holdfast.files import append_text, naming, parse_json, read_bytes, read_jso
 IDENTITY, EVENTS, PLAN = "run.json", "events.jsonl", "plan.json"
 COMPLETIONS = "completions"
 MEMORY = "memory"
-"""An event: `device`, and `peaks`, phase -> bytes on rank 0, the largest of all steps so far."""
+"""An event: `device`, and `peaks`, phase -> bytes on rank 0, the largest of all steps so far.
+
+On a CPU these are resident memory, of which `start` bytes were there before the model."""
 _LONGEST_LOG = 2**34
 CHECKPOINTS = "checkpoints"
 """As FOLDER in `checkpoint.place.layout`; repeated here because that package imports torch."""

@@ -194,8 +194,9 @@ class Journal:
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
         run = self._run
-        if peaks := run.setting.log.peaks.news():
-            self.event(MEMORY, device=run.setting.world.device.type, peaks=peaks)
+        peaks = run.setting.log.peaks
+        if news := peaks.news():
+            self.event(MEMORY, device=run.setting.world.device.type, peaks=news, start=peaks.at_start)
         for text in run.setting.log.messages:
             self.say(text)
         if run.setting.log.samples and run.setting.world.is_first:

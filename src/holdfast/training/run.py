@@ -79,6 +79,7 @@ class PhasePeaks:
     """
 
     def __init__(self) -> None:
+        self.at_start = int(psutil.Process().memory_info().rss)  # Python and libraries: on a CPU, peaks count them too
         self._around: list[int] = []  # the peak so far of each phase that is going on, on a device
         self._largest = 0
         self._peaks: dict[str, int] = {}
