@@ -50,7 +50,11 @@ def started(script: str, *words: str) -> list[subprocess.Popen[str]]:
 def result_of(script: str, *words: str) -> dict[str, Any]:
     """Run two ranks to their end; return the JSON line of the first."""
     ranks = started(script, *words)
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     lines = [line for line in outputs[0].splitlines() if line.startswith("{") and line.endswith("}") and '"' in line]
     answers = [json.loads(line) for line in lines if line.startswith(('{"lines"', '{"error"'))]
     assert answers, outputs[0]
