@@ -4,8 +4,8 @@
 
 Slurm's two nodes run on this host (tests/cluster; `tools/install_slurm.sh`), with two ranks each under torchrun. A
 straight run gives the weights that count, and the seconds from a job's start to its first step. The same job is then
-requeued by `scontrol` so many times, each at a moment drawn uniformly over the first twice as many seconds of a
-start: half of them hit the start of processes, the rendezvous and the loading. The table has a line for each: when,
+requeued by `scontrol` so many times, each at a moment drawn uniformly over twice as many seconds (`--window`) of
+a start: half of them hit the start of processes, the rendezvous and the loading. The table has a line for each: when,
 in what phase it hit, the newest checkpoint after it, the steps that were made and lost, and the seconds from the next
 start to its first step. The final weights must be those of the straight run, bit for bit.
 """
@@ -207,6 +207,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requeues", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--window", type=float, default=2.0, help="Of moments, in times of a start; smaller: more starts."
+    )
     parser.add_argument("--verbs", nargs="+", default=["sft", "grpo"], choices=["sft", "grpo"])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -227,7 +230,7 @@ def main() -> int:
                 ]
             job, start_seconds = straight(cluster, verb, overrides)
             chance = random.Random(options.seed)
-            moments = [chance.uniform(0, 2 * start_seconds) for _ in range(options.requeues)]
+            moments = [chance.uniform(0, options.window * start_seconds) for _ in range(options.requeues)]
             again, lines = requeued(cluster, verb, overrides, moments)
             equal = again.weights() == job.weights()
             text += table(verb, lines, equal=equal, start_seconds=start_seconds) + "\n"

@@ -88,7 +88,7 @@ def resumed(hosts: Hosts, base: Path, *overrides: str) -> None:
     assert verified(base)
     step = len((base / "run" / "metrics.jsonl").read_text().splitlines())
     for agent in start(hosts, base, f"steps={step + 3}", *overrides):
-        assert agent.wait(timeout=90) == 0, screen(base, "a") + screen(base, "b")
+        assert agent.wait(timeout=180) == 0, screen(base, "a") + screen(base, "b")
     assert "goes on from" in screen(base, "a") or "continu" in screen(base, "a") or "resum" in screen(base, "a")
 
 
@@ -143,7 +143,7 @@ def test_a_host_that_is_cut_off_in_a_save_is_named_and_no_checkpoint_is_harmed(h
     silent = await_event(tmp_path, "silent", 20)
 
     assert silent["time"] - cut < 15
-    assert [agent.wait(timeout=120) for agent in agents] == [3, 3]
+    assert [agent.wait(timeout=240) for agent in agents] == [3, 3]
     assert "Host b (rank 1) has not answered for" in screen(tmp_path, "a")
     assert "Host a (rank 0) has not answered for" in screen(tmp_path, "b")
     resumed(hosts, tmp_path)
@@ -158,13 +158,13 @@ def test_a_slow_host_is_named_and_not_killed(hosts: Hosts, tmp_path: Path) -> No
     hosts.second.signal(signal.SIGCONT)
 
     assert silent["host"] == "b"
-    assert [agent.wait(timeout=120) for agent in agents] == [0, 0]
+    assert [agent.wait(timeout=240) for agent in agents] == [0, 0]
     assert "host b answers again" in screen(tmp_path, "a")
 
 
 def test_a_line_of_200_ms_that_loses_every_twentieth_frame_changes_no_weight(hosts: Hosts, tmp_path: Path) -> None:
     for agent in start(hosts, tmp_path / "good", "steps=3"):
-        assert agent.wait(timeout=90) == 0
+        assert agent.wait(timeout=180) == 0
 
     hosts.cable.delay_seconds, hosts.cable.loss = 0.2, 0.05
     for agent in start(hosts, tmp_path / "bad", "steps=3", "checkpoint.rehearsal.enabled=false"):
@@ -179,7 +179,7 @@ def test_clocks_a_day_apart_change_nothing(hosts: Hosts, tmp_path: Path) -> None
     if library is None:
         pytest.skip("libfaketime is not installed: apt-get install libfaketime")
     for agent in start(hosts, tmp_path / "same", "steps=6"):
-        assert agent.wait(timeout=90) == 0
+        assert agent.wait(timeout=180) == 0
 
     early = {"LD_PRELOAD": str(library), "FAKETIME": "+1d"}
     base = tmp_path / "apart"
@@ -188,7 +188,7 @@ def test_clocks_a_day_apart_change_nothing(hosts: Hosts, tmp_path: Path) -> None
             start_on(hosts, hosts.first, base, steps, **early),
             start_on(hosts, hosts.second, base, steps),
         ]
-        assert [agent.wait(timeout=120) for agent in agents] == [0, 0], screen(base, "a") + screen(base, "b")
+        assert [agent.wait(timeout=240) for agent in agents] == [0, 0], screen(base, "a") + screen(base, "b")
 
     assert weights(base) == weights(tmp_path / "same")
     assert verified(base)
@@ -226,7 +226,7 @@ def test_a_run_directory_that_the_second_host_does_not_see_is_refused_before_ste
 
     agents = start(hosts, tmp_path, "steps=3", f"run.dir={runs}")
 
-    assert [agent.wait(timeout=90) for agent in agents] == [2, 2]
+    assert [agent.wait(timeout=180) for agent in agents] == [2, 2]
     assert screen(tmp_path, "a").count("is not one directory for all ranks") == 1
     assert "is not there for rank 1 on b" in screen(tmp_path, "a")
     assert not (runs / "run").exists()
@@ -255,7 +255,7 @@ def test_two_hosts_without_a_shared_disk_save_in_an_object_store(hosts: Hosts, t
 
     for steps in ("steps=4", "steps=6"):
         for agent in start(hosts, tmp_path, steps, *overrides, **keys):
-            assert agent.wait(timeout=120) == 0, screen(tmp_path, "a") + screen(tmp_path, "b")
+            assert agent.wait(timeout=240) == 0, screen(tmp_path, "a") + screen(tmp_path, "b")
 
     server.kill()
     assert "is not shared" in screen(tmp_path, "a")
@@ -286,7 +286,7 @@ def test_the_commands_of_the_page_run_as_they_stand(hosts: Hosts, tmp_path: Path
         for host, line in zip((hosts.first, hosts.second), commands("Without a scheduler"), strict=True)
     ]
 
-    assert [agent.wait(timeout=120) for agent in agents] == [0, 0], screen(tmp_path, "a") + screen(tmp_path, "b")
+    assert [agent.wait(timeout=240) for agent in agents] == [0, 0], screen(tmp_path, "a") + screen(tmp_path, "b")
     assert "done after step 2" in screen(tmp_path, "a")
     assert screen(tmp_path, "b") == ""
     assert len(list((tmp_path / "page" / "runs").glob("*/logs/rank-*.log"))) == 4

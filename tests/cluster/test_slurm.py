@@ -260,7 +260,7 @@ def test_the_commands_of_the_page_run_as_they_stand(cluster: Cluster) -> None:
         folder = cluster.base / f"page{number}"
         write_run(folder, EXAMPLE, values)
 
-        answer = cluster.run("bash", "-c", f"cd {folder} && {line}", **shell)
+        answer = cluster.run("bash", "-c", f"cd {folder} && {line}", timeout=300, **shell)
 
         assert answer.returncode == 0, answer.stderr
         if line.endswith("--submit"):

@@ -35,7 +35,7 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
     """Join the other ranks, run the verb, and return the exit code."""
     from holdfast.parallel.mesh import joined_world
 
-    first = True
+    first: bool | None = None
     try:
         with joined_world(config.launch, logs=True) as world:
             first = world.is_first
@@ -45,10 +45,10 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
         return error.exit_code
     except (HoldfastError, NotRegular) as error:
         # Every rank raises the same mistake of a user; the first speaks for all.
-        if first or not isinstance(error, UserError):
+        speaks = first or not isinstance(error, UserError)
+        # Where they have not joined nobody knows of the others, and whoever is told to speaks.
+        if speaks or (await_first_rank() and first is None):
             print(error, file=sys.stderr, flush=True)
-        else:
-            await_first_rank()
         return leave(error.exit_code if isinstance(error, HoldfastError) else UserError.exit_code)
 
 

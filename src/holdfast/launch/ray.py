@@ -7,11 +7,16 @@ happened is said by the ranks, and the same command goes on from the newest veri
 from __future__ import annotations
 
 import os
+import selectors
+import signal
 import socket
+import subprocess
 import sys
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL
@@ -21,15 +26,80 @@ from holdfast import patience
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError, HoldfastError, RunStopped, UserError, how_to_go_on
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT, how_it_ended
-from holdfast.launch.ray_rank import RankProcess
+from holdfast.launch.processes import Guard
 from holdfast.launch.stops import StopSignals
 from holdfast.launch.watch import tell
 
 _LOOK_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 _TAIL = 1 << 13
+_MARK = "HOLDFAST_RAY_RANK"
+_CHUNK = 1 << 16
 _IN_ORDER = (None, 0, EXIT_WITHOUT_RESULT, RunStopped.exit_code)
 """Of ranks that live or ended without a fault of their own."""
+
+
+class RankProcess:
+    """What runs inside an actor: it holds the process of one rank, passes signals on and hands back what that prints.
+
+    If the actor dies, however it does, the guard of `launch/processes.py` ends the rank and what that has started.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
+
+    def place(self) -> tuple[str, str, list[str]]:
+        """Return this machine's address as Ray knows it, its name, and the GPUs that Ray gives this actor."""
+        import ray
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), gpus or visible.split(",")[:0]
+
+    def free_port(self) -> int:
+        """Return a port at which nobody listens now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def start(self, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
+        """Start the rank.
+
+        Raises:
+            FileNotFoundError: The folder is not there on this machine.
+        """
+        mark = f"{_MARK}={uuid.uuid4().hex}"
+        environ = {**os.environ, **variables, _MARK: mark.partition("=")[2]}
+        self._guard = Guard(mark, environ)
+        # Ray's threads block signals, which a child inherits: it would never hear of a request to stop.
+        blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._process = subprocess.Popen(
+            list(command),
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._guard.watch(self._process.pid)
+
+    def read(self, seconds: float) -> tuple[bytes, int | None]:
+        """Return what the rank has printed since, waiting for it, and its exit code once it has ended."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            chunk = os.read(self._process.stdout.fileno(), _CHUNK) if selector.select(seconds) else b""
+        return chunk, None if chunk else self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Send the rank a signal."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.Signals(number))
 
 
 @dataclass(frozen=True)
