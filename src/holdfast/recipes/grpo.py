@@ -40,7 +40,10 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
         run = build_policy_run(config, base, world, rewards.score, live, rewards.columns)
         check_columns(run.evaluation, rewards.columns)
         check_answers(run.evaluation, rewards.answers, rewards.unreadable)
-        return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
+        try:
+            return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
+        finally:
+            run.evaluation.sampler.engine.close()  # or what is sampled ahead would be waited for
 
 
 def grpo_step(run: PolicyRun) -> dict[str, float] | None:

@@ -102,6 +102,8 @@ class Publisher:
         tensors: Iterable[tuple[str, Tensor]],
         headers: Mapping[str, Header],
         label: str,
+        *,
+        keep: bool = False,
     ) -> dict[str, str]:
         """Push to all servers, and return those that were found dead, by address, with what was seen.
 
@@ -110,12 +112,13 @@ class Publisher:
             tensors: Whole ones on the CPU, under the names of the model's directory; not walked through on an error.
             headers: Of all of them.
             label: Name of these weights, which no others have had.
+            keep: Let completions that are on their way go on, with the new weights from here on; else they end.
 
         Raises:
             RunStopped: A server refuses what is sent.
         """
         push = _Push(servers)
-        push.each(lambda server: _begin(server, headers))
+        push.each(lambda server: _begin(server, headers, keep=keep))
         for bucket, is_last in _with_last(buckets(tensors, self.bucket_mib * _MIB)):
             file = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors"
             try:
@@ -188,11 +191,12 @@ def _said(ask: Callable[[VLLMServer], Any], server: VLLMServer) -> str | None:
     return None
 
 
-def _begin(server: VLLMServer, headers: Mapping[str, Header]) -> None:
+def _begin(server: VLLMServer, headers: Mapping[str, Header], *, keep: bool) -> None:
     shapes = {name: list(header.shape) for name, header in headers.items()}
     dtypes = {name: str(header.dtype) for name, header in headers.items()}
-    # A request in an open session kills vLLM 0.32, and a part that waits would hold tokens of two policies.
-    server.post("/pause", mode="abort", clear_cache="true")
+    # A request in an open session kills vLLM 0.32. What waits through a push goes on from keys and values computed anew
+    # (`clear_cache`), and its answer says which of its tokens are of which weights.
+    server.post("/pause", mode="keep" if keep else "abort", clear_cache="true")
     server.post("/init_weight_transfer_engine", {"init_info": {"shapes": shapes, "dtypes": dtypes}})
     try:
         server.post("/start_weight_update")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pydantic import ConfigDict
 from torch import nn
@@ -270,6 +270,19 @@ class Evaluation:
     sets: Sequence[EvaluationSet] = ()
 
 
+class AheadOfStep(Protocol):
+    """What a run has made of its next step already, and a checkpoint holds; JSON-ready."""
+
+    def finished(self) -> Callable[[], list[dict[str, Any]]]:
+        """Return what tells this rank's part; it may be asked later, from any thread."""
+
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what a checkpoint has, of all ranks."""
+
+    def largest(self) -> list[dict[str, Any]]:
+        """Return as much as a checkpoint may have, of all ranks."""
+
+
 @dataclass(kw_only=True)
 class Run:
     """What every run has: a model that is trained, what it is measured on, and where its batches come from."""
@@ -288,6 +301,8 @@ class Run:
     checkpoints."""
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
+    ahead: AheadOfStep | None = None
+    """What is made while a step updates; None where a step makes all of its own."""
 
     @property
     def setting(self) -> Setting:

@@ -34,6 +34,14 @@ class UserEngineConfig(Section):
     """Handed to it by name."""
 
 
+class RecordedEngineConfig(Section):
+    """What an earlier run sampled and kept (`rollout.record`), in the place of sampling."""
+
+    kind: Literal["recorded"] = "recorded"
+    path: str
+    """Directory of that run."""
+
+
 class VLLMEngineConfig(EndpointConfig):
     """Servers of vLLM over HTTP. Weights are pushed to all of them before a rollout, and every push is verified."""
 

@@ -122,7 +122,13 @@ class GRPOConfig(TrainingConfig):
             )
 
     def _unbiased(self) -> Iterator[Mistake]:
-        """Yield sampling from another distribution that no weight of each token makes up for."""
+        """Yield sampling from other weights, or another distribution, that no weight of each token makes up for."""
+        if self.rollout.max_staleness and self.correction.kind == "off" and self.objective.kind != "path":
+            yield (
+                "rollout.max_staleness",
+                "1 learns from completions of older weights, which biases every update; weigh tokens by correction: "
+                "truncate, or use 0",
+            )
         biases, correction = self.rollout.biases(), self.correction
         if not biases:
             return

@@ -104,10 +104,12 @@ class ServedEngine(VLLMEngine):
         start, ranks = time.perf_counter(), sharded.setting.ranks
         self._pushes += 1
         label = f"{self._mark_of_run}-{self._pushes}"
+        self.expect(label, sharded.state.updates)
+        on_their_way = any(ranks.gather(self.in_flight))
         with ranks.together():
-            pushed = self._pushed(sharded, label)
+            pushed = self._pushed(sharded, label, on_their_way=on_their_way)
         servers = ranks.agree(pushed)
-        self.follow(servers, label, sharded.state.updates)
+        self.follow(servers)
         if self._is_proved():
             present = [server for server in self.servers if server.url in servers]
             self.proofs = self._prover.prove(sharded, present)
@@ -124,7 +126,7 @@ class ServedEngine(VLLMEngine):
         super().close()
         self._publisher.close()
 
-    def _pushed(self, sharded: ShardedModel, label: str) -> list[str]:
+    def _pushed(self, sharded: ShardedModel, label: str, *, on_their_way: bool) -> list[str]:
         """Return the addresses of the servers that took the weights; on rank 0."""
         plan = outgoing(sharded)
         tensors = _stream(sharded, plan)
@@ -136,7 +138,7 @@ class ServedEngine(VLLMEngine):
             living = living_of(self.servers, self._section)
             for server in living:
                 self._publisher.lease(server, server_state(server, sharded).identity)
-            dead = self._publisher.push(living, tensors, plan.headers, label)
+            dead = self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
             for url, why in dead.items():
                 print(
                     f"warning: the server at {url} {why} while weights were pushed to it, and is left out", flush=True
