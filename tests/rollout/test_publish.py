@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 import xxhash
 
-from holdfast.cli.prove import prove
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -106,10 +104,3 @@ def test_no_secret_stands_on_a_command_line(tmp_path: Path) -> None:
     assert environment["PYTHONPATH"] == str(tmp_path)
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert "--no-enable-chunked-prefill" in command
-
-
-def test_a_proof_of_a_run_says_that_servers_are_outside_of_it(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(json.dumps(tree({"kind": "vllm", "url": URL})))
-
-    with pytest.raises(ConfigError, match="outside of what can be proved"):
-        prove(tmp_path / "run.yaml", [], steps=4, kill_at=3)
