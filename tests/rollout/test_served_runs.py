@@ -88,6 +88,8 @@ def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, stalen
     metrics = read_metrics(tmp_path / "r" / METRICS)
     differences = [line["sampling/sampling_logp_difference/mean"] for line in metrics if "loss" in line]
     assert [difference > 1e-3 for difference in differences] == [False] + 3 * [staleness == 1]
+    largest = [line["sampling/sampling_logp_difference/max"] for line in metrics if "loss" in line]
+    assert all(most >= mean for most, mean in zip(largest, differences, strict=True))
     assert all(line["ratio/mean"] == 1.0 for line in metrics if "loss" in line)  # against the proximal policy
 
 
