@@ -111,7 +111,9 @@ class ServedModel:
             "block": 16,
             "device": "cpu",
             "experts": False,
-            "version": "0.32.0",
+            "version": "0.32.0+cpu",
+            "tokenizer": None,
+            "template": None,
         } | self.facts
 
     @torch.no_grad()

@@ -48,6 +48,8 @@ class VLLMEngineConfig(EndpointConfig):
     kind: Literal["vllm"] = "vllm"
     url: Annotated[list[str], Field(min_length=1), OneOrSeveral()]
     """One address or several, without a version, as in http://127.0.0.1:8700."""
+    version: str = "0.32"
+    """Beginning of the version of vLLM that servers must have; weights are pushed by routes that change with it."""
     start: bool = False
     """Start a server at each address beside the ranks, as `holdfast serve` does, and end it with them."""
     python: str = "python"

@@ -70,6 +70,7 @@ def walk_a_step(run: PolicyRun) -> None:
         with private_randomness(), _nothing_kept(run):
             _walk(run, walk)
     except Exception as error:
+        run.evaluation.sampler.engine.close()  # there will be no run that does
         if isinstance(error, HoldfastError) or run.setting.world.failure.broken_by_peer(error):
             raise
         why = " ".join(str(error).split()) or type(error).__name__

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import xxhash
 
 import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
@@ -11,6 +16,9 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.rollout.servers import BACKEND, ServerState, VLLMServer
 from holdfast.training.run import ShardedModel
+
+PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
+"""Servers cut the same text (`rollout/vllm_extension.py`)."""
 
 
 def met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig) -> list[ServerState]:
@@ -27,7 +35,7 @@ def met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngin
                 how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
                 raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
             time.sleep(patience.server_look_seconds)
-    return [server_state(server, sharded) for server in servers]
+    return [server_state(server, sharded, section) for server in servers]
 
 
 def living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
@@ -53,7 +61,7 @@ def living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[
         time.sleep(patience.server_look_seconds)
 
 
-def server_state(server: VLLMServer, sharded: ShardedModel) -> ServerState:
+def server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineConfig) -> ServerState:
     """Return what a server says of itself, if it fits the run.
 
     Raises:
@@ -70,12 +78,26 @@ def server_state(server: VLLMServer, sharded: ShardedModel) -> ServerState:
     facts, config = state.facts, sharded.setting.config
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
     dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
+    tokenizer, template = _tokenizer_digest(sharded.origin.tokenizer), _template_digest(sharded.origin.tokenizer)
     checks = (
         (facts["backend"] == BACKEND, "takes no weights of ours (--weight-transfer-config)"),
         (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
         (
             facts["vocabulary"] == vocabulary,
             f"serves another model: its vocabulary has {facts['vocabulary']} tokens, the policy's {vocabulary}",
+        ),
+        (
+            str(facts.get("version")).startswith(section.version),
+            f"is vLLM {facts.get('version')}, and {section.version} is what was tested (tools/install_vllm.sh; "
+            "rollout.engine.version says what to expect)",
+        ),
+        (
+            None in {tokenizer, facts.get("tokenizer")} or tokenizer == facts["tokenizer"],
+            "has another tokenizer than the policy, so it serves another model",
+        ),
+        (
+            None in {template, facts.get("template")} or template == facts["template"],
+            "has another chat template than the policy, so it serves another model",
         ),
         (
             state.longest >= longest,
@@ -99,3 +121,17 @@ def server_state(server: VLLMServer, sharded: ShardedModel) -> ServerState:
             "one that fits."
         )
     return state
+
+
+@lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    vocabulary, probe = backend.get_vocab(), backend.encode(PROBE, add_special_tokens=False).ids
+    return str(xxhash.xxh3_128_hexdigest(json.dumps([sorted(vocabulary.items()), probe]).encode()))
+
+
+def _template_digest(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    return str(xxhash.xxh3_128_hexdigest(template.encode())) if isinstance(template, str) else None

@@ -137,7 +137,7 @@ class ServedEngine(VLLMEngine):
         try:
             living = living_of(self.servers, self._section)
             for server in living:
-                self._publisher.lease(server, server_state(server, sharded).identity)
+                self._publisher.lease(server, server_state(server, sharded, self._section).identity)
             dead = self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
             for url, why in dead.items():
                 print(
