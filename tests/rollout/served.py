@@ -50,6 +50,10 @@ class ServedModel:
     slow_after: int = 0
     answer: Callable[[str, Any], Any] = lambda path, told: told
     """Spoils answers."""
+    garble: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
+    """Spoils a bucket behind the checks."""
+    tells: bool = True
+    """Whether layers tell what they compute with."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """What happened when, on the monotonic clock."""
     version: str = "none"
@@ -72,6 +76,8 @@ class ServedModel:
     def post(self, path: str, query: Mapping[str, list[str]], asked: Any) -> Any:
         """Do what is asked, and return the answer."""
         match path:
+            case "/collective_rpc" if asked["method"] == "holdfast_inspect":
+                return {"results": [self.inspect(load_file(asked["kwargs"]["file"]))]}
             case "/collective_rpc":
                 return {"results": [self.identity()]}
             case "/pause":
@@ -85,7 +91,7 @@ class ServedModel:
                     self.aborted.discard("")
                     self.lock.notify_all()
             case "/update_weights":
-                self.tensors |= load_file(asked["update_info"]["file"])
+                self.tensors |= self.garble(load_file(asked["update_info"]["file"]))
             case "/finish_weight_update":
                 with self.lock:
                     self.model.load_state_dict(self.tensors)
@@ -115,6 +121,10 @@ class ServedModel:
             "tokenizer": None,
             "template": None,
         } | self.facts
+
+    def inspect(self, sent: dict[str, torch.Tensor]) -> dict[str, float | None]:
+        has = self.model.state_dict()
+        return {name: float((has[name] - value).abs().max()) if self.tells else None for name, value in sent.items()}
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:

@@ -65,7 +65,7 @@ def test_a_server_of_the_same_tokenizer_and_template_fits(tmp_path: Path) -> Non
 def digests_of_the_extension(place: Path) -> dict[str, str]:
     """Return what a worker of vLLM says of a directory's tokenizer: its file is read, its imports of vLLM left out."""
     source = Path(holdfast.rollout.servers.__file__).with_name("vllm_extension.py").read_text()
-    functions = source[source.index("@functools.cache\ndef tokenizer_digest") : source.index("class Extension")]
+    functions = source[source.index("@functools.cache\ndef tokenizer_digest") : source.index("PROBES = ")]
     probe = source[source.index("PROBE = ") : source.index("_IDENTITY")]
     names: dict[str, Any] = {
         "functools": functools, "json": json, "Path": Path, "Tokenizer": Tokenizer, "xxhash": xxhash,
@@ -143,3 +143,34 @@ def test_a_completion_that_the_context_cut_ends_the_run(tmp_path: Path) -> None:
         pytest.raises(RunStopped, match="cut a completion at 1 tokens where 6 were asked for"),
     ):
         run(tmp_path, served_tree([url], str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("tells", "words"),
+    [
+        (True, "these tensors are not what was sent: model.layers.0.mlp.up_proj.weight. Nothing was sampled"),
+        (False, "which tensor it is cannot be told"),
+    ],
+)
+def test_a_tensor_that_changed_behind_the_checks_is_named_where_a_layer_tells(
+    tmp_path: Path, tells: bool, words: str
+) -> None:
+    def garble(tensors: dict[str, Any]) -> dict[str, Any]:
+        for name, value in tensors.items():
+            if name.endswith("up_proj.weight"):
+                value[3, 5] += 0.3
+        return tensors
+
+    served = ServedModel(garble=garble, tells=tells)
+    with serving(served) as url, pytest.raises(RunStopped, match=f"say other log-probabilities.*{words}"):
+        run(tmp_path, served_tree([url], str(tmp_path)))
+
+    assert not any(what.startswith("asked") for _, what in served.events)
+
+
+def test_transfer_from_gpu_to_gpu_is_refused_without_one(tmp_path: Path) -> None:
+    tree = served_tree(["http://127.0.0.1:9"], str(tmp_path))
+    tree["rollout"]["engine"]["transport"] = "nccl"
+
+    with pytest.raises(ConfigError, match=r"transport: nccl moves weights from GPU to GPU, and the ranks .* on cpu"):
+        run(tmp_path, tree)

@@ -20,6 +20,13 @@ Build = Callable[..., Policy]
 BEHIND_THE_TRANSFER = [
     "stale", "gate_as_up", "adapter_twice", "half_a_bucket", "other_dtype", "head_not_sent", "norm_not_sent",
 ]  # fmt: skip
+NAMED = {
+    "gate_as_up": "model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight.",
+    "adapter_twice": "model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight",
+    "head_not_sent": "lm_head.weight.",
+    "norm_not_sent": "model.norm.weight.",
+}
+"""Tensors that the server itself finds to differ."""
 
 
 def requests(count: int, each: int = 4) -> list[Request]:
@@ -121,6 +128,8 @@ def test_a_fault_behind_the_transfer_stops_the_run(policy_of: Build, fleet: Flee
 
     if fault == "stale":
         assert "its weights are stale" in str(caught.value)
+    if "say other" in str(caught.value) and fault in NAMED:
+        assert f"not what was sent: {NAMED[fault]}" in str(caught.value)
     fleet.heal()
     policy.publish()
     assert max(proof.difference for proof in policy.engine.proofs) <= 1e-4

@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,17 +120,38 @@ class Publisher:
         push = _Push(servers)
         push.each(lambda server: _begin(server, headers, keep=keep))
         for bucket, is_last in _with_last(buckets(tensors, self.bucket_mib * _MIB)):
-            file = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors"
-            try:
-                self._write(file, bucket)
-                hashes = {name: digest(tensor) for name, tensor in bucket.items()}
+            hashes = {name: digest(tensor) for name, tensor in bucket.items()}
+            with self._laid(bucket) as file:
                 content = {"update_info": {"file": str(file), "hashes": hashes, "last": is_last}}
-                bucket.clear()
                 push.each(lambda server, content=content: server.post("/update_weights", content))  # type: ignore[misc]
-            finally:
-                file.unlink(missing_ok=True)
         push.each(lambda server: _end(server, label))
         return push.dead
+
+    def inspect(
+        self, servers: Sequence[VLLMServer], tensors: Iterable[tuple[str, Tensor]]
+    ) -> dict[str, dict[str, float | None]]:
+        """Return by address and tensor how far what a server computes with is from these weights, relative to them.
+
+        None stands where a server cannot say.
+        """
+        differences: dict[str, dict[str, float | None]] = {server.url: {} for server in servers}
+        for bucket in buckets(tensors, self.bucket_mib * _MIB):
+            with self._laid(bucket) as file:
+                for server in servers:
+                    content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
+                    differences[server.url] |= server.post("/collective_rpc", content)["results"][0]
+        return differences
+
+    @contextmanager
+    def _laid(self, bucket: TensorBucket) -> Iterator[Path]:
+        """Give the file of a bucket, whose tensors are in memory no more."""
+        file = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors"
+        try:
+            self._write(file, bucket)
+            bucket.clear()
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
 
     def _write(self, file: Path, bucket: TensorBucket) -> None:
         try:

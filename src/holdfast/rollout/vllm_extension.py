@@ -172,8 +172,56 @@ def template_digest(place: str) -> str | None:
     return xxhash.xxh3_128_hexdigest(text.encode()) if isinstance(text, str) else None
 
 
+PROBES = 4
+"""Random vectors that a layer is asked about."""
+
+
+@torch.no_grad()
+def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float | None:
+    """Return how far what the model computes with is from a tensor that was sent, relative to it; None if none can say.
+
+    A matrix is told by what its layer makes of random vectors: vLLM keeps packed copies, and its parameter may be the
+    new one, the old one or empty meanwhile. A layer that holds several matrices is asked for the rows of this one.
+    """
+    path, _, kind = name.rpartition(".")
+    modules, part = dict(model.named_modules()), slice(0, sent.shape[0])
+    module: Any = modules.get(path)
+    if module is None:
+        parent, _, leaf = path.rpartition(".")
+        for packed, leaves in getattr(model, "packed_modules_mapping", {}).items():
+            module = modules.get(f"{parent}.{packed}") if leaf in leaves else None
+            if module is not None:
+                sizes = list(module.output_sizes)
+                start = sum(sizes[: leaves.index(leaf)])
+                part = slice(start, start + sent.shape[0])
+                break
+    if module is None:
+        return None
+    sent = sent.float()
+    is_matrix = kind == "weight" and sent.ndim == 2 and type(module).__name__ != "VocabParallelEmbedding"
+    if is_matrix and hasattr(module, "quant_method"):
+        draw = torch.Generator().manual_seed(0)
+        probe = torch.randn(PROBES, sent.shape[1], generator=draw)
+        like = next(iter(model.parameters()))
+        made = module.quant_method.apply(module, probe.to(like.device, like.dtype), None)[:, part].float().cpu()
+        sent = probe @ sent.t()
+    else:
+        value = getattr(module, kind, None)
+        if value is None or value.shape[0] < part.stop:
+            return None
+        made = value[part].float().cpu()
+    return float((made - sent).abs().max() / sent.abs().max().clamp(min=1e-6))
+
+
 class Extension:
     """What /collective_rpc may call by name, beside the worker's own methods."""
+
+    def holdfast_inspect(self, file: str) -> dict[str, float | None]:
+        """Return the difference of every tensor of a bucket from what the model computes with."""
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        with safe_open(file, framework="pt") as bucket:
+            return {name: difference(model, name, bucket.get_tensor(name)) for name in bucket.keys()}  # noqa: SIM118
 
     def holdfast_identity(self) -> dict[str, Any]:
         """Return what a trainer asks before its first push."""
@@ -190,6 +238,7 @@ class Extension:
             "block": int(config.cache_config.block_size),
             "device": str(config.device_config.device_type),
             "experts": has_experts(worker.model_runner.get_model()),
+            "workers": int(config.parallel_config.world_size),
             "version": str(vllm.__version__),
             "tokenizer": tokenizer_digest(config.model_config.tokenizer),
             "template": template_digest(config.model_config.tokenizer),

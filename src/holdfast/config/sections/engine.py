@@ -61,6 +61,9 @@ class VLLMEngineConfig(EndpointConfig):
     """Longest wait for one whole answer."""
     requests: PositiveInt = 64
     """Most requests of one rank at a time."""
+    transport: Literal["files", "nccl"] = "files"
+    """How weights travel: `files` by buckets in `folder`; `nccl` from GPU to GPU through vLLM's own transfer, which
+    needs vLLM where rank 0 runs. No GPU has run the second yet."""
     folder: str = "/dev/shm"  # noqa: S108 - memory, and files with names that nobody can guess
     """Where buckets of weights are laid for the servers; they see it under the same name."""
     bucket_mib: Positive = 256.0

@@ -75,12 +75,24 @@ def server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineC
             "and the version of its weights, and takes ours; `holdfast serve RUN.yaml` starts one. SGLang and others "
             "do not."
         ) from error
+    wrong = [why for right, why in _checks(state, sharded, section) if not right]
+    if wrong:
+        raise ConfigError(
+            f"rollout.engine.url: the server at {server.url} {'; it '.join(wrong)}. `holdfast serve RUN.yaml` starts "
+            "one that fits."
+        )
+    return state
+
+
+def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
+    """Return whether each thing fits, and what to say where it does not."""
     facts, config = state.facts, sharded.setting.config
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
     dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
+    backend = BACKEND if section.transport == "files" else section.transport
     tokenizer, template = _tokenizer_digest(sharded.origin.tokenizer), _template_digest(sharded.origin.tokenizer)
-    checks = (
-        (facts["backend"] == BACKEND, "takes no weights of ours (--weight-transfer-config)"),
+    return (
+        (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
         (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
         (
             facts["vocabulary"] == vocabulary,
@@ -114,13 +126,6 @@ def server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineC
             "rollout.engine: auto",
         ),
     )
-    wrong = [why for right, why in checks if not right]
-    if wrong:
-        raise ConfigError(
-            f"rollout.engine.url: the server at {server.url} {'; it '.join(wrong)}. `holdfast serve RUN.yaml` starts "
-            "one that fits."
-        )
-    return state
 
 
 @lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import RunStopped
+from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.publish import Publisher
@@ -26,7 +27,8 @@ from holdfast.rollout.servers import VLLMServer
 from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.run import ShardedModel
 from holdfast.training.serving.meet import living_of, met, server_state
-from holdfast.training.serving.proof import Proof, Prover
+from holdfast.training.serving.nccl import NCCLPublisher, refuse_nccl
+from holdfast.training.serving.proof import Proof, Prover, Suspects
 
 
 class Outgoing(NamedTuple):
@@ -50,15 +52,19 @@ def outgoing(sharded: ShardedModel) -> Outgoing:
     source, head = f"{of_module[id(inputs)]}.weight", f"{of_module[id(outputs)]}.weight"
     embedding = next(next(iter(each.targets)) for each in planned if source in each.sources or head in each.sources)
     # vLLM 0.32 leaves the old values packed in a tied head, so servers hold it as a matrix of its own.
-    return Outgoing(tuple(planned), {**headers, head: headers[embedding]}, (embedding, head))
+    ordered: dict[str, Header] = {}
+    for name, header in headers.items():  # as they are streamed
+        ordered |= {name: header, head: header} if name == embedding else {name: header}
+    return Outgoing(tuple(planned), ordered, (embedding, head))
 
 
-def _stream(sharded: ShardedModel, plan: Outgoing) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors on rank 0, on the CPU; elsewhere send their shards."""
+def _stream(sharded: ShardedModel, plan: Outgoing, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
     holdings, is_first = held_tensors(sharded.model), sharded.setting.world.is_first
     for name, pieces in converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first):
         parts = list(pieces)
-        whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        whole = whole if on_device else whole.cpu()
         yield name, whole
         if plan.tie is not None and name == plan.tie[0]:
             yield plan.tie[1], whole.clone()  # a bucket's file takes no memory twice
@@ -91,6 +97,7 @@ class ServedEngine(VLLMEngine):
         super().__init__(section, servers, stops)
         self._mark_of_run, self._pushes = mark, 0
         self._publisher = Publisher(Path(section.folder), section.bucket_mib)
+        self._nccl = NCCLPublisher() if section.transport == "nccl" else None
         self._prover = prover
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
@@ -112,7 +119,7 @@ class ServedEngine(VLLMEngine):
         self.follow(servers)
         if self._is_proved():
             present = [server for server in self.servers if server.url in servers]
-            self.proofs = self._prover.prove(sharded, present)
+            self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong))
         if self._pushes == 1 and sharded.setting.world.is_first:
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
@@ -120,6 +127,21 @@ class ServedEngine(VLLMEngine):
                 f"{time.perf_counter() - start:.1f} s: log-probabilities differ by {worst:.1e}",
                 flush=True,
             )
+
+    def _suspects(self, sharded: ShardedModel, wrong: Sequence[str]) -> Suspects:
+        """Return what servers compute with otherwise than the policy; all ranks call this together."""
+        tensors = _stream(sharded, outgoing(sharded))
+        if not sharded.setting.world.is_first:
+            for _ in tensors:
+                pass
+            return {}
+        try:
+            return self._publisher.inspect([server for server in self.servers if server.url in wrong], tensors)
+        except (EndpointRefuses, EndpointUnwell):
+            return {}
+        finally:
+            for _ in tensors:  # the other ranks are gathering
+                pass
 
     def close(self) -> None:
         """Close connections, and let other runs push."""
@@ -129,29 +151,40 @@ class ServedEngine(VLLMEngine):
     def _pushed(self, sharded: ShardedModel, label: str, *, on_their_way: bool) -> list[str]:
         """Return the addresses of the servers that took the weights; on rank 0."""
         plan = outgoing(sharded)
-        tensors = _stream(sharded, plan)
+        tensors = _stream(sharded, plan, on_device=self._nccl is not None)
         if not sharded.setting.world.is_first:
             for _ in tensors:
                 pass
             return []
         try:
             living = living_of(self.servers, self._section)
-            for server in living:
-                self._publisher.lease(server, server_state(server, sharded, self._section).identity)
-            dead = self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
-            for url, why in dead.items():
-                print(
-                    f"warning: the server at {url} {why} while weights were pushed to it, and is left out", flush=True
-                )
-            pushed = [server.url for server in living if server.url not in dead]
-            if not pushed:
-                raise RunStopped(
-                    f"No server took the weights: {'; '.join(f'{url} {why}' for url, why in dead.items())}."
-                )
-            return pushed
+            states = [server_state(server, sharded, self._section) for server in living]
+            for server, state in zip(living, states, strict=True):
+                self._publisher.lease(server, state.identity)
+            if self._nccl is None:
+                dead = self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
+            else:
+                dead = {}
+                pairs = zip(living, states, strict=True)
+                members = [(one, each.identity, int(each.facts["workers"])) for one, each in pairs]
+                self._nccl.push(members, tensors, plan.headers, label, keep=on_their_way)
+            return self._left(living, dead)
         finally:
             for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
                 pass
+
+    def _left(self, living: Sequence[VLLMServer], dead: Mapping[str, str]) -> list[str]:
+        """Name servers that died in a push, and return the others' addresses.
+
+        Raises:
+            RunStopped: There are none.
+        """
+        for url, why in dead.items():
+            print(f"warning: the server at {url} {why} while weights were pushed to it, and is left out", flush=True)
+        pushed = [server.url for server in living if server.url not in dead]
+        if not pushed:
+            raise RunStopped(f"No server took the weights: {'; '.join(f'{url} {why}' for url, why in dead.items())}.")
+        return pushed
 
     def _is_proved(self) -> bool:
         every = self._section.prove
@@ -167,6 +200,8 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
         ConfigError: One is not there, or serves something else.
     """
     ranks = sharded.setting.ranks
+    if section.transport == "nccl":
+        ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
     states = ranks.on_first_rank(lambda: met(servers, sharded, section))
     named = [replace(server, model=state.model) for server, state in zip(servers, states, strict=True)]
