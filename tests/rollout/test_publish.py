@@ -15,7 +15,7 @@ from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.servers import Served, command_of, environment_of
-from holdfast.rollout.publish import Publisher, buckets, digest
+from holdfast.rollout.publish import Publisher, digest
 from holdfast.rollout.servers import VLLMServer
 
 URL = "http://127.0.0.1:8700"
@@ -30,14 +30,6 @@ def tree(engine: object) -> dict[str, object]:
         "steps": 1,
         "rollout": {"engine": engine},
     }
-
-
-def test_buckets_have_all_tensors_in_order_and_no_more_bytes_than_allowed() -> None:
-    tensors = [(str(number), torch.zeros(size)) for number, size in enumerate([10, 10, 30, 5, 5, 5, 100, 1])]
-
-    made = list(buckets(tensors, most_bytes=25 * 4))
-
-    assert [list(bucket) for bucket in made] == [["0", "1"], ["2"], ["3", "4", "5"], ["6"], ["7"]]
 
 
 def test_a_hash_is_of_the_bytes_of_a_tensor() -> None:

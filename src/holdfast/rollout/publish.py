@@ -11,41 +11,26 @@ import atexit
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Header
+from holdfast.models.weights.safetensors_files import plan_files, tensor_bytes, write_file
 from holdfast.rollout.servers import VLLMServer
 
-TensorBucket = dict[str, Tensor]
 _MIB = 2**20
 _IS_OPEN = "already active"
 """What vLLM says of a session that nobody ended."""
-
-
-def buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: float) -> Iterator[TensorBucket]:
-    """Yield tensors in their order, as many together as fit; a larger one has a bucket of its own."""
-    bucket: TensorBucket = {}
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > most_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def digest(tensor: Tensor) -> str:
@@ -99,7 +84,7 @@ class Publisher:
     def push(
         self,
         servers: Sequence[VLLMServer],
-        tensors: Iterable[tuple[str, Tensor]],
+        tensors: Iterator[tuple[str, Tensor]],
         headers: Mapping[str, Header],
         label: str,
         *,
@@ -110,7 +95,7 @@ class Publisher:
         Args:
             servers: Well a moment ago.
             tensors: Whole ones on the CPU, under the names of the model's directory; not walked through on an error.
-            headers: Of all of them.
+            headers: Of all of them, in their order.
             label: Name of these weights, which no others have had.
             keep: Let completions that are on their way go on, with the new weights from here on; else they end.
 
@@ -119,46 +104,52 @@ class Publisher:
         """
         push = _Push(servers)
         push.each(lambda server: _begin(server, headers, keep=keep))
-        for bucket, is_last in _with_last(buckets(tensors, self.bucket_mib * _MIB)):
-            hashes = {name: digest(tensor) for name, tensor in bucket.items()}
-            with self._laid(bucket) as file:
-                content = {"update_info": {"file": str(file), "hashes": hashes, "last": is_last}}
-                push.each(lambda server, content=content: server.post("/update_weights", content))  # type: ignore[misc]
+        for file, hashes, is_last in self._files(tensors, headers):
+            content = {"update_info": {"file": str(file), "hashes": hashes, "last": is_last}}
+            push.each(lambda server, content=content: server.post("/update_weights", content))  # type: ignore[misc]
         push.each(lambda server: _end(server, label))
         return push.dead
 
     def inspect(
-        self, servers: Sequence[VLLMServer], tensors: Iterable[tuple[str, Tensor]]
+        self, servers: Sequence[VLLMServer], tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
     ) -> dict[str, dict[str, float | None]]:
         """Return by address and tensor how far what a server computes with is from these weights, relative to them.
 
         None stands where a server cannot say.
         """
         differences: dict[str, dict[str, float | None]] = {server.url: {} for server in servers}
-        for bucket in buckets(tensors, self.bucket_mib * _MIB):
-            with self._laid(bucket) as file:
-                for server in servers:
-                    content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
-                    differences[server.url] |= server.post("/collective_rpc", content)["results"][0]
+        for file, _, _ in self._files(tensors, headers):
+            for server in servers:
+                content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
+                differences[server.url] |= server.post("/collective_rpc", content)["results"][0]
         return differences
 
-    @contextmanager
-    def _laid(self, bucket: TensorBucket) -> Iterator[Path]:
-        """Give the file of a bucket, whose tensors are in memory no more."""
-        file = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors"
-        try:
-            self._write(file, bucket)
-            bucket.clear()
-            yield file
-        finally:
-            file.unlink(missing_ok=True)
+    def _files(
+        self, tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
+    ) -> Iterator[tuple[Path, dict[str, str], bool]]:
+        """Yield buckets: the file of each, the hashes of its tensors, and whether it is the last.
 
-    def _write(self, file: Path, bucket: TensorBucket) -> None:
+        A tensor is written when it comes, and the file removed before the next begins, so that a push takes the memory
+        of a tensor and of a bucket.
+        """
+        planned = list(plan_files(headers, int(self.bucket_mib * _MIB)).values())
+        for number, names in enumerate(planned):
+            file, hashes = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors", dict[str, str]()
+            try:
+                self._write(file, {name: headers[name] for name in names}, _hashed(tensors, hashes))
+                yield file, hashes, number == len(planned) - 1
+            finally:
+                file.unlink(missing_ok=True)
+
+    def _write(
+        self, file: Path, headers: Mapping[str, Header], tensors: Iterator[tuple[str, Iterator[Tensor]]]
+    ) -> None:
         try:
-            save_file({name: tensor.contiguous() for name, tensor in bucket.items()}, str(file))
+            with file.open("xb") as opened:
+                write_file(opened, headers, tensors)
         except OSError as error:
             raise RunStopped(
-                f"{sum(tensor.nbytes for tensor in bucket.values()) / _MIB:.0f} MiB of weights could not be written to "
+                f"{sum(map(tensor_bytes, headers.values())) / _MIB:.0f} MiB of weights could not be written to "
                 f"{file.parent} ({error}). Make room there, or name another rollout.engine.folder."
             ) from error
 
@@ -235,10 +226,8 @@ def _end(server: VLLMServer, label: str) -> None:
     server.post("/resume")
 
 
-def _with_last(items: Iterator[TensorBucket]) -> Iterator[tuple[TensorBucket, bool]]:
-    """Yield buckets, and whether each is the last; at most one waits."""
-    waiting = next(items, None)
-    while waiting is not None:
-        following = next(items, None)
-        yield waiting, following is None
-        waiting = following
+def _hashed(tensors: Iterator[tuple[str, Tensor]], hashes: dict[str, str]) -> Iterator[tuple[str, Iterator[Tensor]]]:
+    """Yield tensors as they come, and note their hashes."""
+    for name, tensor in tensors:
+        hashes[name] = digest(tensor)
+        yield name, iter([tensor])

@@ -61,6 +61,11 @@ class Proof:
     """Largest difference from what the server said after the push before; infinite at the first."""
 
 
+def proof_tokens(block: int) -> int:
+    """Return how many tokens the trainer scores in a proof, where a block of the servers' caches has so many."""
+    return sum(_LENGTHS) + block + _BEYOND_BLOCK
+
+
 class Prover:
     """Compares servers with the trainer after a push; all ranks have one.
 

@@ -67,7 +67,7 @@ def _stream(sharded: ShardedModel, plan: Outgoing, *, on_device: bool = False) -
         whole = whole if on_device else whole.cpu()
         yield name, whole
         if plan.tie is not None and name == plan.tie[0]:
-            yield plan.tie[1], whole.clone()  # a bucket's file takes no memory twice
+            yield plan.tie[1], whole
 
 
 def _dtype(sharded: ShardedModel) -> torch.dtype:
@@ -130,13 +130,16 @@ class ServedEngine(VLLMEngine):
 
     def _suspects(self, sharded: ShardedModel, wrong: Sequence[str]) -> Suspects:
         """Return what servers compute with otherwise than the policy; all ranks call this together."""
-        tensors = _stream(sharded, outgoing(sharded))
+        plan = outgoing(sharded)
+        tensors = _stream(sharded, plan)
         if not sharded.setting.world.is_first:
             for _ in tensors:
                 pass
             return {}
         try:
-            return self._publisher.inspect([server for server in self.servers if server.url in wrong], tensors)
+            return self._publisher.inspect(
+                [server for server in self.servers if server.url in wrong], tensors, plan.headers
+            )
         except (EndpointRefuses, EndpointUnwell):
             return {}
         finally:
