@@ -36,7 +36,8 @@ ROOMS = {
         serving
     """,
     "models": """
-        names scores
+        names support
+        scores
         layers source weights
         heads
         adapters check

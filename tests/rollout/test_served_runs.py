@@ -198,3 +198,14 @@ def test_staleness_that_cannot_be_is_told(sections: dict[str, Any], words: str) 
 
     with pytest.raises(ConfigError, match=words):
         from_mapping(tree, GRPOConfig)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_policy_that_is_renormalised_says_what_was_sampled(tmp_path: Path, renormalise: bool) -> None:
+    tree = served_tree([], str(tmp_path), steps=2, correction={"kind": "off" if renormalise else "truncate"})
+    tree["rollout"] |= {"engine": "auto", "top_k": 5, "top_p": 0.9, "renormalise": renormalise}
+
+    run(tmp_path, tree)
+
+    metrics = [line for line in read_metrics(tmp_path / "r" / METRICS) if "loss" in line]
+    assert all((line["sampling/sampling_logp_difference/max"] < 1e-5) is renormalise for line in metrics)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.models.support import Support
 from holdfast.types import Scores
 
 TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
@@ -47,6 +48,8 @@ class HeadSpec:
     chunk_tokens: int | None = None
     compiled: bool = False
     """Sweep a chunk's logits with kernels that torch.compile fuses."""
+    support: Support | None = None
+    """Renormalise log-probabilities over these tokens, and each one's own."""
 
 
 class HeadWeights(NamedTuple):
@@ -183,6 +186,8 @@ def logits_of(
 
 def _forward_chunk(hidden: Tensor, head: HeadWeights, targets: Tensor, how: _How) -> _Chunk:
     logits, slope = logits_of(hidden, head, how.spec, how.temperature)
+    if how.spec.support is not None:
+        logits = how.spec.support.restrict(logits, targets)
     chosen = logits.gather(1, targets[:, None]).squeeze(1)
     share = how.label_smoothing
     label = torch.lerp(chosen, logits.mean(-1), share) if share else chosen

@@ -230,4 +230,6 @@ def _hashed(tensors: Iterator[tuple[str, Tensor]], hashes: dict[str, str]) -> It
     """Yield tensors as they come, and note their hashes."""
     for name, tensor in tensors:
         hashes[name] = digest(tensor)
-        yield name, iter([tensor])
+        pieces = iter([tensor])
+        del tensor  # no name may hold it while the next one is gathered
+        yield name, pieces

@@ -98,6 +98,9 @@ class RolloutConfig(EngineConfig):
     max_staleness: Literal[0, 1] = 0
     """Steps by which the weights that sample may be older than those that learn. 0: a step samples, then learns. 1: the
     completions of the next step are sampled by servers while this one updates."""
+    renormalise: bool = False
+    """Train on log-probabilities over the tokens that top_k, top_p and min_p leave, as the trainer's own logits have
+    them, and not over the whole vocabulary: then these options bias no update."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"
     """Train a group with its prompt forwarded once; `auto`: where the model's attention allows it and it saves work,
     which without the flash kernel is decided group by group: completions are as long as the longest there."""
@@ -117,6 +120,11 @@ class RolloutConfig(EngineConfig):
         yield from super().mistakes()
         if self.temperature == 0:
             yield "temperature", "0 gives every completion of a group the same tokens; use 1.0"
+        if self.renormalise and not set(self.biases()) & {"top_k", "top_p", "min_p"}:
+            yield (
+                "renormalise",
+                "top_k, top_p and min_p leave no token out, so there is nothing to renormalise; leave it out",
+            )
         if self.max_staleness and not isinstance(self.engine, VLLMEngineConfig | RecordedEngineConfig):
             yield (
                 "max_staleness",

@@ -130,6 +130,10 @@ class GRPOConfig(TrainingConfig):
                 "truncate, or use 0",
             )
         biases, correction = self.rollout.biases(), self.correction
+        if self.rollout.renormalise:
+            biases = [name for name in biases if name == "repetition_penalty"]
+            if self.kl.coefficient > 0:
+                yield "rollout.renormalise", "a reference is scored over all tokens; leave it out, or kl.coefficient"
         if not biases:
             return
         why = f"{', '.join(biases)} draws from another distribution than the policy's, which biases every update"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from holdfast.errors import ConfigError, DataError
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.expert_choices import why_not_replayed
 from holdfast.models.layers.routers import routers_of
+from holdfast.models.support import Support
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import AheadEngine
@@ -178,6 +180,9 @@ def _sharded(config: GRPOConfig, started: Started, columns: Mapping[str, Sequenc
 
     sharded = build_model(started.setting, started.live, look)
     sharded.temperature = config.rollout.temperature
+    if config.rollout.renormalise:
+        support = Support(config.rollout.top_k, config.rollout.top_p, config.rollout.min_p)
+        sharded.model.head_spec = replace(sharded.model.head_spec, support=support)
     return sharded
 
 
