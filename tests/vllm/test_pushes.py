@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,32 @@ def test_log_probabilities_of_samples_are_the_trainers(policy_of: Build, options
     assert scored(policy, asked, first, sampling) > 1e-2  # of the weights before
     assert {completion.weights_version for completion in first} == {0}
     assert {completion.weights_version for completion in second} == {1}
+
+
+def test_completions_that_live_through_a_push_tell_which_tokens_are_of_which_weights(policy_of: Build) -> None:
+    policy = policy_of()
+    policy.publish()
+    asked, sampling = requests(8), SamplingConfig(max_new_tokens=190)
+    before = policy.oracle()
+
+    flight = policy.engine.begin(asked, sampling)
+    time.sleep(0.5)
+    policy.move(0.3)
+    policy.publish()
+    completions = flight.collect()
+
+    after, changed = policy.oracle(), [each for each in completions if each.segments]
+    assert changed
+    for each in changed:
+        (_, first), (start, second) = each.segments
+        assert (first, second) == (0, 1)
+        tokens = torch.from_numpy(np.concatenate([asked[each.request_id].prompt, each.tokens]))
+        told, size = torch.from_numpy(each.logprobs), len(asked[each.request_id].prompt)
+        for oracle, part in ((before, slice(0, start)), (after, slice(start, None))):
+            with torch.no_grad():
+                logprobs = oracle(input_ids=tokens[None]).logits[0, size - 1 : -1].log_softmax(-1)
+            chosen = logprobs.gather(1, tokens[size:, None])[:, 0]
+            assert float((chosen - told)[part].abs().max()) <= 1e-4
 
 
 def test_equal_requests_have_equal_samples_whichever_server_answers(policy_of: Build) -> None:
