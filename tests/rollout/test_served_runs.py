@@ -16,7 +16,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import METRICS, read_metrics
-from holdfast.parallel.mesh import joined_world
+from holdfast.parallel.mesh import World, joined_world
 from holdfast.recipes.grpo import grpo
 from tests.rollout.served import AHEAD, REWARD, ServedModel, served_tree, serving
 
@@ -45,10 +45,12 @@ def paced():
 '''
 _WORDS = "asked", "answered"
 STOPPING = """
+import time
 from pathlib import Path
 
 
 def at_2(event):
+    time.sleep(0.3)
     return "stop" if event.step == 2 and Path(WHILE).exists() else None
 """
 
@@ -138,6 +140,45 @@ def test_a_resume_trains_what_was_finished_and_asks_for_the_rest_again(tmp_path:
         assert same["tokens"] == np.frombuffer(base64.b64decode(one["tokens"]), "<i4").tolist()
         assert same["versions"] == [[0, 1]]
     assert all(one["versions"] == [[0, 2]] for one in trained.values())  # of the version that is pushed on a resume
+
+
+def in_a_pool(world: World, values: dict[str, Any], base: str) -> int:
+    return grpo(from_mapping(values, GRPOConfig), Path(base), world).step
+
+
+def test_completions_of_all_ranks_are_trained_at_another_number_of_ranks(tmp_path: Path, pools: Any) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "stopping.py").write_text(STOPPING.replace("WHILE", repr(str(tmp_path / "stopping"))))
+    (tmp_path / "stopping").touch()
+    served = ServedModel()
+    with serving(served) as url:
+        tree = served_tree([url], str(tmp_path), **AHEAD, observers=["stopping.py:at_2"])
+        tree["rollout"] |= {"max_staleness": 1, "record": True}
+        pools(2).run(in_a_pool, tree, str(tmp_path))
+        finished = {(one["request_id"], one["place"]) for one in ahead_of(tmp_path, 2)}
+        before = len(served.events)
+        (tmp_path / "stopping").unlink()
+
+        run(tmp_path, tree | {"steps": 3})
+
+    assert len(finished) == 8
+    assert len([what for _, what in served.events[before:] if what.startswith("asked")]) == 4  # before step 1 alone
+    assert all(one["versions"] == [[0, 1]] for one in recorded(tmp_path, 3))
+
+
+@pytest.mark.deep
+def test_prompts_are_drawn_again_where_groups_of_the_next_step_teach_nothing(tmp_path: Path) -> None:
+    served = ServedModel()
+    with serving(served) as url:
+        tree = served_tree([url], str(tmp_path), **AHEAD, groups={"flat": "resample"})
+        tree["rollout"] |= {"max_staleness": 1, "record": True, "max_new_tokens": 1}
+
+        run(tmp_path, tree)
+
+    metrics = [line for line in read_metrics(tmp_path / "r" / METRICS) if "loss" in line]
+    assert any(line["rollout/rounds"] > 1 for line in metrics)
+    versions = {version for step in (3, 4) for one in recorded(tmp_path, step) for _, version in one["versions"]}
+    assert versions == {1, 2, 3}  # those drawn again are of the present weights
 
 
 def test_completions_of_two_policies_tell_where_one_ends(tmp_path: Path) -> None:

@@ -77,11 +77,12 @@ def test_log_probabilities_of_samples_are_the_trainers(policy_of: Build, options
 def test_completions_that_live_through_a_push_tell_which_tokens_are_of_which_weights(policy_of: Build) -> None:
     policy = policy_of()
     policy.publish()
-    asked, sampling = requests(8), SamplingConfig(max_new_tokens=190)
+    asked, sampling = requests(40), SamplingConfig(max_new_tokens=190)
     before = policy.oracle()
 
     flight = policy.engine.begin(asked, sampling)
-    time.sleep(0.5)
+    while len(flight.finished()) < 40:  # of 160, of which 64 are asked for at a time
+        time.sleep(0.01)
     policy.move(0.3)
     policy.publish()
     completions = flight.collect()
