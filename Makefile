@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-browser test-slurm test-vllm test-all deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-devices test-browser test-slurm test-vllm test-all deep-tests lint types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -46,14 +46,18 @@ checks: setup
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint types count
 
 test: checks
-	$(PYTEST) -m "not slow and not gpu and not deep"
+	$(PYTEST) -m "not slow and not gpu and not deep and not devices"
 
 # Two Slurm nodes on this host, in some minutes; tools/install_slurm.sh installs what it needs.
 test-slurm: setup
 	$(BIN)/python -m pytest -n 0 -rs tests/cluster
 
 test-deep: checks
-	$(PYTEST) -m "deep and not slow and not gpu"
+	$(PYTEST) -m "deep and not slow and not gpu and not devices"
+
+# Steps as CUDA code on devices that compute nothing. One worker: each test looks at what the same few processes said.
+test-devices: checks
+	$(BIN)/python -m pytest -n 0 -m "devices and not slow and not gpu"
 
 # With a real vLLM, which has an environment of its own; two servers of 3 GiB at a time, so one worker.
 VLLM_VENV ?= .venv-vllm
@@ -62,7 +66,7 @@ test-vllm: setup
 	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/vllm
 
 deep-tests: setup
-	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu"
+	$(BIN)/python -m pytest --collect-only -q -o addopts="--strict-markers -p no:cacheprovider" -m "deep and not slow and not gpu and not devices"
 
 # The pages in Debian's Chromium; where it cannot be installed they are skipped, by name.
 test-browser: setup
@@ -70,8 +74,10 @@ test-browser: setup
 	$(BIN)/python -m pytest -n 0 -rs tests/browser
 
 test-all: checks
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not devices"
+	$(MAKE) --no-print-directory test-devices
 	tools/test_versions.sh
+	tools/test_cuda_build.sh
 	tools/test_trackers.sh
 	tools/test_rescue.sh
 
@@ -82,7 +88,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue failures vllm_client vllm_push staleness; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue failures plan_parts vllm_client vllm_push staleness; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 LANES = {
-    "test": "not slow and not gpu and not deep",
-    "test-deep": "deep and not slow and not gpu",
+    "test": "not slow and not gpu and not deep and not devices",
+    "test-deep": "deep and not slow and not gpu and not devices",
+    "test-devices": "devices and not slow and not gpu",
     "slow": "slow and not gpu",
     "gpu": "gpu",
 }
@@ -38,7 +39,8 @@ def parametrized(marks: Iterable[Any]) -> set[str]:
 
 def lane_of(marks: set[str]) -> str:
     """Return the lane of a test that has these marks."""
-    return next((lane for lane in ("gpu", "slow") if lane in marks), "test-deep" if "deep" in marks else "test")
+    named = {"gpu": "gpu", "slow": "slow", "devices": "test-devices", "deep": "test-deep"}
+    return next((lane for mark, lane in named.items() if mark in marks), "test")
 
 
 def spread(cases: int, total: int) -> set[int]:

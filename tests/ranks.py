@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -28,9 +31,10 @@ class RankError(AssertionError):
     """A case failed on some rank; the message holds that rank's traceback."""
 
 
-def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+def _serve(connection: Connection, rank: int, size: int, port: int, crash: str) -> None:
     torch.set_num_threads(1)
     end_with_tests()
+    faulthandler.enable(Path(crash).open("w"))  # noqa: SIM115 - open as long as the process lives
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     world = World(rank, size, rank, torch.device("cpu"), FailureChannel(store, rank, size))
@@ -71,6 +75,8 @@ class RankPool:
         self.size = size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._crashes = Path()
+        """Where ranks write their stacks if they crash, in a file by rank."""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
         """Return function(world, *args) of every rank, by rank; raise RankError with the first traceback."""
@@ -127,17 +133,21 @@ class RankPool:
         """Say how a rank ended that should not have; the next test gets new ones."""
         process = self._processes[rank]
         process.join(5.0)
+        stacks = (self._crashes / str(rank)).read_text(errors="replace")
         self.close(kill=True)
-        raise RankError(f"rank {rank} of a pool of {self.size} ended with exit code {process.exitcode}") from None
+        message = f"rank {rank} of a pool of {self.size} ended with exit code {process.exitcode}"
+        raise RankError(f"{message}\n{stacks}") from None
 
     def _start(self) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self._crashes = Path(tempfile.mkdtemp(prefix="ranks-"))
         context = multiprocessing.get_context("forkserver")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            args = (theirs, rank, self.size, port, str(self._crashes / str(rank)))
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -158,4 +168,6 @@ class RankPool:
         for connection, process in zip(self._connections, self._processes, strict=True):
             process.join(20)
             connection.close()
+        if self._processes:
+            shutil.rmtree(self._crashes)
         self._connections, self._processes = [], []

@@ -12,11 +12,11 @@ from tests.budgets import MINUTES, SUITES
 from tests.lanes import LANES, lane_of, parametrized, spread
 
 ROOT = Path(__file__).parents[1]
-MARKS = ("deep", "slow", "gpu")
+MARKS = ("deep", "slow", "gpu", "devices")
 
 
 # Tuples, since workers must agree on the names of tests, and sets have another order in each process.
-@pytest.mark.parametrize("marks", [marks for number in range(4) for marks in combinations(MARKS, number)], ids=str)
+@pytest.mark.parametrize("marks", [marks for number in range(5) for marks in combinations(MARKS, number)], ids=str)
 def test_whatever_its_marks_a_test_is_selected_by_one_lane(marks: tuple[str, ...]) -> None:
     selecting = [lane for lane, words in LANES.items() if eval(words, {mark: mark in marks for mark in MARKS})]
 
@@ -26,18 +26,20 @@ def test_whatever_its_marks_a_test_is_selected_by_one_lane(marks: tuple[str, ...
 def test_the_makefile_selects_by_the_marks_of_the_lanes() -> None:
     makefile = (ROOT / "Makefile").read_text()
 
-    recipes = re.findall(r"^(test\S*): checks\n\t\$\(PYTEST\) -m \"(.*)\"$", makefile, re.MULTILINE)
+    recipes = re.findall(r"^(test\S*): checks\n\t.*-m \"(.*)\"$", makefile, re.MULTILINE)
 
-    assert dict(recipes) == {lane: LANES[lane] for lane in ("test", "test-deep")} | {"test-all": "not gpu"}
+    assert dict(recipes) == {lane: LANES[lane] for lane in ("test", "test-deep", "test-devices")} | {
+        "test-all": "not gpu and not devices"
+    }
 
 
-def test_ci_runs_both_lanes() -> None:
-    assert "make test test-deep" in (ROOT / ".ci" / "run").read_text()
+def test_ci_runs_all_but_the_slow_lanes() -> None:
+    assert "make test test-deep test-devices" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_every_suite_has_minutes_in_both_lanes() -> None:
-    for minutes in MINUTES.values():
-        assert {*SUITES.values(), "units"} == {*minutes}
+    for lane in ("test", "test-deep"):
+        assert {*SUITES.values(), "units"} == {*MINUTES[lane]}
 
 
 def test_an_argument_that_has_the_name_of_a_fixture_starts_no_process() -> None:

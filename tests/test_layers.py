@@ -25,7 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout", "checkpoint"),
     ("training",),
     ("recipes",),
-    ("launch", "report"),
+    ("launch",),
+    ("plan", "report"),
     ("cli", "api", "integrations"),
 )
 """From the lowest up. Those of one layer never import each other."""

@@ -37,8 +37,8 @@ ROOMS = {
     """,
     "models": """
         names support
-        scores
         layers source weights
+        scores
         heads
         adapters check
         build

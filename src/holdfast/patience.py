@@ -59,6 +59,11 @@ class Patience:
     failure_linger_seconds: float = 1.5
     """Longest stay of a failed rank until all have heard of it."""
 
+    doctor_ranks_seconds: float = 120.0
+    """For ranks to start and meet, where `holdfast doctor` tries them."""
+    doctor_endpoint_seconds: float = 5.0
+    """For an endpoint to name its models."""
+
     lease_stale_seconds: float = 120.0
     """A lease of another host that was not renewed for this long is dead. All machines of a place must agree."""
     lease_renew_seconds: float = 15.0

@@ -5,11 +5,16 @@ embeddings), L tokens of one sequence, N scored tokens of a micro-batch.
 
 One index rule: position t speaks of token t. `predictor_index` says which position's hidden state predicts it; only
 packing writes it, and everything else gathers by it.
+
+Numbers of a device come to the host within a step by `host_value` alone. Each such value makes the host wait until the
+device has done all that was queued, so a step has few, and each says what it is for. Where tensors hold no numbers
+(`holdfast plan`, the lane of fake devices), whoever executes the step answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -229,3 +234,33 @@ class StepEvent:
     """Updates done so far, this one included."""
     epoch: float
     metrics: Mapping[str, float]
+
+
+Answer = Callable[["Tensor", str], "NDArray[Any]"]
+"""(a tensor without numbers, what its numbers are for) -> numbers of its shape"""
+
+_answers: list[Answer] = []
+
+
+def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
+    """Return a tensor's numbers; on a GPU this waits for the device.
+
+    Args:
+        tensor: Of a dtype that NumPy has.
+        reason: What the host needs the numbers for, a few words that name the place: plans list them.
+    """
+    if _answers:
+        return _answers[-1](tensor, reason)
+    # A copy on the CPU too: torch never again resizes a storage that NumPy has seen, and what rests in host memory is.
+    values: NDArray[Any] = tensor.detach().to("cpu", copy=True).numpy()
+    return values
+
+
+@contextmanager
+def answered_by(answer: Answer) -> Iterator[None]:
+    """Let somebody else answer within the block; for tensors that hold no numbers."""
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.pop()

@@ -16,10 +16,9 @@ from rich.cells import cell_len
 from holdfast.checkpoint.place.layout import FOLDER
 from holdfast.checkpoint.place.layout import LEASE as LEASE_NAME
 from holdfast.cli.runs import listed, runs_table
+from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.patience import Patience
 from holdfast.report import state
-from holdfast.training.control import BY_OBSERVER
-from holdfast.training.watched import BY_METRIC
 from tests.cli.commands import LiveRun
 from tests.cli.conftest import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
@@ -308,7 +307,6 @@ def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(
 
 def test_what_is_repeated_for_want_of_torch_is_the_same() -> None:
     assert f"{FOLDER}/{LEASE_NAME}" == state.LEASE
-    assert (state.BY_OBSERVER, state.BY_METRIC) == (BY_OBSERVER, BY_METRIC)
 
 
 def test_checkpoints_in_another_place_are_found(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:

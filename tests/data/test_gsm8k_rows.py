@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.sections.data import SourceConfig, TextConfig
-from holdfast.data.content.formats import recognise
+from holdfast.data.content.formats import row_shape
 from holdfast.data.rows.rows import columns_of, open_source
 from holdfast.data.tokens.chat import RowTokeniser
 
@@ -32,7 +32,7 @@ def test_the_trained_tokens_of_every_pair_are_its_answer(
 ) -> None:
     config = SourceConfig(path=str(gsm8k), columns={"prompt": "question", "completion": "answer"})
     source = open_source(config, Path())
-    formats = {source.name: recognise(columns_of(source))}
+    formats = {source.name: row_shape(columns_of(source))}
     tokeniser = RowTokeniser(tokenizer, TextConfig(max_length=2048, overlong="refuse"), Path(), formats=formats)
 
     assert source.size == len(rows) == 7473

@@ -13,7 +13,7 @@ from holdfast.data.content.formats import (
     PromptCompletion,
     normalise,
     prompt_of,
-    recognise,
+    row_shape,
 )
 from holdfast.errors import DataError
 
@@ -32,31 +32,31 @@ ANSWER = {"role": "assistant", "content": "4"}
     ],
 )
 def test_a_shape_is_recognised_by_its_columns(columns: list[str], shape: str) -> None:
-    assert recognise(columns) == shape
+    assert row_shape(columns) == shape
 
 
 def test_columns_that_fit_two_shapes_are_refused_until_one_is_named() -> None:
     with pytest.raises(DataError, match=r"columns text, messages, which fit messages and text\. Set data\.rows"):
-        recognise(["text", "messages"])
+        row_shape(["text", "messages"])
 
-    assert recognise(["text", "messages"], "text") == "text"
+    assert row_shape(["text", "messages"], "text") == "text"
 
 
 def test_columns_that_fit_no_shape_are_listed_with_the_shapes_we_know() -> None:
     with pytest.raises(
         DataError, match=re.escape("columns question, answer, which fit no shape we know: messages (mes")
     ):
-        recognise(["question", "answer"])
+        row_shape(["question", "answer"])
 
 
 def test_a_named_shape_whose_column_is_missing_is_refused() -> None:
     with pytest.raises(DataError, match="data.rows=prompt_completion needs the column completion, .* prompt, answer"):
-        recognise(["prompt", "answer"], "prompt_completion")
+        row_shape(["prompt", "answer"], "prompt_completion")
 
 
 def test_a_rendered_prompt_needs_no_column() -> None:
-    assert recognise(["question", "completion"], prompt_is_rendered=True) == "prompt_completion"
-    assert recognise(["topic", "output"], prompt_is_rendered=True) == "alpaca"
+    assert row_shape(["question", "completion"], prompt_is_rendered=True) == "prompt_completion"
+    assert row_shape(["topic", "output"], prompt_is_rendered=True) == "alpaca"
 
 
 def test_text_and_plain_prompts_stay_text() -> None:

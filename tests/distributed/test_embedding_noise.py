@@ -14,7 +14,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.heads.policy import EmbeddingNoise
+from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.parallel.mesh import World
 from tests.crash.runs import log_of, run, values_of
 from tests.distributed.cases import reference, settings, train

@@ -310,30 +310,34 @@ def test_rows_are_dealt_out_without_gap_or_overlap_even_when_there_are_fewer_tha
     assert [rank[1] for rank in found] == [(0, 1), (1, 1), (1, 1), (1, 1)]
 
 
-def gatherings(world: World, directory: str, reshard: bool) -> dict[str, Any]:
-    """Count what is gathered in passes with and without gradients, and how much of the root is gathered afterwards."""
+def gatherings(world: World, directory: str, reshard: bool, separable: bool = True) -> dict[str, Any]:
+    """Count what is gathered in passes with and without gradients, and say what is gathered afterwards."""
     tree = settings(directory, parallel={"reshard": reshard})
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows_of(64)))
-    batch = run.stream.next(0).micro_batches[0]
-    root = run.trained.model.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
-    shards = type(root).__name__
-    found: dict[str, Any] = {"units": len(run.trained.plan.units)}
+    model, batch = run.trained.model, run.stream.next(0).micro_batches[0]
+    objective = NegativeLogLikelihood(separable=separable)
+    parts = {"root": "model.norm.weight", "embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    shards = type(model.get_parameter(f"{POLICY_PREFIX}{parts['root']}")).__name__
+    outcome: dict[str, Any] = {"units": [unit.name for unit in run.trained.plan.units]}
 
     def count(name: str, work: Callable[[], object]) -> None:
         with CommDebugMode() as seen:
             work()
-        found[name] = sum(n for operation, n in seen.get_comm_counts().items() if "gather" in str(operation))
-        held = run.trained.model.get_parameter(f"{POLICY_PREFIX}model.norm.weight")
-        found[f"{name}: root"] = "shards" if type(held).__name__ == shards else "gathered"
+        outcome[name] = sum(n for operation, n in seen.get_comm_counts().items() if "gather" in str(operation))
+        left = {part: model.get_parameter(f"{POLICY_PREFIX}{path}") for part, path in parts.items()}
+        outcome[f"{name}: gathered"] = {part for part, value in left.items() if type(value).__name__ != shards}
 
     with torch.no_grad():
-        count("evaluation", lambda: run.trained.model(batch, run.evaluation.objective))
+        count("evaluation", lambda: model(batch, objective))
     loss: list[Any] = []
-    count("forward", lambda: loss.append(run.trained.model(batch, run.evaluation.objective).loss))
+    count("forward", lambda: loss.append(model(batch, objective).loss))
     count("backward", loss[0].backward)
     with torch.no_grad():
-        count("evaluation after it", lambda: run.trained.model(batch, run.evaluation.objective))
-    return found
+        count("evaluation after it", lambda: model(batch, objective))
+    return outcome
+
+
+ENDS = {"embedding", "head"}
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -341,13 +345,30 @@ def test_the_root_stays_gathered_for_the_backward_pass_that_begins_with_it(
     pools: Any, tmp_path: Path, reshard: bool
 ) -> None:
     directory = str(tiny_directory(tmp_path / "model", "llama"))
-    for found in pools(2).run(gatherings, directory, reshard):
-        units = found["units"]
-        assert units > 2
-        assert found["forward"] == (units if reshard else 0)  # whoever stays was gathered by the evaluation
-        assert found["backward"] == (units - 1 if reshard else 0)
-        assert found["forward: root"] == "gathered"
-        assert found["backward: root"] == "shards"
+    for outcome in pools(2).run(gatherings, directory, reshard):
+        units = len(outcome["units"])
+        assert units > 2 + len(ENDS)
+        assert outcome["forward"] == (units if reshard else 0)  # whoever stays was gathered by the evaluation
+        assert outcome["backward"] == (units - 1 - len(ENDS) if reshard else 0)
+        assert outcome["forward: gathered"] == ({"root"} if reshard else {"root", *ENDS})
+        assert outcome["backward: gathered"] == set()
         for name in ("evaluation", "evaluation after it"):
-            assert found[name] == units
-            assert found[f"{name}: root"] == ("shards" if reshard else "gathered")
+            assert outcome[name] == units
+            assert outcome[f"{name}: gathered"] == (set() if reshard else {"root", *ENDS})
+
+
+def test_a_head_is_gathered_again_where_its_gradients_are_formed_in_the_backward_pass(
+    pools: Any, tmp_path: Path
+) -> None:
+    directory = str(tiny_directory(tmp_path / "model", "llama"))
+    for outcome in pools(2).run(gatherings, directory, True, False):
+        units = len(outcome["units"])
+        assert outcome["forward: gathered"] == {"root"}
+        assert outcome["backward"] == units - 2  # all but root and embedding
+
+
+def test_a_tied_matrix_stays_with_the_root(pools: Any, tmp_path: Path) -> None:
+    directory = str(tiny_directory(tmp_path / "model", "llama", tie_word_embeddings=True))
+    for outcome in pools(2).run(gatherings, directory, True):
+        assert not {"model.embed_tokens", "lm_head"} & set(outcome["units"])
+        assert outcome["forward: gathered"] == {"root", *ENDS}

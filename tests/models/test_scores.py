@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from holdfast.models.scores import HeadSpec, HeadWeights, TokenTerms, score, separable_loss
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import HeadWeights, TokenTerms, add_product, score, separable_loss
 from holdfast.models.support import Support
 from holdfast.types import Scores
 
@@ -327,8 +329,9 @@ MEASURE = """
 import json, torch
 from torch import nn
 from pathlib import Path
-from holdfast.models.scores import HeadWeights, HeadSpec, score, separable_loss
-from holdfast.models.support import Support
+from holdfast.models.scores import add_product
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import HeadWeights, score, separable_loss
 
 def peak():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
@@ -392,6 +395,18 @@ def test_a_frozen_head_has_no_gradient_in_memory(peak_kilobytes: dict[str, int],
     saved = peak_kilobytes[f"{form}, short"] - peak_kilobytes[f"{form}, short, frozen head"]
 
     assert saved > 0.9 * HEAD_KB
+
+
+def test_a_product_in_another_dtype_is_added_in_slices_that_leave_no_row_out() -> None:
+    vocabulary, size = 1100, 2**15  # slices of 512 rows
+    generator = np.random.default_rng(0)
+    by_logits = generator.integers(-4, 5, (3, vocabulary)).astype(np.float32)
+    states = generator.integers(-4, 5, (3, size)).astype(np.float32)
+    total = torch.ones(vocabulary, size)
+
+    add_product(total, torch.from_numpy(by_logits).bfloat16(), torch.from_numpy(states).bfloat16())
+
+    np.testing.assert_array_equal(total.numpy(), 1 + by_logits.T @ states)  # small whole numbers: exact in both
 
 
 @pytest.mark.parametrize("support", [Support(top_k=5), Support(top_p=0.6), Support(top_k=9, top_p=0.8, min_p=0.1)])

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from holdfast.models.heads.student import distilled
-from holdfast.models.scores import HeadSpec, HeadWeights
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import HeadWeights
 from holdfast.objectives.supervised import Distillation
 from tests.models.test_scores import draw, leaves, plain
 from tests.oracle import distillation as oracle
@@ -127,7 +128,8 @@ def test_a_rank_without_tokens_still_has_a_loss_to_run_backwards() -> None:
 MEASURE = """
 import json, torch
 from pathlib import Path
-from holdfast.models.scores import HeadWeights, HeadSpec
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import HeadWeights
 from holdfast.models.heads.student import distilled
 from holdfast.objectives.supervised import Distillation
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from holdfast.config.sections.parallel import ParallelConfig
 from holdfast.errors import PlanError
-from holdfast.parallel.plan import ROOT, ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.plan import ROOT, Ends, ParameterInfo, ShardPlan, plan_shards
 
 BLOCKS = [f"model.layers.{index}" for index in range(4)]
 
@@ -21,9 +22,12 @@ def parameters(**changes: Any) -> list[ParameterInfo]:
     return [*found, *changes.get("more", [])]
 
 
+ENDS = Ends(embedding="model.embed", head="lm_head")
+
+
 def plan(config: dict[str, Any] | None = None, more: list[ParameterInfo] | None = None, **how: Any) -> ShardPlan:
     modules = ["", "model", "model.embed", "lm_head", *BLOCKS, *(f"{block}.mlp" for block in BLOCKS)]
-    options = {"shard": 2, "device": "cpu", "head": "lm_head"} | how
+    options = {"shard": 2, "device": "cpu", "ends": ENDS} | how
     return plan_shards(parameters(more=more or []), modules, BLOCKS, ParallelConfig(**(config or {})), **options)
 
 
@@ -35,6 +39,42 @@ def test_each_block_is_a_unit_and_the_root_holds_the_rest() -> None:
     assert made.units[0].bytes_ == (64 + 8) * 4
     assert made.units[-1].parameters == ("model.embed.weight",)
     assert (made.parameters, made.trainable) == (800 + 4 * 72, 800 + 4 * 72)
+
+
+def untied() -> list[ParameterInfo]:
+    table, *rest = parameters()
+    head = ParameterInfo("lm_head.weight", table.shape, "float32", True)
+    return [replace(table, aliases=()), *rest, ParameterInfo("model.norm.weight", (8,), "float32", True), head]
+
+
+def plan_of(members: list[ParameterInfo], config: dict[str, Any], ends: Ends = ENDS) -> ShardPlan:
+    modules = ["", "model", "model.embed", "model.norm", "lm_head", *BLOCKS]
+    return plan_shards(members, modules, BLOCKS, ParallelConfig(**config), shard=2, device="cpu", ends=ends)
+
+
+@pytest.mark.parametrize("patterns", [[], [r"layers\.\d+$"], [r"layers\.\d+$", "embed$", "head$"]])
+def test_embedding_and_head_are_units_of_their_own_and_the_root_holds_the_norm(patterns: list[str]) -> None:
+    made = plan_of(untied(), {"units": patterns})
+
+    units = {unit.name: unit for unit in made.units}
+    assert set(units) == {*BLOCKS, "model.embed", "lm_head", ROOT}
+    assert {name: unit.in_backward for name, unit in units.items() if unit.in_backward != "gathered"} == {
+        "model.embed": "not_read",
+        "lm_head": "as_the_loss_says",
+    }
+    assert units["lm_head"].parameters == ("lm_head.weight",)
+    assert units[ROOT].parameters == ("model.norm.weight",)
+
+
+def test_an_embedding_that_other_modules_read_stays_with_the_root() -> None:
+    made = plan_of(untied(), {}, Ends(head="lm_head"))
+
+    assert made.units[-1].parameters == ("model.embed.weight", "model.norm.weight")
+
+
+def test_a_layer_that_the_root_reads_by_itself_can_be_no_unit() -> None:
+    with pytest.raises(PlanError, match=r"a unit of lm_head, and the loss reads lm_head\.weight outside of it"):
+        plan_of(untied(), {"units": ["head"]}, Ends(read_by_root="lm_head"))
 
 
 def test_neighbouring_blocks_can_share_a_unit() -> None:
@@ -131,7 +171,7 @@ def test_every_parameter_has_exactly_one_unit() -> None:
     [
         ({"units": ["nothing"]}, [], r"'nothing' matches no module"),
         ({"units": ["embed$"]}, [], r"tied parameter would lie in two units \(model\.embed\.weight in model\.embed, "),
-        ({"units": ["head"]}, [], r"a unit of lm_head, and the loss reads lm_head\.weight outside of it"),
+        ({"units": ["head"]}, [], r"tied parameter would lie in two units \(model\.embed\.weight in \(root\), lm_head"),
         ({}, [ParameterInfo("scale", (), "float32", True)], r"^scale: a trained parameter without dimensions"),
         (
             {},

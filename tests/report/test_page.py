@@ -215,11 +215,49 @@ def test_the_difference_to_the_parent_run_is_shown(tmp_path: Path) -> None:
     assert "0.25" in text
 
 
+def plan_of(peak: int, device: str | None = "h100", **phases: int) -> str:
+    return json.dumps({"format": 1, "device": device, "peak_bytes": peak, "clock_phases": phases})
+
+
 def test_plan_and_measured_memory_stand_beside_each_other(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.steps(1, 3)
-    run.write("plan.json", '{"memory": {"peak_bytes": 1073741824}}')
+    run.write("plan.json", plan_of(2**30))
 
     text = Elements(page_of(run.place, place=tmp_path / "x.html")).text
 
     assert "planned 1 GiB of memory a rank, measured 512 MiB on rank 0 (50% of the plan)" in text
+    assert "Plan against measured" not in text
+
+
+def test_phases_that_plan_and_run_both_know_stand_beside_each_other(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.steps(1, 3)
+    run.write("plan.json", plan_of(2**30, forward_backward=2**30, optimizer=2**29, save=2**20))
+    for peaks in ({"forward_backward": 2**20}, {"forward_backward": 3 * 2**28, "optimizer": 2**30, "data": 2**10}):
+        run.append("events.jsonl", {"event": "memory", "step": 1, "device": "cuda", "peaks": peaks})
+
+    page = page_of(run.place, place=tmp_path / "x.html")
+
+    words = " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    assert "Plan against measured" in words
+    assert "forward_backward 1 GiB 768 MiB 75% 75% optimizer 512 MiB 1 GiB 200% 200%" in words
+    assert page.count("<meter ") == 2
+
+
+def test_devices_of_two_kinds_are_not_compared_by_phase(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.steps(1, 3)
+    run.write("plan.json", plan_of(2**30, forward_backward=2**30))
+    run.append("events.jsonl", {"event": "memory", "step": 1, "device": "cpu", "peaks": {"forward_backward": 2**30}})
+
+    assert "Plan against measured" not in page_of(run.place, place=tmp_path / "x.html")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"peak_bytes": "much"}', '{"peak_bytes": 1, "device": "h100"}', "{nan"])
+def test_a_plan_that_is_none_is_left_out(tmp_path: Path, text: str) -> None:
+    run = RunFolder(tmp_path)
+    run.steps(1, 3)
+    run.write("plan.json", text)
+
+    assert "there is no plan to compare it with" in page_of(run.place, place=tmp_path / "x.html")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.metrics.sink import SampleFiles
-from holdfast.report.curves import go_on
+from holdfast.report.curves import do_nothing
 from holdfast.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_whole, read_samples
 from tests.report.cases import RunFolder, killed_run
 
@@ -21,7 +21,7 @@ def test_completions_are_those_of_the_effective_run(tmp_path: Path) -> None:
     run.append("samples.jsonl", {"event": "rewind", "to": 15})
     run.samples(20, "b", ["again"])
 
-    items = read_samples(run.place, go_on).items
+    items = read_samples(run.place, do_nothing).items
 
     assert [(item.step, item.completion) for item in items] == [(10, "x"), (10, "y"), (20, "again")]
 
@@ -31,7 +31,7 @@ def test_long_texts_are_cut_and_whole_ones_are_read_again(tmp_path: Path) -> Non
     text = "".join(chr(97 + place % 26) for place in range(5000))
     run.samples(1, "p", ["short", text])
 
-    short, long = read_samples(run.place, go_on).items
+    short, long = read_samples(run.place, do_nothing).items
 
     assert long.completion == text[:SHOWN_CHARACTERS] + "…"
     assert long.whole is not None
@@ -57,7 +57,7 @@ def test_of_too_many_whole_steps_are_left_out_evenly(tmp_path: Path) -> None:
     for step in range(1, 401):
         run.samples(step, f"p{step}", ["a", "b", "c", "d"])
 
-    samples = read_samples(run.place, go_on, most=200)
+    samples = read_samples(run.place, do_nothing, most=200)
 
     steps = sorted({item.step for item in samples.items})
     assert samples.total == 1600
@@ -71,7 +71,7 @@ def test_tables_are_read_as_lines_are(tmp_path: Path) -> None:
     line = {"step": 3, "sample_id": 5, "prompt": "p", "completion": "c" * 400, "reward": 1.0, "rewards": {"exact": 1.0}}
     SampleFiles(run.place / "samples", 0).write([line | {"advantage": 0.5, "finish": "stop", "trained": True}])
 
-    (item,) = read_samples(run.place, go_on).items
+    (item,) = read_samples(run.place, do_nothing).items
 
     assert (item.step, item.sample_id, item.reward, item.parts) == (3, 5, 1.0, {"exact": 1.0})
     assert item.whole is not None
@@ -82,7 +82,7 @@ def test_what_is_no_number_has_none_and_tokens_are_printable(tmp_path: Path) -> 
     run = killed_run(tmp_path)
     run.samples(60, "x", ["bad"], reward=None, advantage=float("nan"), tokens=[["\x1b", -1.0, 0.0], ["torn"], 5])
 
-    items = read_samples(run.place, go_on).items
+    items = read_samples(run.place, do_nothing).items
 
     last = items[-1]
     assert (last.reward, last.advantage) == (None, None)

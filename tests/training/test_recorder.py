@@ -12,7 +12,7 @@ import pytest
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.training.policy.recorder import Shown, read_record, record_path, table, what_is_deleted
+from holdfast.training.policy.recorder import Shown, read_record, record_path, sample_table, what_is_deleted
 
 HEAD = {"step": 1, "base": "/", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {
@@ -94,7 +94,7 @@ def test_a_table_of_completions_has_reward_advantage_and_the_rewards_parts() -> 
     worst = shown(reward=-10.0, advantage=-0.7, rewards={"math": None, "reward": 0.0}, finish="length")
     newest = shown(reward=None, advantage=0.0, trained=False)
 
-    lines = table([("best", best), ("worst", worst), ("newest", newest)], 3).splitlines()
+    lines = sample_table([("best", best), ("worst", worst), ("newest", newest)], 3).splitlines()
 
     assert lines == [
         "completions of step 3:",
@@ -106,8 +106,8 @@ def test_a_table_of_completions_has_reward_advantage_and_the_rewards_parts() -> 
 
 
 def test_a_table_leaves_out_a_part_that_is_the_reward_and_parts_beyond_the_sixth() -> None:
-    alone = table([("best", shown(rewards={"exact": 1.5}))], 3).splitlines()
-    many = table([("best", shown(rewards={f"part{n}": float(n) for n in range(8)}))], 3).splitlines()
+    alone = sample_table([("best", shown(rewards={"exact": 1.5}))], 3).splitlines()
+    many = sample_table([("best", shown(rewards={f"part{n}": float(n) for n in range(8)}))], 3).splitlines()
 
     assert alone[1] == "          reward  advantage"
     assert many[1].split()[2:] == [*(f"part{n}" for n in range(6)), "(and", "2", "parts", "more)"]
@@ -118,7 +118,7 @@ def test_a_hostile_completion_is_one_escaped_line_of_bounded_length() -> None:
     hostile = "\x1b[2J\r\nstep 99/99  loss 0.0\x00\ud83d\u202e" + "x" * 100_000
     item = shown(completion=hostile, prompt=hostile[:40], rewards={"\x1b]0;name\x07" * 9: 1.0, "other": 0.0})
 
-    lines = table([("best", item)], 3).splitlines()
+    lines = sample_table([("best", item)], 3).splitlines()
 
     assert len(lines) == 3
     assert all(line.isprintable() and line.isascii() for line in lines)

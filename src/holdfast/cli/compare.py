@@ -9,7 +9,7 @@ from holdfast.escaping import escaped
 from holdfast.report.curves import Column
 from holdfast.report.metrics import EVALUATION, PHASES, leading
 from holdfast.report.reading import RunRecord
-from holdfast.report.sections import number, state_words
+from holdfast.report.sections import digits, state_words
 from holdfast.report.settings import NOT_THERE, setting_differences
 
 _STEPS = 5
@@ -104,8 +104,8 @@ def _at_equal_steps(name: str, one: Column, other: Column) -> Iterator[list[str]
     here = dict(zip(one.steps, one.values, strict=True))
     there = dict(zip(other.steps, other.values, strict=True))
     for step in _spread(sorted(here.keys() & there.keys())):
-        difference = "same" if here[step] == there[step] else number(there[step] - here[step])
-        yield [name, str(step), number(here[step]), number(there[step]), difference]
+        difference = "same" if here[step] == there[step] else digits(there[step] - here[step])
+        yield [name, str(step), digits(here[step]), digits(there[step]), difference]
 
 
 def _names(first: RunRecord, second: RunRecord) -> tuple[str, str]:

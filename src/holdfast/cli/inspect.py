@@ -201,12 +201,12 @@ def check(target: str, overrides: Sequence[str]) -> int:
     """
     from holdfast.config.sections.launch import LaunchConfig
     from holdfast.parallel.mesh import joined_world
-    from holdfast.training.build.suitability import examine
+    from holdfast.training.build.suitability import check_suitability
 
     config, base, asked = _run_of(target, overrides)
     _say(f"looking at {target}, which may take half a minute")
     with joined_world(LaunchConfig(ranks=1, device="cpu")) as world, _without_warnings():
-        accepted = examine(config, base, world, asked=asked, say=_say)
+        accepted = check_suitability(config, base, world, asked=asked, say=_say)
     return 0 if accepted else 1
 
 

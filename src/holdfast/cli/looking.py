@@ -25,7 +25,7 @@ def report(
 
 def watch(directory: RunDirectory) -> None:
     """Show a run in the terminal while it goes on: progress, curves, phases, ranks, checkpoints, samples, health."""
-    from holdfast.report.watch import watch as watch_run
+    from holdfast.report.watch import watch_run
 
     watch_run(directory)
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.beforehand import OptionalRunFile, Overrides, RunFile, doctor, env, plan
 from holdfast.cli.checkpoint import TrustCode
 from holdfast.cli.checkpoint import app as checkpoint_app
 from holdfast.cli.hints import HintingGroup
@@ -41,7 +42,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(launch_app, name="launch")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
-for look in (report, watch, push):
+for look in (plan, doctor, env, report, watch, push):
     app.command()(look)
 
 
@@ -53,15 +54,6 @@ class Damage(StrEnum):
     optimizer = "optimizer"
 
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[a.b=value ...]", help="Values that replace the file's.")
-]
-
-
-OptionalRunFile = Annotated[
-    Path | None, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)
-]
 Model = Annotated[
     str | None, typer.Option("--model", help="With --data, instead of a file: what `holdfast init` would write.")
 ]

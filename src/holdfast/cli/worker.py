@@ -56,7 +56,7 @@ def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
     from holdfast.recipes.grpo import grpo
     from holdfast.recipes.reward import reward
     from holdfast.recipes.sft import sft
-    from holdfast.training.control import is_end
+    from holdfast.training.watched import is_end
 
     if verb == "eval":
         if not scored_nothing(config, evaluate_run(config, base, world)):

@@ -88,6 +88,11 @@ class Survey:
         return max(self._of_length, default=0)
 
     @property
+    def mean_length(self) -> float:
+        """Tokens of a sequence in the mean, before any was cut; 0 if there is none."""
+        return sum(length * number for length, number in self._of_length.items()) / max(1, self.measured)
+
+    @property
     def measured(self) -> int:
         """Sequences before any was cut or left out."""
         return self._of_length.total()

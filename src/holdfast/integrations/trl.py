@@ -24,7 +24,7 @@ from holdfast.checkpoint.format.snapshot import RandomState, random_state, rando
 from holdfast.integrations.saves import UnsuitableTrainer, clear_leftovers, is_whole, save_again
 from holdfast.parallel.collectives import RankGroup
 
-FOLDER = "holdfast"
+OUTPUT_FOLDER = "holdfast"
 """Within checkpoint-N."""
 _STEP = re.compile(r"^checkpoint-(\d+)$")
 _PROGRESS = "trainer_state.json"
@@ -110,8 +110,8 @@ class _Saves:
         folder, ranks = Path(self._trainer.args.output_dir), RankGroup()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = ranks.on_first_rank(lambda: newest_whole(folder))
-        elif isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / FOLDER).is_dir():
-            path = str(Path(resume_from_checkpoint) / FOLDER)
+        elif isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / OUTPUT_FOLDER).is_dir():
+            path = str(Path(resume_from_checkpoint) / OUTPUT_FOLDER)
             ranks.on_first_rank(lambda: checkpoint.verify(path, "files"))
         return self._train(resume_from_checkpoint, *others, **named)
 
@@ -121,21 +121,21 @@ class _Saves:
         Raises:
             SaveFailed: On all ranks; older checkpoints are untouched.
         """
-        save_again(Path(output_dir) / FOLDER, self._trainer.model, self._optimizer, self._extra)
+        save_again(Path(output_dir) / OUTPUT_FOLDER, self._trainer.model, self._optimizer, self._extra)
 
     def load_model(self, path: str, model: Any = None) -> None:
         """Do nothing for a checkpoint of ours: `load` reads everything at once, when it was verified."""
-        if not (Path(path) / FOLDER).is_dir():
+        if not (Path(path) / OUTPUT_FOLDER).is_dir():
             self._own["_load_from_checkpoint"](path, model)
 
     def load(self, path: str | None) -> None:
         """Read weights, optimizer and schedule; nothing live is touched before everything was verified."""
-        if path is None or not (Path(path) / FOLDER).is_dir():
+        if path is None or not (Path(path) / OUTPUT_FOLDER).is_dir():
             self._own["_load_optimizer_and_scheduler"](path)
             return
         before = random_state()
         restored = checkpoint.load(
-            str(Path(path) / FOLDER), self._trainer.model, self._optimizer, hyperparameters="checkpoint"
+            str(Path(path) / OUTPUT_FOLDER), self._trainer.model, self._optimizer, hyperparameters="checkpoint"
         )
         self._trainer.lr_scheduler.load_state_dict(restored.extra["scheduler"])
         if restored.exact:
@@ -145,7 +145,7 @@ class _Saves:
     def load_random_state(self, path: str | None) -> None:
         """Put random state back, where the trainer asks for it: behind the batches that it skips."""
         if self._random is None:
-            self._own["_load_rng_state"](path if path is None or not (Path(path) / FOLDER).is_dir() else None)
+            self._own["_load_rng_state"](path if path is None or not (Path(path) / OUTPUT_FOLDER).is_dir() else None)
             return
         set_random_state(random_state_as_json(self._random))
         self._random = None
@@ -159,7 +159,7 @@ def newest_whole(folder: Path) -> str | None:
     steps = {int(match[1]): each for each in folder.glob("checkpoint-*") if (match := _STEP.match(each.name))}
     for step in sorted(steps, reverse=True):
         clear_leftovers(steps[step])
-        if is_whole(steps[step] / FOLDER) and _progress(steps[step]) == step:
+        if is_whole(steps[step] / OUTPUT_FOLDER) and _progress(steps[step]) == step:
             return str(steps[step])
     return None
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.versions import versions
+from holdfast.files import size_words
 from holdfast.launch.rendezvous import _STORE_VARIABLE
 
 LAUNCH_DIRECTORY_VARIABLE = "HOLDFAST_LAUNCH_DIR"
@@ -30,22 +32,28 @@ def is_first_rank(environ: Mapping[str, str] | None = None) -> bool:
     return not under_torchrun(environ) or environ["RANK"] == "0"
 
 
+def world_size() -> int:
+    """Return the number of ranks that somebody else has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def resolve_ranks(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> int:
     """Return the number of processes `launch` asks for; `auto` is one per visible GPU, or one."""
     if launch.ranks != "auto":
         return launch.ranks
     if launch.device == "cpu":
         return 1
-    return max(1, cuda_devices(os.environ if environ is None else environ))
+    return max(1, cuda_devices(environ))
 
 
 def computes_on_cpu(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> bool:
     """Return whether what a run starts has no GPU to compute on."""
-    return launch.device == "cpu" or not cuda_devices(os.environ if environ is None else environ)
+    return launch.device == "cpu" or not cuda_devices(environ)
 
 
-def cuda_devices(environ: Mapping[str, str]) -> int:
+def cuda_devices(environ: Mapping[str, str] | None = None) -> int:
     """Count the GPUs CUDA would show to a process with this environment, without importing torch."""
+    environ = os.environ if environ is None else environ
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return 0
@@ -77,6 +85,56 @@ def _installed_gpus(environ: Mapping[str, str]) -> int:
         return sum(1 for _ in _DRIVER_DIRECTORY.iterdir())
     except OSError:
         return 0
+
+
+_TOLD_VARIABLES = (
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "HF_HUB_OFFLINE",
+    "LOCAL_WORLD_SIZE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "WORLD_SIZE",
+)
+"""What `holdfast env` shows the values of. None of them is ever a secret, a path of the user's or a name of theirs."""
+_PLAIN = re.compile(r"[\w.,:=^-]{1,80}")
+
+
+def machine_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a bug report needs of a machine: versions, cores, memory, GPUs, and variables that are known by name.
+
+    The name of the host, the user and every other variable stay out.
+    """
+    environ = os.environ if environ is None else environ
+    facts = versions() | {
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": size_words(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "gpus": str(cuda_devices(environ)),
+    }
+    facts |= _gpu_facts(environ)
+    variables = {name: environ[name] for name in _TOLD_VARIABLES if name in environ}
+    return facts | {name: value if _PLAIN.fullmatch(value) else "(set)" for name, value in variables.items()}
+
+
+def _gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return {}
+    asked = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    lines = listing.stdout.splitlines() if listing.returncode == 0 else []
+    return {f"gpu {number}": line.strip() for number, line in enumerate(lines)}
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:

@@ -19,6 +19,12 @@ from typing import Any, Protocol
 from holdfast.files import RegularFile, again, open_regular, parse_json, write_all
 
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+BY_METRIC = "stop_when: "
+"""How the reason in a run's last event begins where a metric ended it."""
+BY_OBSERVER = "stopped by an observer"
+"""The whole reason where an observer did: an end like any other, unlike a signal or a clock, after which the run
+shall go on."""
 
 _BLOCK = 1 << 16
 

@@ -19,14 +19,13 @@ keeps only log-probabilities and computes each chunk again in the backward pass:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.models.support import Support
+from holdfast.models.layers.family import HeadSpec
 from holdfast.types import Scores
 
 TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
@@ -35,21 +34,8 @@ TokenTerms = Callable[[Tensor, Tensor | None, int, int], Tensor]
 CACHE_ELEMENTS = 65_536
 """Logits swept at once on the CPU: a block that stays in the second-level cache between two passes over it."""
 
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """How logits follow from hidden states: `softcap * tanh(scale * (W h + b) / softcap) / temperature`."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-    """Gemma 2 (arXiv:2408.00118, section 2)."""
-    float32_product: bool = False
-    """Multiply in float32 even when hidden states are bfloat16."""
-    chunk_tokens: int | None = None
-    compiled: bool = False
-    """Sweep a chunk's logits with kernels that torch.compile fuses."""
-    support: Support | None = None
-    """Renormalise log-probabilities over these tokens, and each one's own."""
+_PRODUCT_BYTES = 2**25
+"""Of a product that is to be added to a wider sum: as much of the vocabulary at once as makes so many."""
 
 
 class HeadWeights(NamedTuple):
@@ -119,7 +105,7 @@ def separable_loss(  # noqa: PLR0913 - the operands of a formula
             if gradients.wanted:
                 gradients.add(chunk, states[rows], product_head, targets[rows], rows, by_logprob, by_entropy)
             del chunk  # or two chunks of logits would be alive at once
-    total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.as_inputs(hidden, head))  # type: ignore[no-untyped-call]
+    total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.parts())  # type: ignore[no-untyped-call]
     return total, Scores(outputs.logprobs, outputs.is_top, outputs.entropy if entropy else None)
 
 
@@ -161,14 +147,7 @@ def chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
 def logits_of(
     hidden: Tensor, head: HeadWeights, spec: HeadSpec, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits [n, V], in float32 or better, and the derivative of their soft cap, None without one.
-
-    Args:
-        hidden: [n, H]
-        head: The output layer.
-        spec: How logits follow from hidden states.
-        temperature: Divides the logits.
-    """
+    """Return logits [n, V] of [n, H], in float32 or better, and the derivative of their soft cap, None without one."""
     logits = hidden @ head.weight.t()
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
@@ -281,20 +260,13 @@ class _HeadGradients:
         if self.hidden is not None:
             self.hidden[rows] = (narrow @ head.weight).mul_(row_factor[:, None].to(hidden.dtype))
         if self.weight is not None:
-            scaled = hidden * row_factor[:, None].to(hidden.dtype)
-            if self.weight.dtype == hidden.dtype:
-                self.weight.addmm_(narrow.t(), scaled)
-            else:
-                self.weight += narrow.t() @ scaled
+            add_product(self.weight, narrow, hidden * row_factor[:, None].to(hidden.dtype))
         if self.bias is not None:
             self.bias += (exponentials * row_factor[:, None]).sum(0)
 
-    def as_inputs(self, states: Tensor, head: HeadWeights) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the dtypes of the inputs."""
-        hidden = None if self.hidden is None else self.hidden.to(states.dtype)
-        weight = None if self.weight is None else self.weight.to(head.weight.dtype)
-        bias = None if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype)
-        return hidden, weight, bias
+    def parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of hidden states, weight and bias, the sums as wide as they were added up."""
+        return self.hidden, self.weight, self.bias
 
 
 def _prepared(hidden: Tensor, head: HeadWeights, how: _How) -> tuple[Tensor, HeadWeights]:
@@ -311,30 +283,6 @@ def _chunks(states: Tensor, head: HeadWeights, how: _How) -> Iterator[slice]:
     size = chunk_tokens(how.spec, head.weight.shape[0], states.device)
     for start in range(0, states.shape[0], size):
         yield slice(start, min(start + size, states.shape[0]))
-
-
-class WithGradients(torch.autograd.Function):
-    """A loss whose gradients by hidden states, weight and bias are known already."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
-        ctx: Any,
-        hidden: Tensor,  # noqa: ARG004
-        weight: Tensor,  # noqa: ARG004
-        bias: Tensor | None,  # noqa: ARG004
-        loss: Tensor,
-        gradients: Sequence[Tensor | None],
-    ) -> Tensor:
-        """Return the loss, and note its gradients."""
-        ctx.parts = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
-        """Return the gradients that were noted, times the loss's own."""
-        parts = [None if part is None else part.mul_(by_loss.to(part.dtype)) for part in ctx.parts]
-        ctx.parts = ()
-        return (*parts, None, None)
 
 
 class _Recompute(torch.autograd.Function):
@@ -355,6 +303,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_logprobs: Tensor, by_entropy: Tensor, _: Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
+        assert weight.untyped_storage().size(), "FSDP2 freed the head, and its loss computes from it again"
         how: _How = ctx.how
         states, head = _prepared(hidden, HeadWeights(weight, bias), how)
         gradients = _HeadGradients(states, head, how)
@@ -364,7 +313,8 @@ class _Recompute(torch.autograd.Function):
                 by_chunk_entropy = by_entropy[rows] if how.want_entropy else None
                 gradients.add(chunk, states[rows], head, targets[rows], rows, by_logprobs[rows], by_chunk_entropy)
                 del chunk
-        return (*gradients.as_inputs(hidden, HeadWeights(weight, bias)), None, None)
+        dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
+        return (*narrowed(list(gradients.parts()), dtypes), None, None)
 
 
 class _Outputs:
@@ -394,3 +344,57 @@ def _differentiate(terms: TokenTerms, chunk: _Chunk, rows: slice) -> tuple[Tenso
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(value, inputs, allow_unused=True)
     by_logprob = torch.zeros_like(chunk.logprobs) if gradients[0] is None else gradients[0]
     return value.detach(), by_logprob, gradients[1] if len(gradients) > 1 else None
+
+
+def add_product(total: Tensor, by_logits: Tensor, states: Tensor) -> None:
+    """Add `by_logits.T @ states`, [n, V] and [n, H] of one dtype, to a sum [V, H] in place.
+
+    A product in another dtype than the sum's needs memory of its own; it is formed in slices of the vocabulary.
+    """
+    if total.dtype == states.dtype:
+        total.addmm_(by_logits.t(), states)
+        return
+    rows = max(1, _PRODUCT_BYTES // (states.shape[1] * states.element_size()))
+    for start in range(0, total.shape[0], rows):
+        part = slice(start, start + rows)
+        total[part] += by_logits[:, part].t() @ states
+
+
+class WithGradients(torch.autograd.Function):
+    """A loss whose gradients by hidden states, weight and bias are known already, maybe in a wider dtype than theirs.
+
+    They are narrowed in the backward pass: until then a head that is split over ranks is gathered.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 - autograd's form
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: Tensor,
+        gradients: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Return the loss, and note its gradients."""
+        ctx.parts = list(gradients)
+        ctx.dtypes = [None if part is None else part.dtype for part in (hidden, weight, bias)]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Any, ...]:
+        """Return the gradients that were noted, times the loss's own."""
+        return (*narrowed(ctx.parts, ctx.dtypes, by_loss), None, None)
+
+
+def narrowed(
+    parts: list[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor | None = None
+) -> list[Tensor | None]:
+    """Return gradients in the dtypes of what they belong to, maybe times a factor; `parts` is emptied as they are."""
+    results: list[Tensor | None] = []
+    for dtype in dtypes:
+        part = parts.pop(0)
+        if part is not None:
+            part = part.to(dtype)  # the wide one is freed before the next is narrowed
+            part = part if factor is None else part.mul_(factor.to(part.dtype))
+        results.append(part)
+    return results

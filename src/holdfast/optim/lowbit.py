@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from holdfast.optim.wrapped import placed_like, shards_of, torchao_module
 from holdfast.parallel.apply import compiled
 from holdfast.parallel.shards import local_part
+from holdfast.types import host_value
 
 SPREAD = (0.7548776662466927, 0.5698402909980532)
 """Steps of the recurrence in two dimensions, for two averages: 1/x and 1/x^2, where x^3 = x + 1."""
@@ -110,7 +111,7 @@ class AdamWBF16(PerParameterAdamW):
         weight, gradient = local_part(parameter), local_part(parameter.grad).float()
         first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        step, (beta1, beta2) = float(host_value(state["step"], "steps of a parameter")), group["betas"]
         mean = first.float().lerp_(gradient, 1 - beta1)
         square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         round_evenly(first, mean, step * SPREAD[0])
@@ -170,7 +171,8 @@ class LowBitAdamW(PerParameterAdamW):
             state["exp_avg_sq"] = self._moment(parameter, signed=False)
         assert parameter.grad is not None
         state["step"] += 1
-        step, (beta1, beta2), rate = float(state["step"]), group["betas"], float(group["lr"])
+        step = float(host_value(state["step"], "steps of a parameter"))
+        (beta1, beta2), rate = group["betas"], float(group["lr"])
         # As tensors, since a compiled update would be compiled again for every other number.
         factors = torch.tensor(
             [1 - rate * group["weight_decay"], rate / (1 - beta1**step), math.sqrt(1 - beta2**step)],
@@ -231,7 +233,7 @@ def _update(
 
 def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a moment stands for; `to` alone would give a quantised one another face."""
-    return (moment if type(moment) is Tensor else moment.dequantize()).to(dtype)
+    return (moment.dequantize() if hasattr(moment, "__tensor_flatten__") else moment).to(dtype)
 
 
 def _local(moment: Tensor) -> Tensor:

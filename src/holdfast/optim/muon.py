@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from holdfast.parallel.shards import local_part, local_rows
 from holdfast.parallel.stream import full_tensor
+from holdfast.types import host_value
 
 MUON, ADAMW = "muon", "adamw"
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -129,7 +130,7 @@ class Muon(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
-        step, gradient = float(state["step"]), local_part(parameter.grad)
+        step, gradient = float(host_value(state["step"], "steps of a parameter")), local_part(parameter.grad)
         first, second = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

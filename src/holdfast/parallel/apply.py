@@ -76,8 +76,13 @@ def _shard(policy: nn.Module, unit: ShardUnit, options: Mapping[str, Any]) -> No
     fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=unit.reshard, **options)
     for module in modules:
         keep_recording(module)
-    if unit.name == ROOT and unit.reshard:
-        _keep_for_backward(policy)
+    match unit.in_backward:
+        case "gathered" if unit.name == ROOT and unit.reshard:
+            _keep_for_backward(policy)
+        case "not_read":
+            modules[0].set_unshard_in_backward(unshard_in_backward=False)  # type: ignore[operator]  # FSDP2's
+        case "as_the_loss_says":
+            _gather_as_asked(modules[0])
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -138,6 +143,28 @@ def _keep_for_backward(root: Any) -> None:
 
     root.register_forward_pre_hook(before)
     root.register_forward_hook(after, always_call=True)
+
+
+def _gather_as_asked(head: Any) -> None:
+    """Gather a head for the backward pass unless the call of it says that nothing there reads it."""
+
+    def before(module: Any, _: object, options: Mapping[str, Any]) -> None:
+        module.set_unshard_in_backward(options.get("again", True))
+        _free_gathering(module._get_fsdp_state()._comm_ctx)  # the names in every version
+
+    head.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _free_gathering(context: Any) -> None:
+    """Free the buffer out of which gathered parameters were copied, after the copy.
+
+    FSDP2 does so when it gathers the next unit. After the head there is none until the end of the forward pass, and the
+    buffer is as large as the head, beside the logits.
+    """
+    if context.all_gather_state is not None:
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            stream.wait_event(context.all_gather_state.event)
+        context.all_gather_state = None
 
 
 def _set_always_on(module: FSDPModule) -> None:

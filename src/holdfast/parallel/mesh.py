@@ -94,7 +94,12 @@ def joined_world(launch: LaunchConfig, call: int | None = None) -> Iterator[Worl
                 dist.barrier()  # whoever hosts the store stays as long as another rank needs it
         finally:
             dist.destroy_process_group()
-            _meshes.clear()  # a mesh keeps its groups, and each of those keeps sockets and threads
+            forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Let go of all meshes: each keeps its groups, and each of those keeps sockets and threads."""
+    _meshes.clear()
 
 
 def ranks_on(store: Store, machine: str) -> int:
@@ -131,6 +136,26 @@ _meshes: dict[tuple[str, int, int], tuple[object, DeviceMesh]] = {}
 """By device and shape: the group of all ranks that a mesh was made among, and the mesh."""
 
 
+def mesh_shape(parallel: ParallelConfig, ranks: int) -> tuple[int, int]:
+    """Return copies of the model, and the ranks that share one.
+
+    Raises:
+        ConfigError: replicate x shard is not the number of ranks.
+    """
+    if parallel.shard == "auto" and ranks % parallel.replicate:
+        raise ConfigError(
+            f"parallel.replicate={parallel.replicate} copies cannot be spread over {ranks} ranks. Set "
+            f"launch.ranks to a multiple of {parallel.replicate}, or lower parallel.replicate."
+        )
+    shard = ranks // parallel.replicate if parallel.shard == "auto" else parallel.shard
+    if parallel.replicate * shard != ranks:
+        raise ConfigError(
+            f"parallel.replicate={parallel.replicate} x parallel.shard={shard} is not the number of ranks, "
+            f"{ranks}. Set shard: auto, or launch.ranks: {parallel.replicate * max(shard, 1)}."
+        )
+    return parallel.replicate, shard
+
+
 def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
     """Arrange the ranks on the axes `AXES`, of which `context` and `expert` have one place each.
 
@@ -140,18 +165,7 @@ def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
     Raises:
         ConfigError: replicate x shard is not the number of ranks.
     """
-    if parallel.shard == "auto" and world.size % parallel.replicate:
-        raise ConfigError(
-            f"parallel.replicate={parallel.replicate} copies cannot be spread over {world.size} ranks. Set "
-            f"launch.ranks to a multiple of {parallel.replicate}, or lower parallel.replicate."
-        )
-    shard = world.size // parallel.replicate if parallel.shard == "auto" else parallel.shard
-    if parallel.replicate * shard != world.size:
-        raise ConfigError(
-            f"parallel.replicate={parallel.replicate} x parallel.shard={shard} is not the number of ranks, "
-            f"{world.size}. Set shard: auto, or launch.ranks: {parallel.replicate * max(shard, 1)}."
-        )
-    shape = (parallel.replicate, shard)
+    shape = mesh_shape(parallel, world.size)
     key = (world.device.type, *shape)
     among, mesh = _meshes.get(key, (None, None))
     if mesh is None or not dist.is_initialized() or among is not dist.group.WORLD:

@@ -18,6 +18,7 @@ from holdfast.errors import PlanError
 
 ROOT = "(root)"
 Recomputed = Literal["none", "full", "selective"]
+InBackward = Literal["gathered", "not_read", "as_the_loss_says"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,21 @@ class ShardUnit:
     """Storage of all its parameters, over all ranks of one copy."""
     trainable: int
     """Elements that are trained."""
+    in_backward: InBackward = "gathered"
+    """Whether the backward pass reads them: that of an embedding does not, and that of a head only where the loss did
+    not form the head's gradients in the forward pass."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Both ends of a model, by canonical path: units of their own, so that each is gathered while it is read."""
+
+    embedding: str | None = None
+    """A table whose rows are looked up and nothing else; None where other modules read it too."""
+    head: str | None = None
+    """The layer of logits, whose matrix a policy's loss reads in a call of the layer."""
+    read_by_root: str | None = None
+    """A layer whose matrix the root reads by itself: it can be no unit."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +144,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     shard: int,
     device: str,
     towers: Sequence[str] = (),
-    head: str | None = None,
+    ends: Ends = Ends(),  # noqa: B008 - frozen
 ) -> ShardPlan:
     """Plan how parameters are split.
 
@@ -140,14 +156,14 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         shard: Ranks of one copy.
         device: cpu or cuda.
         towers: Canonical paths of modules that only some batches run; each is a unit, its blocks aside.
-        head: Canonical path of the layer of logits, whose matrix the root reads: it can be no unit.
+        ends: Embedding and head. Where they are tied they stay with the root, gathered to the end of a backward pass.
 
     Raises:
         PlanError: A pattern matches nothing, or a parameter cannot be placed; parameters are named.
     """
     _refuse_scalars(parameters)
-    groups = _groups(modules, blocks, towers, config)
-    _refuse_head(head, groups)
+    groups = _groups(modules, blocks, towers, config) | _ends_apart(parameters, ends)
+    _refuse_read_by_root(ends.read_by_root, groups)
     _refuse_split_ties(parameters, groups)
     trained = any(parameter.trainable for parameter in parameters)
     numbers = [parameter for parameter in parameters if not parameter.stands_for]
@@ -158,7 +174,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     # Alone and stored as it is computed with, a model needs no FSDP2; but autograd adds gradients in their storage.
     whole = shard * config.replicate == 1 and not config.cpu_offload and _is_whole(numbers, compute)
     return ShardPlan(
-        units=_units(parameters, groups, config),
+        units=_units(parameters, groups, ends, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
         recompute=_recompute(blocks, config),
         compile_blocks=tuple(blocks) if config.compile == "blocks" else (),
@@ -193,8 +209,15 @@ def _count(parameters: Sequence[ParameterInfo]) -> int:
     return sum(parameter.stands_for or parameter.numel for parameter in parameters)
 
 
+def _ends_apart(parameters: Sequence[ParameterInfo], ends: Ends) -> dict[str, tuple[str, ...]]:
+    """Return the units of embedding and head, without what is tied to a parameter elsewhere."""
+    paths = [path for path in (ends.embedding, ends.head) if path is not None]
+    tied = {name for parameter in parameters if parameter.aliases for name in (parameter.name, *parameter.aliases)}
+    return {path: (path,) for path in paths if not any(name.startswith(f"{path}.") for name in tied)}
+
+
 def _units(
-    parameters: Sequence[ParameterInfo], groups: Mapping[str, tuple[str, ...]], config: ParallelConfig
+    parameters: Sequence[ParameterInfo], groups: Mapping[str, tuple[str, ...]], ends: Ends, config: ParallelConfig
 ) -> tuple[ShardUnit, ...]:
     """Deal parameters out to units, innermost unit first, the root last."""
     members: dict[str, list[ParameterInfo]] = {name: [] for name in (*groups, ROOT)}
@@ -202,7 +225,11 @@ def _units(
         if parameter.shape:
             members[_owner(parameter.name, groups)].append(parameter)
     innermost_first = sorted(groups.items(), key=lambda item: -max(path.count(".") for path in item[1]))
-    return tuple(_unit(name, paths, members[name], config) for name, paths in [*innermost_first, (ROOT, ())])
+    read: dict[str | None, InBackward] = {ends.embedding: "not_read", ends.head: "as_the_loss_says"}
+    return tuple(
+        _unit(name, paths, members[name], config, read.get(name, "gathered"))
+        for name, paths in [*innermost_first, (ROOT, ())]
+    )
 
 
 def _reduce_last_only(config: ParallelConfig, storage: set[str]) -> bool:
@@ -287,10 +314,10 @@ def _refuse_scalars(parameters: Sequence[ParameterInfo]) -> None:
         )
 
 
-def _refuse_head(head: str | None, groups: Mapping[str, tuple[str, ...]]) -> None:
-    if head in groups:
+def _refuse_read_by_root(path: str | None, groups: Mapping[str, tuple[str, ...]]) -> None:
+    if path in groups:
         raise PlanError(
-            f"parallel.units makes a unit of {head}, and the loss reads {head}.weight outside of it, where FSDP2 has "
+            f"parallel.units makes a unit of {path}, and the loss reads {path}.weight outside of it, where FSDP2 has "
             "only a shard. Leave it to the root: choose patterns that do not match it, such as 'layers\\.\\d+$'."
         )
 
@@ -306,7 +333,13 @@ def _refuse_split_ties(parameters: Sequence[ParameterInfo], groups: Mapping[str,
             )
 
 
-def _unit(name: str, modules: tuple[str, ...], members: Sequence[ParameterInfo], config: ParallelConfig) -> ShardUnit:
+def _unit(
+    name: str,
+    modules: tuple[str, ...],
+    members: Sequence[ParameterInfo],
+    config: ParallelConfig,
+    in_backward: InBackward,
+) -> ShardUnit:
     trained = {parameter.dtype: parameter.name for parameter in reversed(members) if parameter.trainable}
     if len(trained) > 1:
         examples = ", ".join(f"{example} is {dtype}" for dtype, example in reversed(trained.items()))
@@ -321,6 +354,7 @@ def _unit(name: str, modules: tuple[str, ...], members: Sequence[ParameterInfo],
         axis="shard",
         shard_dim=0,
         reshard=config.reshard,
+        in_backward=in_backward,
         bytes_=sum(parameter.bytes_ for parameter in members),
         trainable=_count([parameter for parameter in members if parameter.trainable]),
     )

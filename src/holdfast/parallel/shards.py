@@ -68,14 +68,7 @@ def materialise(
         ModelError: A parameter was not given, or a buffer differs from its reference.
     """
     ties = tied_names(policy)
-    _leave_meta(policy, device, offload)
-    if tied_names(policy) != ties:
-        raise ModelError(f"Tied parameters came apart while the model was placed: {sorted(ties)}.")
-    places = _places(policy)
-    reference = {name: value for name, value in buffers.items() if name in places}
-    for name, value in reference.items():
-        places[name].copy_(value)
-    filled = set(reference)
+    places, filled = place_empty(policy, buffers, device, offload=offload)
     for group in source.groups():
         rows = {name: local_rows(places[name]) for name in group.targets if name in places}
         for name, tensor in group.load(rows).items():
@@ -83,6 +76,29 @@ def materialise(
             filled.add(name)
     _refuse_missing(set(places), filled, ties)
     check_buffers(policy, buffers)
+
+
+@torch.no_grad()
+def place_empty(
+    policy: nn.Module, buffers: Mapping[str, Tensor], device: torch.device, *, offload: bool = False
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Give a sharded model memory, and its buffers their numbers; arguments as in `materialise`.
+
+    Returns:
+        Where each tensor lies, by name, and the names of the buffers.
+
+    Raises:
+        ModelError: Tied parameters came apart.
+    """
+    ties = tied_names(policy)
+    _leave_meta(policy, device, offload)
+    if tied_names(policy) != ties:
+        raise ModelError(f"Tied parameters came apart while the model was placed: {sorted(ties)}.")
+    places = _places(policy)
+    reference = {name: value for name, value in buffers.items() if name in places}
+    for name, value in reference.items():
+        places[name].copy_(value)
+    return places, set(reference)
 
 
 def _refuse_missing(required: set[str], filled: set[str], ties: Mapping[str, tuple[str, ...]]) -> None:

@@ -19,7 +19,7 @@ from holdfast.files import RegularFile, parse_json
 BLOCK = 1 << 20
 
 
-def go_on() -> None:
+def do_nothing() -> None:
     """Do nothing between two blocks of a file."""
 
 
@@ -123,7 +123,7 @@ class LineReader:
         self._place = 0
         self._rest = b""
 
-    def new(self, between: Callable[[], None] = go_on, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
+    def new(self, between: Callable[[], None] = do_nothing, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
         """Yield the offset of each new line and what it holds; None for one that is not JSON.
 
         Args:

@@ -13,11 +13,11 @@ from typing import Any
 
 from holdfast.escaping import escaped
 from holdfast.files import RegularFile, parse_json, read_json, read_text
-from holdfast.metrics.sink import METRICS
+from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.report.checkpoints import CheckpointLine, checkpoint_lines
 from holdfast.report.curves import Curves, LineReader
 from holdfast.report.reading import check_is_run
-from holdfast.report.samples import SAMPLES, ShownSample, sample_of
+from holdfast.report.samples import ShownSample, sample_of
 from holdfast.report.settings import read_configuration
 from holdfast.report.state import State, json_lines, state_of
 from holdfast.report.story import Mark, marks_of

@@ -24,7 +24,9 @@ def tag(name: str, *content: str, **attributes: str | bool | None) -> str:
     return f"<{' '.join(parts)}>{''.join(content)}</{name}>"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), caption: str) -> str:
+def html_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), caption: str
+) -> str:
     """Return a table that scrolls by itself where it is too wide.
 
     Args:

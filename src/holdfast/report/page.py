@@ -19,7 +19,7 @@ from holdfast.errors import UserError
 from holdfast.files import naming
 from holdfast.report import sections
 from holdfast.report.chart_data import as_script, page_data
-from holdfast.report.curves import go_on
+from holdfast.report.curves import do_nothing
 from holdfast.report.html import section, tag, text
 from holdfast.report.metrics import leading, metric_label
 from holdfast.report.reading import RunRecord, read_run
@@ -33,7 +33,7 @@ MOST_RUNS = 8
 """Colours that can be told apart."""
 
 
-def write_page(directories: Sequence[Path], output: Path | None, between: Callable[[], None] = go_on) -> Path:
+def write_page(directories: Sequence[Path], output: Path | None, between: Callable[[], None] = do_nothing) -> Path:
     """Write a page about runs and return where it is; it appears whole or not at all.
 
     Args:
@@ -78,7 +78,7 @@ def _check_place(place: Path) -> None:
     raise UserError(f"{place} is not a page of `holdfast report`, so it is not replaced. Name another place with -o.")
 
 
-def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = go_on) -> str:
+def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing) -> str:
     """Return the page about runs."""
     from plotly.offline import get_plotlyjs
 
@@ -128,20 +128,24 @@ def _top(runs: Sequence[RunRecord], title: str) -> str:
     head = tag("div", tag("h1", text(title)), button, class_="title")
     skip = tag("a", text("Skip to the curves"), href="#curves", class_="skip")
     return tag(
-        "header", skip, head, sections.summary(runs), tag("nav", tag("ul", items), aria_label="Parts of the page")
+        "header",
+        skip,
+        head,
+        sections.summary_section(runs),
+        tag("nav", tag("ul", items), aria_label="Parts of the page"),
     )
 
 
 def _main(runs: Sequence[RunRecord]) -> list[str]:
     return [
-        sections.notes(runs),
+        sections.notes_section(runs),
         _curves(runs),
-        sections.times(runs),
-        sections.checkpoints(runs),
+        sections.times_section(runs),
+        sections.checkpoints_section(runs),
         _samples(runs),
-        sections.events(runs),
-        sections.configuration(runs),
-        sections.environment(runs),
+        sections.events_section(runs),
+        sections.configuration_section(runs),
+        sections.environment_section(runs),
         tag("footer", tag("p", text("Written by holdfast report. This page loads nothing and sends nothing."))),
     ]
 

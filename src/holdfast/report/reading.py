@@ -9,23 +9,34 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.errors import UserError
 from holdfast.escaping import escaped
 from holdfast.files import NotRegular, read_json, read_text
-from holdfast.metrics.sink import METRICS
+from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.report.checkpoints import CheckpointLine, checkpoint_lines
-from holdfast.report.curves import Curves, LineReader, go_on
-from holdfast.report.samples import SAMPLES, Samples, read_samples
+from holdfast.report.curves import Curves, LineReader, do_nothing
+from holdfast.report.samples import Samples, read_samples
 from holdfast.report.settings import Parent, flat_public, read_configuration, read_parent
 from holdfast.report.state import State, json_lines, state_of
 from holdfast.report.story import Mark, marks_of
-from holdfast.training.directory import EVENTS, IDENTITY
+from holdfast.training.directory import EVENTS, IDENTITY, MEMORY, PLAN
 
-VERSIONS, PLAN = "versions.json", "plan.json"
+VERSIONS = "versions.json"
 MEASURED_MEMORY = ("memory/peak_gib", "memory/resident_gib")
 """Metrics in GiB, of which the first that a run has counts."""
+
+
+class Planned(NamedTuple):
+    """What of plan.json a measurement stands beside; nothing where there is no plan."""
+
+    bytes_: float | None = None
+    """Peak memory of a rank's device, of the host where the plan is of CPUs."""
+    device: str = ""
+    """Type of the ranks' devices: cuda or cpu."""
+    phases: Mapping[str, float] = {}
+    """Phase of the run's clock -> bytes"""
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,16 @@ class RunRecord:
     """Flat, without what could be secret."""
     parent: Parent | None
     versions: Mapping[str, str]
-    planned_bytes: float | None
-    """Peak memory of a rank by plan.json."""
+    planned: Planned
     notes: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
+
+    @property
+    def measured_phases(self) -> dict[str, float]:
+        """What each phase took of a device like the plan's on rank 0, of all steps so far, in bytes."""
+        notes = [event for event in self.events if event.get("event") == MEMORY]
+        peaks = notes[-1].get("peaks") if notes and notes[-1].get("device") == self.planned.device else None
+        return _bytes_by_name(peaks)
 
     @property
     def measured_bytes(self) -> float | None:
@@ -64,7 +81,7 @@ class RunRecord:
         return None
 
 
-def read_run(directory: Path, between: Callable[[], None] = go_on) -> RunRecord:
+def read_run(directory: Path, between: Callable[[], None] = do_nothing) -> RunRecord:
     """Return what a run directory says.
 
     Args:
@@ -101,7 +118,7 @@ def read_run(directory: Path, between: Callable[[], None] = go_on) -> RunRecord:
         configuration=flat_public(configuration),
         parent=read_parent(directory, identity),
         versions={escaped(str(k)): escaped(str(v)) for k, v in _mapping(directory / VERSIONS, notes).items()},
-        planned_bytes=_planned(directory / PLAN),
+        planned=_planned(directory / PLAN),
         notes=notes,
     )
 
@@ -190,11 +207,20 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]], step: int | Non
         return State("failed", f"how it stands cannot be read: {escaped(str(error))[:200]}")
 
 
-def _planned(path: Path) -> float | None:
-    """Return the peak memory of a rank that the plan of a run names; None where there is no plan."""
+def _planned(path: Path) -> Planned:
     try:
         values = read_json(path)
-        peak = values["memory"]["peak_bytes"]
+        peak, device = values["peak_bytes"], "cpu" if values["device"] is None else "cuda"
+        phases = _bytes_by_name(values["clock_phases"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return float(peak) if isinstance(peak, int | float) and math.isfinite(peak) else None
+        return Planned()
+    return Planned(float(peak), device, phases) if _is_number(peak) else Planned()
+
+
+def _bytes_by_name(values: object) -> dict[str, float]:
+    pairs = values.items() if isinstance(values, Mapping) else ()
+    return {escaped(str(name)): float(value) for name, value in pairs if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0

@@ -13,11 +13,9 @@ from typing import Any
 
 from holdfast.escaping import escaped_paragraph
 from holdfast.files import RegularFile
-from holdfast.metrics.sink import SAMPLE_FOLDER
+from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLES
 from holdfast.report.curves import LineReader, parsed
 
-SAMPLES = "samples.jsonl"
-"""As `training.journal` has it; repeated here because that imports torch."""
 SHOWN_CHARACTERS = 300
 WHOLE = 500
 """Completions that are there whole, with their tokens where the run recorded some."""

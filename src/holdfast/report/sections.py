@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
 from holdfast.files import size_words
-from holdfast.report.html import section, table, tag, text
+from holdfast.report.html import html_table, section, tag, text
 from holdfast.report.metrics import EVALUATION, PHASES, evaluations_of, leading, metric_label
 from holdfast.report.reading import RunRecord
 from holdfast.report.settings import NOT_THERE, setting_differences
@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 
-def number(value: float | None) -> str:
+def digits(value: float | None) -> str:
     """Return a number for a reader, with at most four digits that count."""
     if value is None or not math.isfinite(value):
         return NOT_THERE
@@ -76,13 +76,16 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     for name in [main] if main in columns else []:
         values = columns[name].values
         pairs.append(
-            (f"{metric_label(name, verb).title.lower()}, first → last", f"{number(values[0])} → {number(values[-1])}")
+            (
+                f"{metric_label(name, verb).title.lower()}, first → last",
+                f"{digits(values[0])} → {digits(values[-1])}",
+            )
         )
     for name, column in columns.items():
         parts = name.split("/")
         if name.startswith(EVALUATION) and parts[-1] in {"accuracy", "reward", "loss"} and len(pairs) < 3:
             values = column.values
-            shown = number(values[0]) if len(values) == 1 else f"{number(values[0])} → {number(values[-1])}"
+            shown = digits(values[0]) if len(values) == 1 else f"{digits(values[0])} → {digits(values[-1])}"
             pairs.append((f"{parts[-1]} on {parts[1]}", shown))
     if "step_time" in columns:
         pairs.append(("time in steps", seconds_words(sum(columns["step_time"].values))))
@@ -95,7 +98,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     return pairs
 
 
-def summary(runs: Sequence[RunRecord]) -> str:
+def summary_section(runs: Sequence[RunRecord]) -> str:
     """Return the head of the page."""
     parts = []
     for place, run in enumerate(runs):
@@ -106,7 +109,7 @@ def summary(runs: Sequence[RunRecord]) -> str:
     return "".join(parts)
 
 
-def notes(runs: Sequence[RunRecord]) -> str:
+def notes_section(runs: Sequence[RunRecord]) -> str:
     """Return what could not be read, or is not a number."""
     lines = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
     return tag("ul", *(tag("li", text(line)) for line in lines), class_="notes") if lines else ""
@@ -129,14 +132,14 @@ def _column_words(run: RunRecord, name: str) -> str:
     (low, low_step), (high, high_step) = min(finite), max(finite, key=lambda pair: (pair[0], -pair[1]))
     label = f"{name}: " if name.startswith(EVALUATION) else ""
     if len(finite) == 1:
-        return f"{label}{number(low)} at step {low_step:,}"
+        return f"{label}{digits(low)} at step {low_step:,}"
     return (
-        f"{label}{number(finite[0][0])} at step {finite[0][1]:,}, {number(finite[-1][0])} at step {finite[-1][1]:,}, "
-        f"lowest {number(low)} at {low_step:,}, highest {number(high)} at {high_step:,}"
+        f"{label}{digits(finite[0][0])} at step {finite[0][1]:,}, {digits(finite[-1][0])} at step {finite[-1][1]:,}, "
+        f"lowest {digits(low)} at {low_step:,}, highest {digits(high)} at {high_step:,}"
     )
 
 
-def times(runs: Sequence[RunRecord]) -> str:
+def times_section(runs: Sequence[RunRecord]) -> str:
     """Return where the seconds and the memory went; the chart over steps is drawn where there is one run."""
     rows = []
     for run in runs:
@@ -154,7 +157,7 @@ def times(runs: Sequence[RunRecord]) -> str:
         return ""
     heads = ["phase", "ms per step", "share", "in all"]
     several = len(runs) > 1
-    body = table(
+    body = html_table(
         ["run", *heads] if several else heads,
         rows,
         numbers=[place + several for place in (1, 2, 3)],
@@ -167,9 +170,9 @@ def times(runs: Sequence[RunRecord]) -> str:
 
 
 def _memory(runs: Sequence[RunRecord]) -> str:
-    lines = []
+    lines, rows = [], []
     for run in runs:
-        planned, measured = run.planned_bytes, run.measured_bytes
+        planned, measured = run.planned.bytes_, run.measured_bytes
         name = f"{run.name}: " if len(runs) > 1 else ""
         if planned and measured:
             words = f"planned {size_words(planned)} of memory a rank, measured {size_words(measured)} on rank 0"
@@ -178,10 +181,28 @@ def _memory(runs: Sequence[RunRecord]) -> str:
             lines.append(
                 f"{name}at most {size_words(measured)} of memory on rank 0; there is no plan to compare it with."
             )
-    return "".join(tag("p", text(line), class_="memory") for line in lines)
+        rows += _plan_against_measured(run, several=len(runs) > 1)
+    heads = [*["run"] * (len(runs) > 1), "phase", "planned", "measured", "of the plan"]
+    places = [len(heads) - 3, len(heads) - 2]
+    chart = html_table(heads, rows, numbers=places, caption="Plan against measured") if rows else ""
+    return "".join(tag("p", text(line), class_="memory") for line in lines) + chart
 
 
-def checkpoints(runs: Sequence[RunRecord]) -> str:
+def _plan_against_measured(run: RunRecord, *, several: bool) -> list[list[str]]:
+    """Return a row with a bar for each phase that plan.json and the run's events both know."""
+    rows, measured = [], run.measured_phases
+    of_python = " (with Python's own memory)" * (run.planned.device == "cpu")
+    for phase, took in measured.items():
+        if planned := run.planned.phases.get(phase):
+            share = took / planned
+            bar = tag("meter", text(f"{share:.0%}"), min="0", max="1.5", high="1.1", value=f"{min(share, 1.5):.3f}")
+            cells = [run.name, phase] if several else [phase]
+            cells += [size_words(planned), size_words(took)]
+            rows.append([*map(text, cells), f"{bar} {text(f'{share:.0%}{of_python}')}"])
+    return rows
+
+
+def checkpoints_section(runs: Sequence[RunRecord]) -> str:
     """Return the table of checkpoints."""
     several = len(runs) > 1
     rows = []
@@ -194,7 +215,7 @@ def checkpoints(runs: Sequence[RunRecord]) -> str:
             rows.append([text(cell) for cell in ([run.name, *cells] if several else cells)])
     heads = ["step", "size", "seconds to save", "verified", "resumes on"]
     body = (
-        table(
+        html_table(
             ["run", *heads] if several else heads,
             rows,
             numbers=[place + several for place in (0, 1, 2)],
@@ -206,7 +227,7 @@ def checkpoints(runs: Sequence[RunRecord]) -> str:
     return section("checkpoints", "Checkpoints", body)
 
 
-def events(runs: Sequence[RunRecord]) -> str:
+def events_section(runs: Sequence[RunRecord]) -> str:
     """Return what happened, in sentences; saves and evaluations are summed up, since the curves show each."""
     parts = []
     for run in runs:
@@ -218,7 +239,7 @@ def events(runs: Sequence[RunRecord]) -> str:
             between = ["", "", "", text(f"{left_out:,} events between are left out")]
             rows = [*rows[:_FIRST_SENTENCES], between, *rows[-_LAST_SENTENCES:]]
         body = (
-            table(["step", "", "when", "what"], rows, numbers=[0], caption=f"Events of {run.name}")
+            html_table(["step", "", "when", "what"], rows, numbers=[0], caption=f"Events of {run.name}")
             if rows
             else tag("p", text("Nothing failed, nothing was stopped, and no alarm sounded."))
         )
@@ -251,7 +272,7 @@ def _counts(run: RunRecord) -> Iterator[str]:
         yield f"{lost:,} steps were made twice." if lost > 1 else "One step was made twice."
 
 
-def configuration(runs: Sequence[RunRecord]) -> str:
+def configuration_section(runs: Sequence[RunRecord]) -> str:
     """Return the configuration, what differs between runs, and what differs from what a run started from."""
     parts = []
     if len(runs) > 1:
@@ -264,7 +285,7 @@ def configuration(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         rows = [[tag("code", text(key)), text(value)] for key, value in run.configuration.items()]
         title = f"The whole configuration of {run.name}" if len(runs) > 1 else "The whole configuration"
-        body = table(["key", "value"], rows, caption=title)
+        body = html_table(["key", "value"], rows, caption=title)
         parts.append(tag("details", tag("summary", text(f"{title}, {len(rows)} keys")), body))
     rule = "Paths are shown by their last name and addresses by their host; credentials and kwargs are left out."
     return section("configuration", "Configuration", *parts, tag("p", text(rule), class_="rule"))
@@ -277,7 +298,7 @@ def _from_parent(run: RunRecord, before: Mapping[str, str] | None) -> str:
     if not differing:
         return tag("p", text("Keys that both have are the same."))
     rows = [[tag("code", text(key)), text(one), text(other)] for key, one, other in differing]
-    return table(["key", "there", "here"], rows, caption=f"Difference of {run.name} to its parent")
+    return html_table(["key", "there", "here"], rows, caption=f"Difference of {run.name} to its parent")
 
 
 def _between(runs: Sequence[RunRecord]) -> str:
@@ -289,15 +310,17 @@ def _between(runs: Sequence[RunRecord]) -> str:
     if not keys:
         return tag("p", text("Their configurations are the same."))
     rows = [[tag("code", text(key)), *(text(run.configuration.get(key, NOT_THERE)) for run in runs)] for key in keys]
-    return table(["key", *(run.name for run in runs)], rows, caption="Keys in which the runs differ")
+    return html_table(["key", *(run.name for run in runs)], rows, caption="Keys in which the runs differ")
 
 
-def environment(runs: Sequence[RunRecord]) -> str:
+def environment_section(runs: Sequence[RunRecord]) -> str:
     """Return versions, ranks and devices."""
     names = list(dict.fromkeys(name for run in runs for name in run.versions))
     rows = [[text(name), *(text(run.versions.get(name, NOT_THERE)) for run in runs)] for name in names]
     rows += [[text(what), *(text(words) for words in of_each)] for what, of_each in _machines(runs)]
-    return section("environment", "Environment", table(["", *(run.name for run in runs)], rows, caption="Environment"))
+    return section(
+        "environment", "Environment", html_table(["", *(run.name for run in runs)], rows, caption="Environment")
+    )
 
 
 def _machines(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:

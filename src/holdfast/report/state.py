@@ -14,12 +14,10 @@ from holdfast import patience
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.files import RegularFile, parse_json, read_bytes, read_json
-from holdfast.metrics.sink import METRICS
+from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER, METRICS
 
 LEASE = "checkpoints/.lease.json"
-BY_OBSERVER = "stopped by an observer"
-BY_METRIC = "stop_when: "
-"""As `checkpoint.place` and `training` have them; repeated here because these import torch."""
+"""As `checkpoint.place` has it; repeated here because that imports torch."""
 
 _ENDINGS = ("done", "stop", "failed")
 _SILENT = "nothing says how it ended"

@@ -17,7 +17,7 @@ from holdfast.files import size_words
 from holdfast.report.curves import Column
 from holdfast.report.follow import Follower, Look
 from holdfast.report.metrics import EVALUATION, PHASES, leading, metric_label
-from holdfast.report.sections import age, number
+from holdfast.report.sections import age, digits
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,7 +34,7 @@ _SILENT_SECONDS = 10.0
 """After which a rank without a word is shown in red; a beat comes every second."""
 
 
-def watch(directory: Path, console: Console | None = None) -> None:
+def watch_run(directory: Path, console: Console | None = None) -> None:
     """Show a run until it has ended, or once where no terminal is.
 
     Raises:
@@ -48,12 +48,12 @@ def watch(directory: Path, console: Console | None = None) -> None:
     follower.has_changed()
     look = follower.update()
     if not console.is_terminal:
-        console.print(frame(look, console), soft_wrap=False)
+        console.print(screen(look, console), soft_wrap=False)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         drawn = -math.inf
         while True:
-            live.update(frame(look, console), refresh=True)
+            live.update(screen(look, console), refresh=True)
             drawn = time.monotonic()
             if look.state.name != "running":
                 return
@@ -72,7 +72,7 @@ def _await(follower: Follower, drawn: float) -> None:
             return
 
 
-def frame(look: Look, console: Console) -> RenderableType:
+def screen(look: Look, console: Console) -> RenderableType:
     """Return what is shown of a run."""
     from rich.console import Group
     from rich.table import Table
@@ -173,7 +173,9 @@ def _curves(look: Look, width: int, bars: str) -> Iterator[RenderableType]:
     for name, label in zip(names, labels, strict=True):
         values = columns[name].values
         grid.add_row(
-            _cell(label), _cell(number(values[-1])), _cell(sparkline(values, max(8, width - widest - 12), bars), "cyan")
+            _cell(label),
+            _cell(digits(values[-1])),
+            _cell(sparkline(values, max(8, width - widest - 12), bars), "cyan"),
         )
     if not names:
         grid.add_row(_cell("no step yet"), _cell(""), _cell(""))
@@ -270,7 +272,7 @@ def _samples(look: Look, width: int) -> Iterator[RenderableType]:
     scored = sorted(look.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
     for sample in dict.fromkeys(map(id, (scored[-1], scored[0], look.samples[-1]))):
         item = next(each for each in look.samples if id(each) == sample)
-        reward = number(item.reward) if item.reward is not None else "none"
+        reward = digits(item.reward) if item.reward is not None else "none"
         prompt = escaped(item.prompt)
         room = max(10, (width - 14) // 2)
         shown = prompt if len(prompt) <= room else "…" + prompt[-room + 1 :]

@@ -21,7 +21,7 @@ from holdfast.models.layers.attention import packed_attention
 CACHED = "holdfast_cached"
 """Name under which transformers finds attention over this cache."""
 
-_ROOM = 64
+ROOM = 64
 """Tokens of room that are added at least when rows grow."""
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -113,7 +113,7 @@ class RowCache(HeldCache):
             spans: Where each row's prompt begins and ends there; rows of one prompt share its span.
         """
         lengths = [end - start for start, end in spans]
-        places, room = _places(spans, next(iter(prompts.pairs.values()))[0].device), max(lengths) + _ROOM
+        places, room = _places(spans, next(iter(prompts.pairs.values()))[0].device), max(lengths) + ROOM
         pairs = {
             layer: (_rows_of(pair[0], places, room), _rows_of(pair[1], places, room))
             for layer, pair in prompts.pairs.items()
@@ -124,10 +124,9 @@ class RowCache(HeldCache):
         """Make room for one token more in every row."""
         longest = max(self.lengths) + 1
         if longest > self._room:
-            more = max(_ROOM, self._room // 2)
-            self.pairs = {
-                layer: (_grown(keys, more), _grown(values, more)) for layer, (keys, values) in self.pairs.items()
-            }
+            more = max(ROOM, self._room // 2)
+            for layer, (keys, values) in self.pairs.items():  # one by one: both sizes of all layers have no room
+                self.pairs[layer] = (_grown(keys, more), _grown(values, more))
             self._room += more
         self._view = View.of(self.lengths, next(iter(self.pairs.values()))[0].device)
         self.lengths = [length + 1 for length in self.lengths]
@@ -140,7 +139,7 @@ class RowCache(HeldCache):
             lengths: Theirs.
         """
         self.lengths = list(lengths)
-        self._room = max(self.lengths) + _ROOM
+        self._room = max(self.lengths) + ROOM
         self.pairs = {
             layer: (_fit(keys.index_select(0, rows), self._room), _fit(values.index_select(0, rows), self._room))
             for layer, (keys, values) in self.pairs.items()

@@ -18,7 +18,7 @@ from holdfast.models.layers.family import reader_of
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.replica import Replica, ReplicaEngine, merged_inputs
 from holdfast.rollout.sampling import Stops, draw, most_probable, penalise, restrict, uniform
-from holdfast.types import Finish
+from holdfast.types import Finish, host_value
 
 
 class TransformersEngine(ReplicaEngine):
@@ -82,9 +82,10 @@ class TransformersEngine(ReplicaEngine):
                 logits_processor=[drawing],
                 stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
             )
-        logprobs = torch.stack(drawing.logprobs, 1).tolist()
+        logprobs = host_value(torch.stack(drawing.logprobs, 1), "drawn tokens").tolist()
+        drawn_tokens = host_value(out[:, width:], "drawn tokens").tolist()
         done = [
-            self._sampled(request, place, out[number, width:].tolist(), logprobs[number], stops)
+            self._sampled(request, place, drawn_tokens[number], logprobs[number], stops)
             for number, (request, place) in enumerate(rows)
         ]
         return self._with_choices(done, rows, chosen)
@@ -109,7 +110,9 @@ class TransformersEngine(ReplicaEngine):
             return done
         layers = self._routers.layers
         passes = [torch.stack(list(chosen[start : start + layers]), 1) for start in range(0, len(chosen), layers)]
-        prompts, *own = (part.view(len(rows), -1, *part.shape[1:]).cpu().numpy() for part in passes)
+        prompts, *own = (
+            host_value(part.view(len(rows), -1, *part.shape[1:]), "experts of drawn tokens") for part in passes
+        )
         drawn = np.concatenate(own, 1) if own else prompts[:, :0]  # [rows, tokens, layers, k]
         with_choices = []
         for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):

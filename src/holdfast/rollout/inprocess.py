@@ -28,7 +28,7 @@ from holdfast.rollout.predictor import DeviceRows, EagerRows, Predictor, RowStat
 from holdfast.rollout.replica import Replica, ReplicaEngine, for_few_rows, merged_inputs
 from holdfast.rollout.sampling import Stops
 from holdfast.rollout.static import StaticRows
-from holdfast.types import Finish
+from holdfast.types import Finish, host_value
 
 
 @dataclass
@@ -171,7 +171,7 @@ def _compute_prompts(
     ends = np.cumsum(lengths).tolist()
     spans = [(ends[number] - lengths[number], ends[number]) for number in of_row]
     if met is not None:
-        of_prompts = met.cpu().numpy()
+        of_prompts = host_value(met, "experts of prompts")
         for row, (start, end) in zip(rows, spans, strict=True):
             row.prompt_choices = of_prompts[start:end]
     last = torch.tensor([end - 1 for _, end in spans]).to(device)

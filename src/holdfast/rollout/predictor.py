@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.models.layers.family import backbone_of
+from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.layers.routers import Routers
-from holdfast.models.scores import HeadSpec, HeadWeights, logits_of
+from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.rollout.cache import HeldCache, RowCache
 from holdfast.rollout.replica import Replica
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
+from holdfast.types import host_value
 
 
 @dataclass
@@ -190,8 +191,10 @@ class EagerRows:
 
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
-        tokens, logprobs = (torch.stack(several, 1).tolist() for several in zip(*self._pending, strict=True))
-        met = torch.stack(self._unnoted, 1).cpu().numpy() if self._unnoted else None
+        tokens, logprobs = (
+            host_value(torch.stack(several, 1), "drawn tokens").tolist() for several in zip(*self._pending, strict=True)
+        )
+        met = host_value(torch.stack(self._unnoted, 1), "experts of drawn tokens") if self._unnoted else None
         self._pending.clear()
         self._unnoted.clear()
         return Drawn(tokens, logprobs, met)

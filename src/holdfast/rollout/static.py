@@ -18,6 +18,7 @@ from torch import Tensor
 from holdfast.rollout.cache import HeldCache, KeysAndValues, RowCache, View
 from holdfast.rollout.graphs import CHECKED_STEPS, DrawToken, Recorder, recorded_graph
 from holdfast.rollout.predictor import Drawn, EagerRows, Predictor, RowState
+from holdfast.types import host_value
 
 _LEAST_ROOM = 256
 _ROOM_OF_DOUBLING = 2048
@@ -207,7 +208,8 @@ class StaticRows:
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
         tokens, logprobs = self.written(self._unseen)
-        drawn = Drawn(tokens.tolist(), logprobs.tolist(), None)
+        on_host = [host_value(part, "drawn tokens").tolist() for part in (tokens, logprobs)]
+        drawn = Drawn(on_host[0], on_host[1], None)
         self._unseen = 0
         self._now.cursor.zero_()
         return drawn

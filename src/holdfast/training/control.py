@@ -14,19 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast.checkpoint.background import Status
 from holdfast.errors import HoldfastError
+from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.observe import ask
 from holdfast.training.run import Run
-from holdfast.training.watched import BY_METRIC
 from holdfast.types import StepEvent
-
-BY_OBSERVER = "stopped by an observer"
-"""An end like any other, unlike a signal or a clock, after which the run shall go on."""
-
-
-def is_end(stopped: str | None) -> bool:
-    """Return whether a run that gives this reason has ended, as at its last step."""
-    return stopped is None or stopped == BY_OBSERVER or stopped.startswith(BY_METRIC)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 from holdfast.files import append_text, naming, parse_json, read_bytes, read_json, read_text
 
-IDENTITY, EVENTS = "run.json", "events.jsonl"
+IDENTITY, EVENTS, PLAN = "run.json", "events.jsonl", "plan.json"
 COMPLETIONS = "completions"
+MEMORY = "memory"
+"""An event: `device`, and `peaks`, phase -> bytes on rank 0, the largest of all steps so far."""
 _LONGEST_LOG = 2**34
 CHECKPOINTS = "checkpoints"
 """As FOLDER in `checkpoint.place.layout`; repeated here because that package imports torch."""
@@ -58,8 +60,8 @@ def refusing(directory: Path) -> Iterator[None]:
 def _check_writable(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
-    # What an evaluation before the run leaves is no reason to refuse the run.
-    own = {CHECKPOINTS, "logs", COMPLETIONS}
+    # What an evaluation or a plan before the run leaves is no reason to refuse the run.
+    own = {CHECKPOINTS, "logs", COMPLETIONS, PLAN}
     others = {entry.name for entry in directory.iterdir()} - own if directory.exists() else set()
     foreign = directory / CHECKPOINTS
     if foreign.is_dir() and any(not entry.name.startswith((".", "step-", "pins")) for entry in foreign.iterdir()):
@@ -95,6 +97,17 @@ def create(
         _write(identity, json.dumps(fields, indent=2) + "\n")
     _write(directory / "config.resolved.yaml", resolved_yaml(config))
     _write(directory / "versions.json", json.dumps(versions(), indent=2) + "\n")
+
+
+def save_plan(directory: Path, plan: dict[str, Any]) -> None:
+    """Leave what `holdfast plan` says beside a run, or where one will be.
+
+    Raises:
+        ConfigError: Nothing can be written there.
+    """
+    with refusing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(directory / PLAN, json.dumps(plan, indent=2) + "\n")
 
 
 def is_run(directory: Path) -> bool:

@@ -22,7 +22,7 @@ from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine, give_weights
 from holdfast.training.run import Evaluation, ShardedModel
-from holdfast.types import Example, Finish, LossSum, MiniBatch
+from holdfast.types import Example, Finish, LossSum, MiniBatch, host_value
 
 Prepare = Callable[[MiniBatch], MiniBatch]
 """Called by all ranks together, with the policy in evaluation mode."""
@@ -101,7 +101,9 @@ def evaluate_loss(
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
         step += 1
     model.train()
-    numbers = {name: value.tolist() for name, value in reduce_sums(sums, device).items()}
+    reduced = reduce_sums(sums, device)
+    totals = host_value(torch.stack(list(reduced.values())), "sums of an evaluation").tolist() if reduced else []
+    numbers = dict(zip(reduced, totals, strict=True))
     return {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
 
 

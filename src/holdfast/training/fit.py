@@ -14,7 +14,7 @@ from holdfast.checkpoint.errors import CheckpointError
 from holdfast.errors import RankFailed
 from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
-from holdfast.training.control import Control, Decision, StopRequests, is_end
+from holdfast.training.control import Control, Decision, StopRequests
 from holdfast.training.journal import Journal
 from holdfast.training.profiling import StepProfiler
 from holdfast.training.run import Run, Setting, StepAbandoned
@@ -28,7 +28,16 @@ from holdfast.training.saving.exports import (
     set_final_aside,
 )
 from holdfast.training.stragglers import Stragglers
-from holdfast.training.watched import MADE_LATER, OWED, owe, reason_to_end, set_standings, standings, watch
+from holdfast.training.watched import (
+    MADE_LATER,
+    OWED,
+    is_end,
+    owe,
+    reason_to_end,
+    set_standings,
+    standings,
+    watch_metric,
+)
 from holdfast.types import StepEvent
 
 Step = Callable[[], dict[str, float] | None]
@@ -165,7 +174,7 @@ class _Loop:
         """Make the evaluation that an earlier start left; return why the run ends with it."""
         metrics = self._evaluate()
         asked = self.requests.pending(self.run.setting.ranks)
-        stopped = watch(self.run, metrics, due=True, stopped=None if asked is None else asked.words)
+        stopped = watch_metric(self.run, metrics, due=True, stopped=None if asked is None else asked.words)
         self.line |= metrics
         self.journal.report(metrics)
         self._export_best(metrics)
@@ -200,6 +209,7 @@ class _Loop:
     def _steps(self) -> str | None:
         run, control = self.run, Control(self.run, self.requests)
         run.setting.log.clock.read()  # what came before is no part of the first step's time
+        run.setting.log.peaks.note_load()
         first = run.trained.state.step
         stragglers = Stragglers(run.setting.ranks, run.setting.world.device.type)
         while not run.finished:
@@ -249,7 +259,7 @@ class _Loop:
             asked = self.requests.pending(run.setting.ranks)
             if asked is not None and (asked.by_signal or stopped is None):
                 stopped = asked.words
-        stopped = watch(run, numbers, due=decision.due, stopped=stopped)
+        stopped = watch_metric(run, numbers, due=decision.due, stopped=stopped)
         self.journal.report(self.line)
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.
@@ -292,7 +302,7 @@ def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
         flops = run.trained.cost.flops(tokens, line.get("data/mean_length", 0.0))
         measured["throughput/mfu"] = flops / seconds / (flops_per_second * run.setting.world.size)
     if run.setting.world.device.type == "cuda":
-        measured["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        measured["memory/peak_gib"] = run.setting.log.peaks.largest / 2**30
     else:
         measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
     return measured

@@ -15,15 +15,15 @@ from holdfast.escaping import escaped, escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
-from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, JsonlSink, SampleFiles, Sink
+from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink
 from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
+from holdfast.training.directory import MEMORY
 from holdfast.training.run import Run
 from holdfast.types import Batch
 
-SAMPLES = "samples.jsonl"
 LOGS, LOG = "logs", "rank-0.log"
 """Of the launcher's directory and of the run's."""
 SPIKES_FOLDER = "spikes"
@@ -190,6 +190,8 @@ class Journal:
     def _tell(self) -> None:
         """Print and write what the step left to be told."""
         run = self._run
+        if peaks := run.setting.log.peaks.news():
+            self.event(MEMORY, device=run.setting.world.device.type, peaks=peaks)
         for text in run.setting.log.messages:
             self.say(text)
         if run.setting.log.samples and run.setting.world.is_first:

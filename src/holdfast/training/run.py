@@ -6,26 +6,27 @@ a `Trained` one is what `train_step` updates, an `Evaluation` says what a model 
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+import psutil
+import torch
 from pydantic import ConfigDict
-from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.load.companions import Companion
+from holdfast.checkpoint.load.companions import AheadOfStep, Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.throughput import ModelCost
-from holdfast.models.build.model import Blueprint
+from holdfast.models.build.model import Blueprint, cost_of
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.names import named_parameters
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
 from holdfast.optim.reference_ema import Following
@@ -70,6 +71,74 @@ class PhaseClock:
         return result
 
 
+class PhasePeaks:
+    """The most memory of each phase, of all steps so far; phases may lie in each other, and count towards those around.
+
+    On a GPU it is what torch has allocated there. A CPU has no such counter; there it is the process's resident memory,
+    to the byte where a phase is the process's largest so far, else as it is when the phase begins and ends.
+    """
+
+    def __init__(self) -> None:
+        self._around: list[int] = []  # the peak so far of each phase that is going on, on a device
+        self._largest = 0
+        self._peaks: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
+
+    @property
+    def largest(self) -> int:
+        """The most that torch has allocated on the device so far, in a phase or not; 0 where no device is used."""
+        self._largest = max(self._largest, _allocated())
+        return self._largest
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a block."""
+        on_device, resident = _on_device(), _resident_peak()
+        if on_device:  # the device's counter begins anew, which until now counted for the phases around
+            self._around = [*(max(peak, _allocated()) for peak in self._around), 0]
+            self._largest = max(self._largest, _allocated())
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            yield
+        finally:
+            if on_device:
+                peak = max(self._around.pop(), _allocated())
+                self._around = [max(each, peak) for each in self._around]
+            elif (peak := _resident_peak()) <= resident:
+                peak = int(psutil.Process().memory_info().rss)
+            self._note(name, peak)
+
+    def note_load(self) -> None:
+        """Take what was until now as the peak of what comes before the first step: the model, checks, the rehearsal."""
+        self._note("load", self.largest if _on_device() else _resident_peak())
+
+    def news(self) -> dict[str, int]:
+        """Return all peaks if one has grown by more than a hundredth since they were returned, else nothing."""
+        if all(peak <= 1.01 * self._reported.get(name, 0) for name, peak in self._peaks.items()):
+            return {}
+        self._reported = dict(self._peaks)
+        return dict(self._peaks)
+
+    def _note(self, name: str, peak: int) -> None:
+        self._peaks[name] = max(self._peaks.get(name, 0), peak)
+
+
+def _on_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+
+def _allocated() -> int:
+    """Return the most that torch has allocated on this rank's device since its counter began; 0 without one."""
+    if not _on_device():
+        return 0
+    # torch.cuda.max_memory_allocated flattens and sorts some hundred numbers for this one.
+    return int(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"])
+
+
+def _resident_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
 @dataclass(kw_only=True)
 class Logbook:
     """What a run has to say: the journal writes it down, and empties the lists."""
@@ -83,6 +152,7 @@ class Logbook:
     """What this rank trained on in this step, for the record of a spike."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
     """Of the checkpoint that the run continues from."""
+    peaks: PhasePeaks = field(default_factory=PhasePeaks)
 
 
 @dataclass(kw_only=True)
@@ -112,6 +182,9 @@ class Setting(ConfiguredRun):
     log: Logbook = field(default_factory=Logbook)
     interrupted: Callable[[], bool] = lambda: False
     """Whether this rank was asked to stop; long work may be left for it."""
+    without_numbers: Callable[[], AbstractContextManager[object]] | None = None
+    """Within what a model gets its memory in a plan, where tensors hold no numbers: no weight is read, and nothing is
+    compared with its files. None where they do."""
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
@@ -120,8 +193,8 @@ class Setting(ConfiguredRun):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time towards a phase, and name the phase if this rank fails in it."""
-        with self.log.clock.phase(name), self.world.failure.phase(name):
+        """Count the block's time and memory towards a phase, and name the phase if this rank fails in it."""
+        with self.log.clock.phase(name), self.log.peaks.phase(name), self.world.failure.phase(name):
             yield
 
 
@@ -270,19 +343,6 @@ class Evaluation:
     sets: Sequence[EvaluationSet] = ()
 
 
-class AheadOfStep(Protocol):
-    """What a run has made of its next step already, and a checkpoint holds; JSON-ready."""
-
-    def finished(self) -> Callable[[], list[dict[str, Any]]]:
-        """Return what tells this rank's part; it may be asked later, from any thread."""
-
-    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a checkpoint has, of all ranks."""
-
-    def largest(self) -> list[dict[str, Any]]:
-        """Return as much as a checkpoint may have, of all ranks."""
-
-
 @dataclass(kw_only=True)
 class Run:
     """What every run has: a model that is trained, what it is measured on, and where its batches come from."""
@@ -297,8 +357,7 @@ class Run:
     identity: Identity
     """Hashes of what a checkpoint relies on and does not hold."""
     companions: dict[str, Trained] = field(default_factory=dict)
-    """Models that are trained beside the run's own, by the name that goes before those of their tensors in
-    checkpoints."""
+    """Models that are trained beside the run's own, by what goes before the names of their tensors in checkpoints."""
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
     ahead: AheadOfStep | None = None
@@ -334,29 +393,8 @@ class Run:
         )
 
 
-def cost_of(model: PolicyModel, origin: Blueprint) -> ModelCost:
-    """Return what a token costs with the parameters that are trained now."""
-    text = origin.skeleton.config.get_text_config()
-    sizes = {True: 0.0, False: 0.0}
-    for name, value in named_parameters(model).items():
-        unused = model.routers.unused(name, value.shape) if model.routers is not None else 0.0
-        sizes[value.requires_grad] += value.numel() - unused
-    return ModelCost(sizes[True], sizes[False], text.num_hidden_layers, text.hidden_size)
-
-
 def say(run: Run, *lines: str) -> None:
     """Print on rank 0."""
     if run.setting.world.is_first:
         for line in lines:
             print(line, flush=True)
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Leave dropout out within the block, as evaluation does."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

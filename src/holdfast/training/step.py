@@ -22,7 +22,7 @@ from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
 from holdfast.training.run import Trained
-from holdfast.types import Batch, LossSum, MiniBatch
+from holdfast.types import Batch, LossSum, MiniBatch, host_value
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ def _update(
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
     own = squared_norm(gradients, device) / trained.plan.replicate
     reduced = reduce_sums({**sums, "grad_norm": ratio(own, 0.0)}, device)
-    numbers = {name: value.tolist() for name, value in reduced.items()}  # the step's one wait for the device
+    totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
+    numbers = dict(zip(reduced, totals.tolist(), strict=True))
     norm = math.sqrt(numbers.pop("grad_norm")[0])
     state = trained.state
     if norm == 0.0:
@@ -210,7 +211,8 @@ def load_metrics(loads: Tensor | None) -> dict[str, float]:
         return {}
     total = add_over_ranks(loads)
     relative = total * total.shape[1] / total.sum(1, keepdim=True).clamp(min=1.0)
-    largest, smallest, idle = torch.stack([relative.max(), relative.min(), (total == 0).sum()]).tolist()
+    measured = torch.stack([relative.max(), relative.min(), (total == 0).sum()])
+    largest, smallest, idle = host_value(measured, "loads of experts").tolist()
     return {"router/load_max": largest, "router/load_min": smallest, "router/idle_experts": idle}
 
 

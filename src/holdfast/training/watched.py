@@ -12,15 +12,19 @@ from typing import Any, NamedTuple
 
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.config.sections.optim import PlateauSchedule
+from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER
 from holdfast.training.run import PLATEAU_FACTOR, Run, Trained, TrainState
 
-BY_METRIC = "stop_when: "
-"""How the reason begins for which a metric ends a run."""
 STOP, PLATEAU = "stop_when", "plateau"
 OWED = "evaluation_owed"
 """In the state of a run that left an evaluation which decides, stopped or by an error: the next start makes it."""
 MADE_LATER = "evaluation_made_later"
 """The event of a start that made it, with where metrics stand since."""
+
+
+def is_end(stopped: str | None) -> bool:
+    """Return whether a run that gives this reason has ended, as at its last step."""
+    return stopped is None or stopped == BY_OBSERVER or stopped.startswith(BY_METRIC)
 
 
 class Standing(NamedTuple):
@@ -68,7 +72,7 @@ def _followed(run: Run) -> Iterator[tuple[Trained, PatienceConfig]]:
             yield trained, schedule
 
 
-def watch(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: str | None = None) -> str | None:
+def watch_metric(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: str | None = None) -> str | None:
     """Take the numbers of a step, its evaluation included; all ranks call this together, and rank 0's numbers count.
 
     Args:
@@ -103,8 +107,8 @@ def watch(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: st
 
 
 def owe(run: Run, line: Mapping[str, float]) -> None:
-    """Take the numbers of a step before its evaluation, whose numbers `watch` takes: an error may come between them."""
-    watch(run, line)
+    """Take the numbers of a step before its evaluation, which takes its own: an error may come between."""
+    watch_metric(run, line)
     if any(_is_evaluated(section.metric) for _, section in _followed(run)):
         run.trained.state.watched[OWED] = 1.0
 

@@ -7,9 +7,9 @@ one commit, one verification and one comparison cover all of them, and whoever r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, LiveTenso
 from holdfast.checkpoint.load.matching import Declared, LoadPlan, Target, allow
 from holdfast.checkpoint.load.trained import (
     Hyperparameters,
-    Planned,
+    PlannedLoad,
     optimizer_state,
     plan_trained,
 )
@@ -71,7 +71,7 @@ def plan_companions(
     manifest: Manifest,
     declared: Declared,
     hyperparameters: Hyperparameters,
-) -> dict[str, Planned]:
+) -> dict[str, PlannedLoad]:
     """Plan what companions take, and note in the model's plan what they refuse; those without a plan stay as they are.
 
     Args:
@@ -81,7 +81,7 @@ def plan_companions(
         declared: What may differ; patterns are searched in a companion's own names.
         hyperparameters: As in `reader.load`.
     """
-    planned: dict[str, Planned] = {}
+    planned: dict[str, PlannedLoad] = {}
     for name in sorted({*companions, *manifest.contents} - OWN_CONTENTS):
         part = part_of(manifest, name)
         if name not in companions:
@@ -91,7 +91,7 @@ def plan_companions(
         else:
             model, optimizer, _ = companions[name]
             part = part if optimizer is not None else replace(part, contents=(TRAINED,))
-            theirs = planned[name] = Planned()
+            theirs = planned[name] = PlannedLoad()
             plan_trained(theirs, model, sharded_parameters(model), optimizer, part, declared, hyperparameters)
             plan.refused += [f"{name}: {line}" for line in theirs.plan.refused]
             plan.deviations += [f"{name}: {line}" for line in theirs.plan.deviations]
@@ -99,7 +99,7 @@ def plan_companions(
 
 
 def companion_state(
-    name: str, companion: Companion, planned: Planned, manifest: Manifest, tensors: Mapping[str, Tensor]
+    name: str, companion: Companion, planned: PlannedLoad, manifest: Manifest, tensors: Mapping[str, Tensor]
 ) -> OptimizerState | None:
     """Return the state of a companion's optimizer, as `optimizer_state` does; None of one that has none."""
     model, optimizer, _ = companion
@@ -109,8 +109,21 @@ def companion_state(
     return optimizer_state(own, optimizer, sharded_parameters(model), part, planned.wrapped)
 
 
-def targets_of(plans: Mapping[str, Planned]) -> dict[str, Target]:
+def targets_of(plans: Mapping[str, PlannedLoad]) -> dict[str, Target]:
     """Return what companions take, under the names of the DCP."""
     return {
         companion_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.targets.items()
     }
+
+
+class AheadOfStep(Protocol):
+    """What a run has made of its next step already, and a checkpoint holds; JSON-ready."""
+
+    def finished(self) -> Callable[[], list[dict[str, Any]]]:
+        """Return what tells this rank's part; it may be asked later, from any thread."""
+
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what a checkpoint has, of all ranks."""
+
+    def largest(self) -> list[dict[str, Any]]:
+        """Return as much as a checkpoint may have, of all ranks."""

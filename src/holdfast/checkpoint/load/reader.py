@@ -57,7 +57,7 @@ from holdfast.checkpoint.load.matching import (
 )
 from holdfast.checkpoint.load.trained import (
     Hyperparameters,
-    Planned,
+    PlannedLoad,
     optimizer_state,
     plan_trained,
     set_optimizer,
@@ -163,13 +163,13 @@ class _Live(NamedTuple):
 
 def _planned(
     live: _Live, manifest: Manifest, declared: Declared, hyperparameters: Hyperparameters, where: str
-) -> tuple[Planned, dict[str, Planned]]:
+) -> tuple[PlannedLoad, dict[str, PlannedLoad]]:
     """Return what the model takes, and what its companions do.
 
     Raises:
         CheckpointMismatch: Something does not fit.
     """
-    own, beside = Planned(), dict[str, Planned]()
+    own, beside = PlannedLoad(), dict[str, PlannedLoad]()
     plan_trained(own, live.model, live.parameters, live.optimizer, manifest, declared, hyperparameters)
     if live.averages is not None:
         plan_averages(own.plan, live.averages, manifest, declared)

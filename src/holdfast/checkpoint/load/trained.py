@@ -27,7 +27,7 @@ Hyperparameters = Literal["live", "checkpoint"]
 
 
 @dataclass
-class Planned:
+class PlannedLoad:
     """What a model and its optimizer take of a checkpoint."""
 
     plan: LoadPlan = field(default_factory=LoadPlan)
@@ -35,7 +35,7 @@ class Planned:
 
 
 def plan_trained(  # noqa: PLR0913 - two things that are read, and how they may differ
-    planned: Planned,
+    planned: PlannedLoad,
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     optimizer: Optimizer | None,

@@ -150,7 +150,7 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
         snapshot = with_companions(snapshot, others)
     try:
         if storage.renames:
-            _check_shared(storage, ranks)
+            check_shared(storage, ranks)
         copy_seconds = _copy_seconds(snapshot)
         report = _round_trip(storage, name, snapshot, ranks, copy_seconds)
         with ranks.together():
@@ -206,7 +206,7 @@ def _round_trip(
     return RehearsalReport(manifest.bytes_, copy_seconds, times[0], times[1], outline(snapshot))
 
 
-def _check_shared(storage: Storage, ranks: RankGroup) -> None:
+def check_shared(storage: Storage, ranks: RankGroup) -> None:
     """Prove that all ranks see one directory: rank 0 writes a word that nobody can guess, all read it."""
     folder, word = ranks.agree((fresh(REHEARSAL, NONCE), uuid.uuid4().hex))
     with ranks.together():

@@ -73,7 +73,7 @@ def number(value: Any, default: float | None = None) -> float:
     return result
 
 
-def whole(value: Any, default: int | None = None) -> int:
+def integer(value: Any, default: int | None = None) -> int:
     """Return a whole number.
 
     Raises:
@@ -91,7 +91,7 @@ def count(value: Any, default: int | None = None) -> int:
     Raises:
         NotConverted: It is none.
     """
-    result = whole(value, default)
+    result = integer(value, default)
     if result < 1:
         raise NotConverted(f"{value} is below 1")
     return result

@@ -19,9 +19,9 @@ from holdfast.config.conversion.facts import (
     NotConverted,
     Rule,
     count,
+    integer,
     number,
     weights_of,
-    whole,
 )
 from holdfast.config.conversion.rows import ROW_RULES
 from holdfast.config.conversion.sizes import SIZE_RULES
@@ -63,7 +63,7 @@ def warmup(foreign: ForeignKey) -> KeyOutcome:
     schedule = foreign.target.rpartition(".")[0]
     if 0 < steps < 1:
         return KeyOutcome({f"{schedule}.warmup_ratio": steps})
-    return KeyOutcome({f"{schedule}.warmup_steps": whole(steps)})
+    return KeyOutcome({f"{schedule}.warmup_steps": integer(steps)})
 
 
 def ratio_unless_steps(foreign: ForeignKey) -> KeyOutcome:
@@ -101,7 +101,7 @@ def minutes(foreign: ForeignKey) -> KeyOutcome:
 
 def keep_last(foreign: ForeignKey) -> KeyOutcome:
     """Keep at least two."""
-    checkpoints = whole(foreign.value)
+    checkpoints = integer(foreign.value)
     if checkpoints < 1:
         raise NotConverted("no limit there; here checkpoint.keep.last stay, and multiples of checkpoint.keep.every")
     return KeyOutcome({foreign.target: max(2, checkpoints)})
@@ -116,7 +116,7 @@ def whole_steps(foreign: ForeignKey) -> KeyOutcome:
     """Take a number of steps, and no share of them."""
     if number(foreign.value) < 1:
         raise NotConverted(f"{foreign.value} is a share of all steps there; write the number of steps")
-    return KeyOutcome({foreign.target: whole(foreign.value)})
+    return KeyOutcome({foreign.target: integer(foreign.value)})
 
 
 def held_out(foreign: ForeignKey) -> KeyOutcome:
@@ -164,7 +164,7 @@ def name_list(foreign: ForeignKey) -> KeyOutcome:
 def lora_rank(foreign: ForeignKey) -> KeyOutcome:
     """Leave adapters out where the rank is 0."""
     return KeyOutcome(
-        {foreign.target: whole(foreign.value)} if number(foreign.value) > 0 else {},
+        {foreign.target: integer(foreign.value)} if number(foreign.value) > 0 else {},
         "" if number(foreign.value) else "no adapters",
     )
 
@@ -186,10 +186,10 @@ def config_fields(foreign: ForeignKey) -> KeyOutcome:
 
 def machine_ranks(foreign: ForeignKey) -> KeyOutcome:
     """Start one rank per GPU of this machine; torchrun starts those of several machines."""
-    nodes = whole(foreign.facts.get("trainer.nnodes"), 1)
+    nodes = integer(foreign.facts.get("trainer.nnodes"), 1)
     if nodes > 1:
         return KeyOutcome({}, f"{nodes} machines of {foreign.value}: start it with torchrun on each")
-    return KeyOutcome({"launch.ranks": whole(foreign.value)})
+    return KeyOutcome({"launch.ranks": integer(foreign.value)})
 
 
 def evaluation_sampling_rule(foreign: ForeignKey) -> KeyOutcome:
@@ -207,7 +207,7 @@ def evaluation_sampling_rule(foreign: ForeignKey) -> KeyOutcome:
 
 def rank_and_alpha(foreign: ForeignKey) -> KeyOutcome:
     """Write the rank, and twice as much as alpha unless it is set."""
-    rank = whole(foreign.value)
+    rank = integer(foreign.value)
     alpha = {} if foreign.facts.get("lora_alpha") is not None else {"model.lora.alpha": 2 * rank}
     return KeyOutcome({"model.lora.rank": rank, **alpha})
 

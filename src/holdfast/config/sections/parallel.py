@@ -62,8 +62,8 @@ class ParallelConfig(Section):
     shard: PositiveInt | Literal["auto"] = "auto"
     """Ranks that share one copy; `auto`: all of them divided by `replicate`."""
     units: list[Pattern] = Field(default_factory=list)
-    """Modules gathered together, by name; default: each transformer block. A tower that sees stays a unit, and so do
-    its blocks unless a part of it is named."""
+    """Modules gathered together, by name; default: each transformer block. Embedding and head stay units of their own
+    where they are not tied. A tower that sees stays a unit, and so do its blocks unless a part of it is named."""
     blocks_per_unit: PositiveInt = 1
     """Neighbouring blocks gathered together: fewer and larger messages for more memory."""
     reshard: bool = True

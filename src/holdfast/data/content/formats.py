@@ -63,7 +63,7 @@ class PlainText:
     """What to open for each placeholder in the text."""
 
 
-def recognise(columns: Collection[str], row_format: RowFormat = "auto", *, prompt_is_rendered: bool = False) -> Shape:
+def row_shape(columns: Collection[str], row_format: RowFormat = "auto", *, prompt_is_rendered: bool = False) -> Shape:
     """Return the shape of rows with these columns.
 
     Args:

@@ -23,7 +23,7 @@ from holdfast.data.content.formats import (
     Shape,
     normalise,
     prompt_of,
-    recognise,
+    row_shape,
 )
 from holdfast.data.content.images import Content
 from holdfast.data.content.lengths import Stretch, cut_to_length, example_of
@@ -188,7 +188,7 @@ class RowTokeniser:
     def _content(self, row: Row, row_format: RowFormat, where: str) -> Content:
         """Bring the row into one of three forms, with the prompt that `data.format` writes and with its images."""
         try:
-            shape = recognise(row, row_format, prompt_is_rendered=self._format is not None)
+            shape = row_shape(row, row_format, prompt_is_rendered=self._format is not None)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         content = normalise(self._with_prompt(row, shape, where), shape, where)

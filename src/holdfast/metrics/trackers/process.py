@@ -29,12 +29,11 @@ from holdfast.config.sections.metrics import MetricsConfig, UserTrackerConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.files import open_regular, parse_json, read_json
-from holdfast.metrics.sink import METRICS
+from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.metrics.trackers import backends
 from holdfast.metrics.trackers.backends import REWIND, Backend
 from holdfast.metrics.trackers.content import MOST_ROWS, completion_row, describe
 
-_SAMPLES = "samples.jsonl"
 _KINDS: Mapping[str, Callable[..., Backend]] = {
     "csv": backends.CsvTracker,
     "tensorboard": backends.TensorBoardTracker,
@@ -74,7 +73,7 @@ class Pump:
         self._backend, self._tracked = backend, tracked
         self._cursor = FollowedTo(cursor, backend.settle_seconds)
         self._metrics = Followed(directory / METRICS, offsets.get(METRICS, 0))
-        self._samples = Followed(directory / _SAMPLES, offsets.get(_SAMPLES, 0))
+        self._samples = Followed(directory / SAMPLES, offsets.get(SAMPLES, 0))
         self._waiting: list[tuple[int, dict[str, Any]]] = []
         self._waiting_since = math.inf
 
@@ -92,14 +91,14 @@ class Pump:
         )
         if lines or samples:
             first_waiting = self._waiting[0][0] if self._waiting else self._samples.offset
-            self._cursor.sent({METRICS: self._metrics.offset, _SAMPLES: first_waiting})
+            self._cursor.sent({METRICS: self._metrics.offset, SAMPLES: first_waiting})
         self._cursor.note()
         return bool(lines or samples)
 
     def close(self, status: str) -> None:
         """Close the tracker; what it was sent is settled then."""
         self._backend.close(status)
-        self._cursor.sent({METRICS: self._metrics.offset, _SAMPLES: self._samples.offset})
+        self._cursor.sent({METRICS: self._metrics.offset, SAMPLES: self._samples.offset})
         self._cursor.note(all_of_it=True)
 
     def _send_line(self, line: Mapping[str, Any]) -> None:
@@ -124,7 +123,7 @@ class Pump:
 def is_complete(directory: Path, cursor: Path) -> bool:
     """Return whether a tracker lacks nothing: some libraries begin a new folder whenever they are opened."""
     offsets = FollowedTo.read(cursor)
-    files = [Followed(directory / name, offsets.get(name, 0)) for name in (METRICS, _SAMPLES)]
+    files = [Followed(directory / name, offsets.get(name, 0)) for name in (METRICS, SAMPLES)]
     return bool(offsets) and not any(file.take() for file in files)
 
 

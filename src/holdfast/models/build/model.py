@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.errors import ModelError
+from holdfast.metrics.throughput import ModelCost
 from holdfast.models.adapters.files import AdapterSource, check_base, note_of_base, refuse_other_scale
 from holdfast.models.adapters.lora import add_adapters
 from holdfast.models.build.freezing import Stage, freeze, timetable
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.scorer import (
     LAYER,
     ScorerSource,
@@ -31,6 +33,7 @@ from holdfast.models.heads.scorer import (
 )
 from holdfast.models.layers.attention import PACKED, register_attention, upstream_attention
 from holdfast.models.layers.family import Family, family_of
+from holdfast.models.names import named_parameters
 from holdfast.models.source.configuration import (
     apply_overrides,
     config_from_values,
@@ -384,3 +387,13 @@ def choose_attention(model: Any, family: Family, implementation: str, notes: lis
     if model.config._attn_implementation != implementation:  # noqa: SLF001 - same; it warns and goes on where it cannot
         raise ModelError(f"model.attention: {implementation} cannot be set, {family.name} chooses by itself. Use auto.")
     return False
+
+
+def cost_of(model: PolicyModel, origin: Blueprint) -> ModelCost:
+    """Return what a token costs with the parameters that are trained now."""
+    text = origin.skeleton.config.get_text_config()
+    sizes = {True: 0.0, False: 0.0}
+    for name, value in named_parameters(model).items():
+        unused = model.routers.unused(name, value.shape) if model.routers is not None else 0.0
+        sizes[value.requires_grad] += value.numel() - unused
+    return ModelCost(sizes[True], sizes[False], text.num_hidden_layers, text.hidden_size)

@@ -30,7 +30,7 @@ from holdfast.models.check.witness import as_files_say, follow_implementation
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.scorer import ScoreModel
 from holdfast.models.layers.attention import upstream_attention
-from holdfast.models.scores import HeadSpec
+from holdfast.models.layers.family import HeadSpec
 from holdfast.types import Batch, Example, Scores
 
 LENGTHS = (19, 23)

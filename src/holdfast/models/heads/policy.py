@@ -2,109 +2,50 @@
 
 Backbone and head are called nowhere else. FSDP2 gathers a root's own parameters only inside the root's forward; a head
 touched outside it finds shards where it expects a matrix.
-
-Noise on the embeddings of a training step is NEFTune (Jain et al. 2023, arXiv:2310.05914, algorithm 1): a document of L
-tokens and width d has numbers uniform within alpha / sqrt(L d), which follow from seed, step and sample id alone, not
-from how a batch is packed, split or spread. transformers takes the padded length of the batch for L, and pads.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import ModelError
+from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
-from holdfast.models.layers.family import Family, backbone_of, output_layer_of, reader_of
+from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
 from holdfast.models.layers.rotary import RotaryAngles
 from holdfast.models.layers.routers import Routed, RouterLoss, Routers, Tally, routers_of
 from holdfast.models.names import POLICY_MODULE
-from holdfast.models.scores import HeadSpec, HeadWeights, score, separable_loss
+from holdfast.models.scores import HeadWeights, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.types import Batch, LossSum, Scores
 
+Made = TypeVar("Made")
+UseOfHead = Callable[[Tensor, HeadWeights], Made]
 
-class EmbeddingNoise:
-    """Adds to what the input embeddings return, until it is closed.
+
+def _read_or_multiply(
+    layer: Any, forward: Callable[..., Any], hidden: Tensor, use: UseOfHead[Any] | None = None, *, again: bool = True
+) -> Any:
+    """Stand in for a layer's `forward`, so that whatever gathers parameters for a call of it does so for our loss too.
 
     Args:
-        embeddings: The module.
-        alpha: The scale.
-        seed: Of the run.
-        step: Updates done before this one.
+        layer: Of logits.
+        forward: Its own, which is meant where `use` is None.
+        hidden: [N, H]
+        use: Of hidden states and the layer's parameters.
+        again: Whether the backward pass reads the parameters; for `parallel/apply.py`.
     """
-
-    def __init__(self, embeddings: nn.Module, alpha: float, seed: int, step: int) -> None:
-        self._alpha, self._seed, self._step = alpha, seed, step
-        self._batch: Batch | None = None
-        self._hook = embeddings.register_forward_hook(self._add)
-
-    def follow(self, batch: Batch) -> None:
-        """Let the next call be that of a batch.
-
-        Raises:
-            ModelError: The batch before it never came to the embeddings.
-        """
-        self._refuse_silence()
-        self._batch = batch
-
-    def close(self) -> None:
-        """End it, whatever has happened."""
-        self._hook.remove()
-
-    def end(self) -> None:
-        """End it after all batches.
-
-        Raises:
-            ModelError: As `follow`.
-        """
-        self.close()
-        self._refuse_silence()
-
-    def _refuse_silence(self) -> None:
-        if self._batch is not None:
-            raise ModelError(
-                "The model never called its input embeddings with the tokens of a batch, so neftune_alpha would change "
-                "nothing. Leave neftune_alpha out."
-            )
-
-    def _add(self, _: nn.Module, __: object, output: Tensor) -> Tensor:
-        # Some models look up the one embedding of an image's token besides.
-        if self._batch is None or output.shape[:-1] != self._batch.tokens.shape:
-            return output
-        batch, self._batch = self._batch, None
-        return output + self._of(batch, output.shape[-1]).to(output.device, output.dtype)
-
-    def _of(self, batch: Batch, width: int) -> Tensor:
-        """Return [B, T, d] in float32, 0 on padding."""
-        noise = torch.zeros(*batch.tokens.shape, width, device=batch.tokens.device)
-        generator = torch.Generator(noise.device)
-        for sample_id, (row, start, length) in zip(batch.sample_ids, _documents(batch), strict=True):
-            digest = hashlib.sha256(f"neftune:{self._seed}:{self._step}:{sample_id}".encode()).digest()
-            generator.manual_seed(int.from_bytes(digest[:7], "little"))
-            bound = self._alpha / math.sqrt(length * width)
-            noise[row, start : start + length].uniform_(-bound, bound, generator=generator)
-        return noise
-
-
-def _documents(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Yield row, first position and length of each sequence; what stands behind them in a row is padding."""
-    sequences = min(1, len(batch.sample_ids)) if batch.is_padded else len(batch.sample_ids)
-    for row, lengths in enumerate(batch.lengths):
-        start = 0
-        for length in lengths[:sequences]:
-            yield row, start, length
-            start += length
+    del again
+    return forward(hidden) if use is None else use(hidden, HeadWeights(layer.weight, getattr(layer, "bias", None)))
 
 
 _FEATURES = ("pooler_output", "deepstack_features")
@@ -144,6 +85,13 @@ class PolicyModel(nn.Module):
         self.rotary = RotaryAngles(language_model)
         self.replayed: ChoicesToFollow | None = None
         self.noise: EmbeddingNoise | None = None
+        if (head := self.readable_head()) is not None:
+            head.forward = partial(_read_or_multiply, head, head.forward)
+
+    def readable_head(self) -> nn.Module | None:
+        """Return the layer whose parameters a loss reads in a call of it; None where there is none."""
+        layer: Any = self.language_model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
+        return layer if isinstance(layer, nn.Module) else None
 
     @property
     def language_model(self) -> nn.Module:
@@ -203,10 +151,11 @@ class PolicyModel(nn.Module):
     ) -> LossSum | Scores:
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
         targets = batch.tokens.flatten()[batch.scored]
-        head, spec = self._head(), self.head_spec
+        spec, entropy = self.head_spec, entropy or (objective is not None and objective.needs_entropy)
+        scored = partial(score, targets=targets, spec=spec, temperature=temperature, entropy=entropy)
         if objective is None:
-            return score(predicted, head, targets, spec, temperature=temperature, entropy=entropy)
-        entropy, tokens = entropy or objective.needs_entropy, scored_tokens(batch)
+            return self._with_head(predicted, scored, again=True)
+        tokens = scored_tokens(batch)
         loss: Tensor
         if objective.separable:
 
@@ -216,11 +165,18 @@ class PolicyModel(nn.Module):
 
             # A loss of the user's own that has such a number smooths by itself.
             share = objective.label_smoothing if isinstance(objective, NegativeLogLikelihood) else 0.0
-            loss, scores = separable_loss(
-                predicted, head, targets, terms, spec, temperature=temperature, entropy=entropy, label_smoothing=share
+            summed = partial(
+                separable_loss,
+                targets=targets,
+                terms=terms,
+                spec=spec,
+                temperature=temperature,
+                entropy=entropy,
+                label_smoothing=share,
             )
+            loss, scores = self._with_head(predicted, summed, again=False)
         else:
-            live = score(predicted, head, targets, spec, temperature=temperature, entropy=entropy)
+            live = self._with_head(predicted, scored, again=True)
             terms_all = objective.token_terms(live.logprobs, live.entropy, tokens)
             loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
             scores = Scores(*(None if part is None else part.detach() for part in live))  # type: ignore[arg-type]
@@ -259,7 +215,7 @@ class PolicyModel(nn.Module):
         Like `router_tally`, a method that finds the root's parameters gathered; they are so while `look` runs.
         """
         hidden = self.hidden_states(batch).flatten(0, 1)
-        look(hidden.index_select(0, predictors(batch)), self._head())
+        self._with_head(hidden.index_select(0, predictors(batch)), look, again=True)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
@@ -380,8 +336,16 @@ class PolicyModel(nn.Module):
     def _output_layer(self) -> Any:
         return output_layer_of(self.language_model)
 
-    def _head(self) -> HeadWeights:
-        return HeadWeights(self._output_layer.weight, getattr(self._output_layer, "bias", None))
+    def _with_head(self, hidden: Tensor, use: UseOfHead[Made], *, again: bool) -> Made:
+        """Return what `use` makes of hidden states [N, H] and the head, which is gathered while it runs.
+
+        Args:
+            hidden: That predict the scored tokens.
+            use: Of both, a differentiable function.
+            again: Whether the backward pass of what it returns reads the head's parameters.
+        """
+        made: Made = self._output_layer(hidden, use, again=again)
+        return made
 
 
 def predictors(batch: Batch) -> Tensor:
@@ -389,3 +353,14 @@ def predictors(batch: Batch) -> Tensor:
     width = batch.tokens.shape[1]
     rows = batch.scored // width * width
     return rows + batch.predictor_index.flatten()[batch.scored]
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out within the block, as evaluation does."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -29,7 +29,7 @@ from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.loading import RandomSource, WeightGroup, WeightSource
 from holdfast.models.weights.safetensors_files import read_header, weight_files
 from holdfast.objectives.base import Objective, scored_tokens
-from holdfast.types import Batch, LossSum, Scores
+from holdfast.types import Batch, LossSum, Scores, host_value
 
 LAYER = "score.weight"
 _OF_LANGUAGE_MODELS = ("lm_head.", "output.")
@@ -51,6 +51,9 @@ class ScoreModel(PolicyModel):
         loss = (terms * tokens.weights.to(scored.logprobs.dtype)).sum()
         detached = scored._replace(logprobs=scores.detach())
         return LossSum(loss, detached, objective.sums(detached, tokens))
+
+    def readable_head(self) -> None:
+        """Return None: the root reads the layer of scores by itself, a row of numbers."""
 
     def _places(self, batch: Batch) -> Tensor:
         """Return [N] flat positions of the hidden states that are scored."""
@@ -253,8 +256,8 @@ class Reading:
     def numbers(self, outputs: Tensor) -> list[float]:
         """Return [N] numbers of [N, outputs]."""
         chosen = outputs.double()[:, self._section.output or 0]
-        scores: list[float] = (chosen.sigmoid() if self._section.sigmoid else chosen).tolist()
-        return scores
+        scores = host_value(chosen.sigmoid() if self._section.sigmoid else chosen, "scores of texts")
+        return [float(score) for score in scores]
 
 
 class TextScorer(Protocol):

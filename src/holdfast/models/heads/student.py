@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from holdfast.models.heads.policy import PolicyModel, predictors
-from holdfast.models.scores import CACHE_ELEMENTS, HeadSpec, HeadWeights, WithGradients, chunk_tokens, logits_of
+from holdfast.models.layers.family import HeadSpec
+from holdfast.models.scores import CACHE_ELEMENTS, HeadWeights, WithGradients, add_product, chunk_tokens, logits_of
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
 from holdfast.objectives.supervised import Distillation, generalised_jsd, supervised_sums
 from holdfast.types import Batch, LossSum, Scores
@@ -61,16 +62,16 @@ class StudentModel(PolicyModel):
             return super()._scored(hidden, batch, objective, temperature, entropy)
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
         targets, tokens, teacher = batch.tokens.flatten()[batch.scored], scored_tokens(batch), objective.teacher
-        loss, scores, sums = distilled(
-            predicted,
-            self._head(),
-            targets,
-            tokens.weights,
-            objective.loss,
-            self.head_spec,
-            lambda look: teacher.show_predictors(batch, partial(look, teacher.head_spec)),
+        compared = partial(
+            distilled,
+            targets=targets,
+            weights=tokens.weights,
+            loss=objective.loss,
+            spec=self.head_spec,
+            ask=lambda look: teacher.show_predictors(batch, partial(look, teacher.head_spec)),
             entropy=entropy,
         )
+        loss, scores, sums = self._with_head(predicted, compared, again=False)
         return LossSum(loss, scores, objective.sums(scores, tokens) | sums)
 
 
@@ -126,13 +127,12 @@ class _Comparison:
         entropy: bool,
     ) -> None:
         grad_enabled = torch.is_grad_enabled()
-        self._inputs = (hidden, *head)
         self._states, self._head = _wide(hidden, head, spec)
         exact = torch.promote_types(self._states.dtype, torch.float32)
         self._spec, self._targets, self._weights, self._loss = spec, targets, weights.to(exact), loss
         self._by_hidden, self._by_weight, self._by_bias = (
             torch.zeros_like(part, dtype=dtype) if part is not None and part.requires_grad and grad_enabled else None
-            for part, dtype in zip(self._inputs, (self._states.dtype, exact, exact), strict=True)
+            for part, dtype in zip((hidden, *head), (self._states.dtype, exact, exact), strict=True)
         )
         self._wants_gradients = any(part is not None for part in (self._by_hidden, self._by_weight, self._by_bias))
         empty = partial(torch.zeros, targets.shape[0], device=hidden.device)
@@ -193,10 +193,8 @@ class _Comparison:
         narrow = by_logits.to(states.dtype)
         if self._by_hidden is not None:
             self._by_hidden[rows] = narrow @ self._head.weight
-        if self._by_weight is not None and self._by_weight.dtype == narrow.dtype:
-            self._by_weight.addmm_(narrow.t(), states)
-        elif self._by_weight is not None:
-            self._by_weight += narrow.t() @ states
+        if self._by_weight is not None:
+            add_product(self._by_weight, narrow, states)
         if self._by_bias is not None:
             self._by_bias += by_logits.sum(0)
 
@@ -206,12 +204,8 @@ class _Comparison:
         return (terms * self._weights).sum()
 
     def gradients(self) -> list[Tensor | None]:
-        """Return those of hidden states, weight and bias, in the inputs' dtypes."""
-        sums = (self._by_hidden, self._by_weight, self._by_bias)
-        return [
-            None if part is None or source is None else part.to(source.dtype)
-            for part, source in zip(sums, self._inputs, strict=True)
-        ]
+        """Return those of hidden states, weight and bias, as they were added up."""
+        return [self._by_hidden, self._by_weight, self._by_bias]
 
     def sums(self) -> dict[str, Tensor]:
         """Return the mean divergence, the teacher's own loss on the tokens, and how often both have one favourite."""

@@ -16,7 +16,23 @@ from torch import Tensor, nn
 
 from holdfast.data.content.vision_families import VISION_FAMILIES, video_token
 from holdfast.errors import ModelError
-from holdfast.models.scores import HeadSpec
+from holdfast.models.support import Support
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """How logits follow from hidden states: `softcap * tanh(scale * (W h + b) / softcap) / temperature`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """Gemma 2 (arXiv:2408.00118, section 2)."""
+    float32_product: bool = False
+    """Multiply in float32 even when hidden states are bfloat16."""
+    chunk_tokens: int | None = None
+    compiled: bool = False
+    """Sweep a chunk's logits with kernels that torch.compile fuses."""
+    support: Support | None = None
+    """Renormalise log-probabilities over these tokens, and each one's own."""
 
 
 @dataclass(frozen=True)

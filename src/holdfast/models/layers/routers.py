@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -251,10 +252,9 @@ def _marks(chosen: Tensor, like: Tensor) -> Tensor:
 def _members(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return [M] flat positions and [M] whose they are; a head that sequences share stands there once for each."""
     width = batch.tokens.shape[1]
-    flat = torch.arange(batch.tokens.numel()).view(-1, width)
+    flat = np.arange(batch.tokens.numel()).reshape(-1, width)
     parts = [flat[row, place] for row, place in places(batch)]
-    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
-    owner = torch.arange(len(parts)).repeat_interleave(sizes)
-    positions = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    owner = np.repeat(np.arange(len(parts)), [part.size for part in parts])
+    positions = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     device = batch.tokens.device
-    return positions.to(device, non_blocking=True), owner.to(device, non_blocking=True)
+    return tuple(torch.from_numpy(each).to(device, non_blocking=True) for each in (positions, owner))  # type: ignore[return-value]

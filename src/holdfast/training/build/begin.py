@@ -14,7 +14,7 @@ from holdfast.data.batches.stream import BatchStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.metrics.trackers.client import check_trackers
-from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.build.model import Blueprint, blueprint, cost_of
 from holdfast.objectives.base import Objective
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
@@ -46,7 +46,7 @@ from holdfast.training.fingerprints import (
 )
 from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
-from holdfast.training.run import Evaluation, EvaluationSet, Run, Setting, ShardedModel, Trained, cost_of
+from holdfast.training.run import Evaluation, EvaluationSet, Run, Setting, ShardedModel, Trained
 from holdfast.training.saving.parents import notes_of_exports
 from holdfast.types import Example
 

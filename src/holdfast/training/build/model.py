@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -24,7 +24,7 @@ from holdfast.errors import ConfigError, PlanError
 from holdfast.models.build.model import Blueprint, set_storage, storage_of
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
 from holdfast.models.check.witness import witness_of
-from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
 from holdfast.models.heads.student import StudentModel
 from holdfast.models.layers.attention import upstream_attention
@@ -36,10 +36,10 @@ from holdfast.models.source.vision import image_side, towers_of, video_options
 from holdfast.models.weights.four_bit import four_bit_layers
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.mesh import World, build_mesh
-from holdfast.parallel.plan import ParameterInfo, ShardPlan, plan_shards
-from holdfast.parallel.shards import materialise
+from holdfast.parallel.plan import Ends, ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.shards import materialise, place_empty
 from holdfast.training.build.gradient_check import Gradients, check_gradients
-from holdfast.training.run import Setting, ShardedModel, without_dropout
+from holdfast.training.run import Setting, ShardedModel
 from holdfast.types import Example, Scores
 
 
@@ -54,12 +54,17 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     policy, router_note = unplaced_policy(setting, origin, trained=trained)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
+    if setting.without_numbers is not None:
+        with setting.without_numbers():
+            apply_plan(policy, plan, mesh)
+            place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
+        return sharded
     apply_plan(policy, plan, mesh)
     ranks.on_all_ranks(
         lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     )
     side = images if isinstance(images, ImageSide) else None
-    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     checked = check_model(sharded, side)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
@@ -84,10 +89,11 @@ def unplaced_policy(setting: Setting, origin: Blueprint, *, trained: bool = True
     router_loss, router_note = (None, "")
     if trained:
         router_loss, router_note = setting.ranks.on_all_ranks(lambda: _router_loss(config, origin, setting.world))
-    return _policy_model(config, origin, router_loss), router_note
+    return policy_model(config, origin, router_loss), router_note
 
 
-def _policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
+def policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
+    """Return the model of a configuration as a policy, a scorer or a student, on the meta device."""
     packed = origin.packed and config.data.packing != "none"
     if not packed and origin.packed:
         eager = config.model.attention == "eager"
@@ -153,7 +159,6 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
         for name, value in named_parameters(policy).items()
     ]
     model: Any = policy.language_model
-    outputs = [model.get_output_embeddings(), getattr(model, "score", None)]  # logits, or a reward model's scores
     # A list of modules has no forward pass of its own, around which FSDP2 could gather it.
     runs = [(name, part) for name, part in model.named_modules() if type(part).forward is not nn.Module.forward]
     blocks = blocks_of(policy.language_model)
@@ -167,8 +172,26 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
         shard=shard,
         device=device,
         towers=towers_of(model),
-        head=next((canonical_name(name) for name, part in runs if any(part is each for each in outputs)), None),
+        ends=_ends(policy, {id(part): canonical_name(name) for name, part in runs}),
     )
+
+
+def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> Ends:
+    """Return what of a model's ends is read at one place alone; `paths` are those of modules, by identity."""
+    model: Any = policy.language_model
+    embedding, scores = model.get_input_embeddings(), getattr(model, "score", None)
+    # Models that see read the table besides: its dtype, the row of a token for images, on ranks that have some.
+    looked_up = isinstance(embedding, nn.Embedding) and not towers_of(model) and _has_only(embedding, {"weight"})
+    head = policy.readable_head()
+    return Ends(
+        embedding=paths.get(id(embedding)) if looked_up else None,
+        head=None if head is None or not _has_only(head, {"weight", "bias"}) else paths.get(id(head)),
+        read_by_root=None if scores is None else paths.get(id(scores)),
+    )
+
+
+def _has_only(module: nn.Module, names: set[str]) -> bool:
+    return {name for name, _ in module.named_parameters()} <= names
 
 
 @torch.no_grad()

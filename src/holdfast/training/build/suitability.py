@@ -43,7 +43,9 @@ _SPREAD = 0.05
 """Of what is added to norms and biases, so that none is the identity."""
 
 
-def examine(config: TrainingConfig, base: Path, world: World, *, asked: bool, say: Callable[[str], None]) -> bool:
+def check_suitability(
+    config: TrainingConfig, base: Path, world: World, *, asked: bool, say: Callable[[str], None]
+) -> bool:
     """Look at a run's model, and say whether nothing is refused.
 
     Args:

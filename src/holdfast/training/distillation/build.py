@@ -70,7 +70,8 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     }
     run = DistillRun(common=common, evaluation=evaluation)
     if config.rollout is not None:
-        sampler, of_samples = Sampler(open_engine(student, config.rollout)), _of_samples(config, evaluation.teacher)
+        sampler = Sampler(open_engine(student, config.rollout))
+        of_samples = objective_of_samples(config, evaluation.teacher)
         run.writing = Writing(sampler, config.rollout, _sampling_seed(config, config.rollout), layout, of_samples)
     return run
 
@@ -93,10 +94,10 @@ def _evaluation(config: DistillConfig, started: Started) -> DistillEvaluation:
     teacher = build_teacher(student)
     sets = evaluation_sets(started, student, _BLIND)
     student.temperature = config.distill.temperature
-    return DistillEvaluation(sharded=student, objective=_of_rows(config, teacher), sets=sets, teacher=teacher)
+    return DistillEvaluation(sharded=student, objective=objective_of_rows(config, teacher), sets=sets, teacher=teacher)
 
 
-def _of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
+def objective_of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
     """Return the comparison on the answers of rows."""
     match teacher.model:
         case ScoringServer():
@@ -105,7 +106,7 @@ def _of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
             return Taught(_divergence(config), model)
 
 
-def _of_samples(config: DistillConfig, teacher: Teacher) -> Comparison:
+def objective_of_samples(config: DistillConfig, teacher: Teacher) -> Comparison:
     """Return the comparison on what the student wrote."""
     if config.distill.loss.kind == "sampled_reverse_kl":
         return SampledReverseKL()

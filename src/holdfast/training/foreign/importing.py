@@ -24,8 +24,7 @@ from holdfast.checkpoint.format.manifest import About, Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, Snapshot, hold, random_state, random_state_as_json
 from holdfast.checkpoint.format.verification import verify_checkpoint
 from holdfast.checkpoint.load.matching import Declared, refusal
-from holdfast.checkpoint.load.trained import Planned as LoadPlanned
-from holdfast.checkpoint.load.trained import plan_trained
+from holdfast.checkpoint.load.trained import PlannedLoad, plan_trained
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import open_storage
 from holdfast.checkpoint.save.agreement import described_optimizers
@@ -147,7 +146,7 @@ def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, 
     manifest = Manifest("", step, snapshot.contents, {}, entries, optimizer=described_optimizers(snapshot))
     resume = run.setting.config.checkpoint.resume
     declared = Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
-    planned = LoadPlanned()
+    planned = PlannedLoad()
     trained = run.trained
     trained.unfreeze(step)
     parameters = trained.unfreezing.parameters

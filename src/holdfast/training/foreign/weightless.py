@@ -15,7 +15,7 @@ from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.candidates import CandidateReader, Candidates
 from holdfast.data.batches.stream import BatchStream
 from holdfast.errors import ConfigError
-from holdfast.models.build.model import blueprint
+from holdfast.models.build.model import blueprint, cost_of
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
@@ -31,7 +31,7 @@ from holdfast.training.fingerprints import (
     image_fingerprints,
     is_fingerprinted,
 )
-from holdfast.training.run import Evaluation, Run, Setting, Trained, cost_of
+from holdfast.training.run import Evaluation, Run, Setting, Trained
 
 _KINDS = (SFTConfig, DPOConfig, GRPOConfig)
 

@@ -34,7 +34,7 @@ from holdfast.training.policy.run import CRITIC, PolicyRun
 from holdfast.training.run import Logbook, Trained
 from holdfast.training.scorers.reference import on_tokens, scored
 from holdfast.training.step import train_step
-from holdfast.types import Batch, MiniBatch, Trajectory
+from holdfast.types import Batch, MiniBatch, Trajectory, host_value
 
 
 def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
@@ -202,6 +202,7 @@ def train_critic(run: PolicyRun, critic: Trained, mini_batches: Sequence[MiniBat
                 raise RunStopped(f"The critic (section critic): {error}") from error
             lines.append({name: value for name, value in update.metrics.items() if name not in mini_batch.metrics})
             sums.append(update.sums)
+    critic.setting.log.batches.clear()  # nobody reads the critic's log, which would grow with every step
     metrics = of_several_updates(lines, sums)
     return {f"value/{name.removeprefix('optim/')}": value for name, value in metrics.items() if name != "num_tokens"}
 
@@ -220,7 +221,7 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
 
 def _judged(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
     values, rewards = (_numbers(each) for each in (_at(batch, "values"), _token_rewards(objective, batch)))
-    sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
+    sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for advantages")
     advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
     return _Judged(advantages, advantages + values, values, sequence)
 
@@ -240,7 +241,7 @@ def _at(batch: Batch, name: str) -> Tensor:
 
 
 def _numbers(values: Tensor) -> _Numbers:
-    numbers: _Numbers = values.cpu().numpy()
+    numbers: _Numbers = host_value(values, "values and rewards of tokens, for advantages")
     return numbers
 
 

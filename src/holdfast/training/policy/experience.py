@@ -35,7 +35,7 @@ from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import scored
-from holdfast.types import Batch, Example, MiniBatch, Prompt, Trajectory
+from holdfast.types import Batch, Example, MiniBatch, Prompt, Trajectory, host_value
 
 
 def batch_columns(config: GRPOConfig) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _with_covariance_mask(run: PolicyRun, mini_batch: MiniBatch, section: ByCova
 
 def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
     """Return [N] random numbers that follow from a token's sequence and place alone, whatever packs it lies in."""
-    sequence = batch.sequence_ids.flatten()[batch.scored].cpu().numpy()
+    sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for their masks")
     drawn = np.zeros(sequence.size)
     for index, sample_id in enumerate(batch.sample_ids):
         own = sequence == index
@@ -261,8 +261,9 @@ def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
 
 def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
     """Return what scored tokens carry, for each micro-batch of this rank; one without tokens carries nothing."""
+    reason = f"{name} of tokens, for their masks"
     return [
-        batch.per_token[name].flatten()[batch.scored].cpu().numpy() if batch.scored.numel() else np.zeros(0)
+        host_value(batch.per_token[name].flatten()[batch.scored], reason) if batch.scored.numel() else np.zeros(0)
         for batch in mini_batch.micro_batches
     ]
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
+from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
-from holdfast.training.run import ShardedModel, without_dropout
+from holdfast.training.run import ShardedModel
 from holdfast.types import Example, Finish, Group, Trajectory
 
 AGREES = {"float32": 1e-4, "float64": 1e-4, "bfloat16": 0.05}

@@ -246,7 +246,7 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     if run.setting.world.is_first and shown:
         run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in shown]
         if config.show:
-            run.setting.log.messages.append(table(choose_samples(shown, config.show), step))
+            run.setting.log.messages.append(sample_table(choose_samples(shown, config.show), step))
 
 
 def _tokens(run: PolicyRun, rollout: Rollout, shown: Sequence[Shown]) -> dict[int, list[list[Any]]]:
@@ -337,7 +337,7 @@ _MOST_PARTS = 6
 _LONGEST_NAME = 20
 
 
-def table(picked: Sequence[tuple[str, Shown]], step: int) -> str:
+def sample_table(picked: Sequence[tuple[str, Shown]], step: int) -> str:
     """Return completions as lines of text: reward, advantage, the reward's parts, and what was asked and answered.
 
     A part that is the reward itself is left out, and so are parts beyond the sixth; samples.jsonl has all.

@@ -124,11 +124,20 @@ class RewardScorer:
         Raises:
             RunStopped: As `score`.
         """
-        assert self._pool is not None
-        (column,) = self._pool.columns[label]
+        (column,) = self.columns[label]
         asked = [Sample(place, "", "", [], [], "stop", {column: answer}) for place, answer in enumerate(answers)]
-        (outcomes,) = self._pool.outcomes(asked, only=[label])
+        outcomes = self.outcomes(label, asked)
         return [answer for answer, outcome in zip(answers, outcomes, strict=True) if outcome.fault is not None]
+
+    def outcomes(self, label: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
+        """Return what one function says of samples; no conversation of ranks.
+
+        Raises:
+            RunStopped: As `score`.
+        """
+        assert self._pool is not None
+        (outcomes,) = self._pool.outcomes(samples, only=[label])
+        return outcomes
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
         """Return the reward of each sample, in their order; all ranks call this together, some without samples.

@@ -73,7 +73,7 @@ def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluati
     objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, setting))
     sharded = build_model(setting, live, partial(_look_at_rows, config, started))
     images = _images(config, sharded.origin)
-    layout = ranks.on_all_ranks(lambda: _layout(config, sharded, images))
+    layout = ranks.on_all_ranks(lambda: pair_layout(config, sharded, images))
     plain = ranks.on_all_ranks(lambda: preference_tokeniser(config, setting, sharded.origin.tokenizer, images))
     accept = ranks.on_all_ranks(lambda: row_filter(setting))
     tokenise: Tokenise[Example] = plain
@@ -114,7 +114,7 @@ def _images(config: DPOConfig, origin: Blueprint) -> ImageSide | str:
     return image_side_of(config, origin)
 
 
-def _layout(config: DPOConfig, sharded: ShardedModel, images: ImageSide | str) -> Layout:
+def pair_layout(config: DPOConfig, sharded: ShardedModel, images: ImageSide | str) -> Layout:
     """Return how pairs, or single answers, are packed.
 
     Raises:

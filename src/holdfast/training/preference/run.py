@@ -15,13 +15,14 @@ from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known, Ranks
 from holdfast.data.batches.packing import to_device, unpack
 from holdfast.data.tokens.vision import going_on
+from holdfast.models.heads.policy import without_dropout
 from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.training.evaluate import evaluate
-from holdfast.training.run import Evaluation, Run, ShardedModel, without_dropout
+from holdfast.training.run import Evaluation, Run, ShardedModel
 from holdfast.training.scorers.reference import Reference, scored
-from holdfast.types import Batch, Example, MiniBatch, Scores
+from holdfast.types import Batch, Example, MiniBatch, Scores, host_value
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def divergence(sharded: ShardedModel, others: Sequence[Batch]) -> float:
             assert isinstance(scores, Scores)
             answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
             sums["kl"] += ratio(answers.log_ratios.sum(), answers.log_ratios.numel())
-    total, count = reduce_sums(sums, sharded.setting.world.device)["kl"].tolist()
+    total, count = host_value(reduce_sums(sums, sharded.setting.world.device)["kl"], "divergence of single answers")
     return max(0.0, float(total / count))
 
 
@@ -177,10 +178,10 @@ def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBa
         return result
     with sharded.setting.phase("divergence"):
         others = answered_by_next_rows(sharded, reference, mini_batch, layout)
-        return _with_divergence(result, divergence(sharded, others))
+        return with_divergence(result, divergence(sharded, others))
 
 
-def _with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
+def with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
     """Let every token carry z0."""
     return replace(
         mini_batch,

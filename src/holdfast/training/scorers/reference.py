@@ -23,7 +23,7 @@ from holdfast.errors import ModelError
 from holdfast.files import size_words
 from holdfast.models.adapters.live import adapters_of, adapters_off
 from holdfast.models.build.model import blueprint
-from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.optim.reference_ema import Following
 from holdfast.parallel.collectives import RankGroup
@@ -32,7 +32,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.build.begin import Live
 from holdfast.training.build.model import build_policy, probe_logprobs
 from holdfast.training.engines import free_bytes
-from holdfast.training.run import ShardedModel, without_dropout
+from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.server import Role, ScoringServer, meet
 from holdfast.types import Batch, LossSum, MiniBatch, Scores
 
@@ -86,7 +86,8 @@ def build_reference(
     if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
-        _check_off(policy, ranks)
+        if policy.setting.without_numbers is None:
+            _check_off(policy, ranks)
         return AdapterOff(policy.model)
     offload = config.parallel.cpu_offload or kind == "offloaded"
     twin = policy.setting.with_sections(parallel=config.parallel.model_copy(update={"cpu_offload": offload}))
@@ -102,7 +103,8 @@ def build_reference(
     reference.model.padded = policy.model.padded
     reference.model.eval()
     ranks.on_all_ranks(lambda: check_place(reference, "reference policy"))
-    _check_numbers(reference.model, policy, ranks)
+    if policy.setting.without_numbers is None:
+        _check_numbers(reference.model, policy, ranks)
     return reference.model
 
 

@@ -24,7 +24,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.training.build.model import probe_logprobs
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.endpoint import CompletionServer, ServedModel
-from holdfast.types import Batch, MiniBatch
+from holdfast.types import Batch, MiniBatch, host_value
 
 _TEXT = 'It was 12 + 30 = 42, said "Ann"; then\n\tfor item in list(range(7)): print(item)  # naïve, œuvre, 東京, done.'
 """Letters, digits, signs, blanks, and characters of several bytes: where tokenizers differ first."""
@@ -96,7 +96,9 @@ class ScoringServer:
         """Return [B, T] for every batch, 0 where nothing is trained."""
         asked: list[tuple[int, int, Any, list[int], NDArray[np.bool_]]] = []
         for number, batch in enumerate(batches):
-            tokens, trained = batch.tokens.cpu(), batch.loss_mask.cpu()
+            tokens, trained = (
+                torch.from_numpy(host_value(part, "tokens for a server")) for part in (batch.tokens, batch.loss_mask)
+            )
             for row, place in places(batch):
                 mask = trained[row, place].numpy()
                 length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0

@@ -51,7 +51,7 @@ def build_teacher(student: ShardedModel) -> Teacher:
 
 def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherConfig) -> Teacher:
     base, world, ranks = student.setting.base, student.setting.world, student.setting.ranks
-    twin = _configuration(config, section, student)
+    twin = teacher_configuration(config, section, student)
     tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, student.setting))
     ranks.on_all_ranks(lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
     origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
@@ -68,7 +68,7 @@ def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherCon
     return Teacher(teacher.model, teacher.model, weights_fingerprint(origin, config.seed))
 
 
-def _configuration(config: DistillConfig, section: TeacherConfig, student: ShardedModel) -> DistillConfig:
+def teacher_configuration(config: DistillConfig, section: TeacherConfig, student: ShardedModel) -> DistillConfig:
     """Return the run's configuration as the teacher's: its files, in the student's precision, place and layout."""
     own = config.model
     model = ModelConfig(

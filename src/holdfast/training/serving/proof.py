@@ -21,9 +21,10 @@ from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
+from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.rollout.servers import TopRow, VLLMServer
-from holdfast.training.run import ShardedModel, without_dropout
+from holdfast.training.run import ShardedModel
 from holdfast.types import Batch, Example
 
 _TOP = 20

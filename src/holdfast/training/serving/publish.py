@@ -1,34 +1,41 @@
 """Publish the policy's weights to servers of vLLM, and open the engine that samples from them.
 
 Before a sample is drawn every server that lives has the present weights: their bytes are compared by hash on arrival,
-and what the engine makes of them by a proof (`proof.py`).
+and what the engine makes of them by a proof (`proof.py`). Before a run and before each push it is seen whether servers
+live, and whether they are what the run needs.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
+import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
-from holdfast.errors import RunStopped
+from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.rollout.nccl import NCCLPublisher, refuse_nccl
 from holdfast.rollout.publish import Publisher
 from holdfast.rollout.sampling import Stops
-from holdfast.rollout.servers import VLLMServer
+from holdfast.rollout.servers import BACKEND, ServerState, VLLMServer
 from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.run import ShardedModel
-from holdfast.training.serving.meet import living_of, met, server_state
-from holdfast.training.serving.nccl import NCCLPublisher, refuse_nccl
 from holdfast.training.serving.proof import Proof, Prover, Suspects
+
+PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
+"""Servers cut the same text (`rollout/vllm_extension.py`)."""
 
 
 class Outgoing(NamedTuple):
@@ -160,8 +167,8 @@ class ServedEngine(VLLMEngine):
                 pass
             return []
         try:
-            living = living_of(self.servers, self._section)
-            states = [server_state(server, sharded, self._section) for server in living]
+            living = _living_of(self.servers, self._section)
+            states = [_server_state(server, sharded, self._section) for server in living]
             for server, state in zip(living, states, strict=True):
                 self._publisher.lease(server, state.identity)
             if self._nccl is None:
@@ -206,8 +213,129 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
     if section.transport == "nccl":
         ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
-    states = ranks.on_first_rank(lambda: met(servers, sharded, section))
+    states = ranks.on_first_rank(lambda: _met(servers, sharded, section))
     named = [replace(server, model=state.model) for server, state in zip(servers, states, strict=True)]
     mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
     block, longest = max(int(state.facts["block"]) for state in states), min(state.longest for state in states)
     return ServedEngine(section, named, stops, mark, Prover(section.tolerance, block, longest))
+
+
+def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig) -> list[ServerState]:
+    """Return what all servers say of themselves, once they answer.
+
+    Raises:
+        ConfigError: One does not, or serves something else.
+    """
+    patience = holdfast.patience.current
+    deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
+    for server in servers:
+        while not server.is_well():
+            if time.monotonic() >= deadline:
+                how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
+                raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
+            time.sleep(patience.server_look_seconds)
+    return [_server_state(server, sharded, section) for server in servers]
+
+
+def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
+    """Return the servers that are well; one that we start ourselves is waited for where there is no other.
+
+    Raises:
+        RunStopped: None is.
+    """
+    patience = holdfast.patience.current
+    deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
+    while True:
+        present = [server for server in servers if server.is_well()]
+        for server in servers if present else ():
+            if server not in present:
+                print(f"warning: no server answers at {server.url}; it gets no weights and no requests", flush=True)
+        if present:
+            return present
+        if time.monotonic() >= deadline:
+            raise RunStopped(
+                f"No server is left to push weights to ({', '.join(server.url for server in servers)}). Start them "
+                "again; the same command then goes on from the last checkpoint."
+            )
+        time.sleep(patience.server_look_seconds)
+
+
+def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineConfig) -> ServerState:
+    """Return what a server says of itself, if it fits the run.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    try:
+        state = server.state()
+    except (EndpointRefuses, EndpointUnwell) as error:
+        raise ConfigError(
+            f"rollout.engine.url: {server.url} {error}. Rollouts need a vLLM that tells token ids, log-probabilities "
+            "and the version of its weights, and takes ours; `holdfast serve RUN.yaml` starts one. SGLang and others "
+            "do not."
+        ) from error
+    wrong = [why for right, why in _checks(state, sharded, section) if not right]
+    if wrong:
+        raise ConfigError(
+            f"rollout.engine.url: the server at {server.url} {'; it '.join(wrong)}. `holdfast serve RUN.yaml` starts "
+            "one that fits."
+        )
+    return state
+
+
+def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
+    """Return whether each thing fits, and what to say where it does not."""
+    facts, config = state.facts, sharded.setting.config
+    vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
+    dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
+    backend = BACKEND if section.transport == "files" else section.transport
+    tokenizer, template = _tokenizer_digest(sharded.origin.tokenizer), _template_digest(sharded.origin.tokenizer)
+    return (
+        (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
+        (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
+        (
+            facts["vocabulary"] == vocabulary,
+            f"serves another model: its vocabulary has {facts['vocabulary']} tokens, the policy's {vocabulary}",
+        ),
+        (
+            str(facts.get("version")).startswith(section.version),
+            f"is vLLM {facts.get('version')}, and {section.version} is what was tested (tools/install_vllm.sh; "
+            "rollout.engine.version says what to expect)",
+        ),
+        (
+            None in {tokenizer, facts.get("tokenizer")} or tokenizer == facts["tokenizer"],
+            "has another tokenizer than the policy, so it serves another model",
+        ),
+        (
+            None in {template, facts.get("template")} or template == facts["template"],
+            "has another chat template than the policy, so it serves another model",
+        ),
+        (
+            state.longest >= longest,
+            f"has a context of {state.longest} tokens, and data.max_length is {longest} (--max-model-len)",
+        ),
+        (
+            facts["logprobs"] == "processed_logprobs",
+            f"tells {facts['logprobs']}, which are of another temperature (--logprobs-mode processed_logprobs)",
+        ),
+        (not facts["tied"], "ties its output layer, which vLLM 0.32 does not update (--hf-overrides)"),
+        (
+            not (facts["experts"] and facts["device"] == "cpu"),
+            "serves a mixture of experts on a CPU, where vLLM 0.32 gives wrong numbers after any push of experts; use "
+            "rollout.engine: auto",
+        ),
+    )
+
+
+@lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    vocabulary, probe = backend.get_vocab(), backend.encode(PROBE, add_special_tokens=False).ids
+    return str(xxhash.xxh3_128_hexdigest(json.dumps([sorted(vocabulary.items()), probe]).encode()))
+
+
+def _template_digest(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    return str(xxhash.xxh3_128_hexdigest(template.encode())) if isinstance(template, str) else None

@@ -1,0 +1,58 @@
+"""Commands that look at a run before it starts: whether it fits, whether it would start. `main` adds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[a.b=value ...]", help="Values that replace the file's.")
+]
+OptionalRunFile = Annotated[
+    Path | None, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)
+]
+
+
+def doctor(
+    run: OptionalRunFile = None,
+    overrides: Overrides = None,
+    no_code: Annotated[
+        bool, typer.Option("--no-code", help="Run no code of yours: rewards, tests of rows, code of a model.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CHECK", help="Look at this alone; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
+    from holdfast.cli.doctor import doctor as look_before
+
+    raise typer.Exit(look_before(run, overrides or [], runs_code=not no_code, as_json=as_json, only=only or []))
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """Print what a bug report needs: versions, devices, known variables; no secrets."""
+    from holdfast.cli.doctor import environment
+
+    environment(as_json=as_json)
+
+
+def plan(  # noqa: PLR0913, PLR0917 - each is an option of the command
+    run: RunFile,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks, or 1.")] = None,
+    device: Annotated[str | None, typer.Option(help="h100, h200, a100, l40s, b200 or cpu. Default: h100.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each device, as in 40GiB. Default: the device's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Also leave it as plan.json in the run's directory.")] = False,
+) -> None:
+    """Say what a run takes on devices that are not here, and what to turn; exit 1 if it does not fit."""
+    from holdfast.cli.plan import PlanOptions
+    from holdfast.cli.plan import plan as plan_run
+
+    raise typer.Exit(plan_run(run, overrides or [], PlanOptions(ranks, device, memory), as_json=as_json, save=save))

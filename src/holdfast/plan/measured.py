@@ -1,0 +1,107 @@
+"""A plan that was left in a run's directory, beside what the run measured: the same phases, under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import UserError
+from holdfast.files import read_json, size_words
+from holdfast.plan.findings import Finding, fail, ok, warn
+from holdfast.training.directory import MEMORY, PLAN, events
+
+_MORE = 1.1
+"""How many times as much as planned is told as more: what a plan cannot see is a part of it."""
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """What of a saved plan a measurement is compared with."""
+
+    device: str
+    """Of the ranks: cuda or cpu."""
+    peaks: Mapping[str, int]
+    """Phase of a run's clock -> bytes of tensors on rank 0's device."""
+
+    @classmethod
+    def read(cls, directory: Path) -> SavedPlan | None:
+        """Return the plan in a run's directory; None if there is none.
+
+        Raises:
+            UserError: What is there is not a plan of this version.
+        """
+        if not (directory / PLAN).exists():
+            return None
+        try:
+            plan = read_json(directory / PLAN)
+            return cls("cpu" if plan["device"] is None else "cuda", plan["clock_phases"])
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"{directory / PLAN} is not a plan of this version ({error}). Write it anew with --save."
+            raise UserError(message) from error
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """What a phase was to take, and took."""
+
+    phase: str
+    planned: int
+    measured: int
+
+    @property
+    def ratio(self) -> float:
+        """Measured over planned."""
+        return self.measured / max(self.planned, 1)
+
+    def words(self) -> str:
+        """Return both, as a clause."""
+        return f"{self.phase} took {size_words(self.measured)} of {size_words(self.planned)} planned"
+
+
+def measured_peaks(directory: Path) -> tuple[str, Mapping[str, int]]:
+    """Return the device type that a run measured on and the last peaks it wrote; "" and nothing without a run."""
+    records = list(events(directory, MEMORY)) if directory.is_dir() else []
+    return (str(records[-1]["device"]), records[-1]["peaks"]) if records else ("", {})
+
+
+def compared(planned: Mapping[str, int], measured: Mapping[str, int]) -> Iterator[PhasePeak]:
+    """Yield the phases that both know, in the order in which the run met them."""
+    for phase, took in measured.items():
+        if phase in planned:
+            yield PhasePeak(phase, planned[phase], took)
+
+
+def look_at_plan(directory: Path) -> Iterator[Finding]:
+    """Compare the plan in a run's directory with what the run measured."""
+    plan = SavedPlan.read(directory)
+    device, measured = measured_peaks(directory)
+    if plan is None or not measured:
+        return
+    if device != "cuda" or plan.device != "cuda":
+        # Resident memory is that of Python, of libraries and of the allocator besides tensors.
+        yield ok(
+            "plan", f"{directory / PLAN} is of {plan.device}, and the run measured on {device}: not compared by phase"
+        )
+        return
+    phases = list(compared(plan.peaks, measured))
+    more = [phase for phase in phases if phase.ratio > _MORE]
+    if more:
+        words = "; ".join(phase.words() for phase in more)
+        yield warn("plan", words, "Leave room for it, or plan anew with the run's own lengths.")
+    elif phases:
+        yield ok("plan", max(phases, key=lambda phase: phase.measured).words())
+
+
+def verdict(plan: Mapping[str, Any]) -> Finding:
+    """Return what a plan that was just made says of a run, and the first thing to turn where it does not fit."""
+    how = "executed" if plan["executed"] else "by formulas"
+    needed = f"{size_words(plan['peak_bytes'])} of tensors and {size_words(plan['allowance_bytes'])} beside them"
+    words = f"{how}: {needed} of {size_words(plan['memory_bytes'])} per rank"
+    if plan["fits"]:
+        return ok("plan", words)
+    enough = [turn for turn in plan.get("turns", []) if turn["fits"]]
+    turned = plan["turns"][: plan["turns"].index(enough[0]) + 1] if enough else []
+    fix = ", ".join(f"{turn['key']}: {turn['value']}" for turn in turned) or "Start more ranks, or a smaller model"
+    return fail("plan", f"it does not fit: {words}", f"{fix}. See `holdfast plan`.")

@@ -1,0 +1,96 @@
+"""A process that executes the lane's runs: python -m tests.fake_devices.lane FOLDER RANKS RANK [NAME...]
+
+It prints a JSON line for each run. The guard must be there before torch, so no process that has torch can do it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def make_models(folder: Path) -> None:
+    """Write a teacher's configuration, and a small model that sees with its files."""
+    from tests.fake_devices.cases import DENSE
+    from tests.vision import vision_directory
+
+    teacher = folder / "teacher"
+    teacher.mkdir(exist_ok=True)
+    (teacher / "config.json").write_text(json.dumps(DENSE), encoding="utf-8")
+    if not (folder / "llava").exists():
+        vision_directory(folder / "llava", "llava", vocab_size=512)
+
+
+def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str, Any]:
+    """Return what an execution said, JSON-ready."""
+    from holdfast.config.verbs.roots import run_from_mapping
+    from holdfast.plan.execute import execute
+    from holdfast.plan.records import Place
+
+    made = execute(run_from_mapping(values), folder, Place(ranks, rank))
+    return {
+        "peaks": {f"{phase} {device}": [peak.total, peak.parts] for (phase, device), peak in made.steady.items()},
+        "host_values": [[value.phase, value.reason] for value in made.host_values],
+        "messages": {f"{phase} {kind}": note for (phase, kind), note in made.messages.items()},
+        "made": {" ".join(key): size for key, size in made.made.items() if key[1] == "cuda"},
+        "units": [[unit.name, unit.bytes_, unit.trainable] for unit in made.plan.units],
+        "micro_batches": made.micro_batches,
+        "sharded": made.plan.sharded,
+        "notes": made.notes,
+    }
+
+
+def main(folder: str, ranks: str, rank: str, *names: str) -> None:
+    """Execute the runs, or some of them; as rank of 0 ranks the shapes whose parts are summed by hand."""
+    from holdfast.plan.process import load_guard
+
+    load_guard()
+    warnings.simplefilter("error", ResourceWarning)
+    from tests.fake_devices.cases import NOT_SHARDED_ALONE, ONE_RANK_LESS, RUNS
+    from tests.fake_devices.parts import SHAPES
+
+    left_out = ONE_RANK_LESS | NOT_SHARDED_ALONE if ranks == "1" else set[str]()
+    runs = {name: (values, int(ranks)) for name, values in RUNS.items()}
+    if ranks == "0":
+        runs = {name: (shape.run(), shape.ranks) for name, shape in SHAPES.items()}
+    for name, (values, size) in runs.items():
+        if name in left_out or (names and name not in names):
+            continue
+        started = time.process_time()
+        try:
+            said = run(values, Path(folder), size, int(rank))
+        except Exception:  # noqa: BLE001 - a test says it
+            said = {"error": traceback.format_exc()}
+        said |= {"run": name, "ranks": int(ranks), "rank": int(rank), "seconds": time.process_time() - started}
+        print("lane " + json.dumps(said), flush=True)
+
+
+def traced(files: set[str], output: Path) -> None:
+    """Note which lines of some files are executed, and write them down at the end; for tools/cuda_lines.py."""
+    lines: dict[str, set[int]] = {}
+
+    def local(frame: Any, event: str, _: object) -> Any:
+        if event == "line":
+            lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+        return local
+
+    def enter(frame: Any, *_: object) -> Any:
+        return local if frame.f_code.co_filename in files else None
+
+    threading.settrace(enter)
+    sys.settrace(enter)
+    atexit.register(lambda: output.write_text(json.dumps({name: sorted(seen) for name, seen in lines.items()})))
+
+
+if __name__ == "__main__":
+    if "LANE_LINES" in os.environ:
+        traced(set(json.loads(os.environ["LANE_FILES"])), Path(os.environ["LANE_LINES"]))
+    main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""What torch's profiler says of a step that runs: the most that the CPU's allocator had out.
+
+The profiler hears of every allocation and release of torch's allocator; it knows nothing of the plan's ledger.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.assembly import assemble
+from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.plan.memory import plain_tensors
+from holdfast.plan.steps import sequence
+from holdfast.training.build.begin import build_run
+from holdfast.training.engines import layout_of
+from holdfast.training.step import train_step
+
+
+def peaks(world: World, values: dict[str, Any]) -> tuple[int, int]:
+    """Return the most bytes of tensors in a step that comes after others: those that lie there before it, and in all.
+
+    Every rank calls this; rows are as long as they may be, as in a plan.
+    """
+    run = build_run(from_mapping(values, SFTConfig), Path(), world)
+    trained, config = run.trained, run.setting.config
+    examples = {(number, 0): sequence(config.data.max_length) for number in range(config.data.batch_size)}
+    known = [
+        Known(number, 0, example.tokens.size, example.trained_tokens, number % world.size)
+        for (number, _), example in examples.items()
+    ]
+    own = {place: example for place, example in examples.items() if place[0] % world.size == world.rank}
+    mini_batch = assemble(Candidates(own, known), run.setting.ranks, config.data, layout_of(trained))
+    for _ in range(2):
+        train_step(trained, mini_batch, run.evaluation.objective)
+    states = [value for state in trained.optimizer.state.values() for value in state.values()]
+    tensors = [*sharded_parameters(trained.model).values(), *trained.model.buffers(), *states]
+    parts = [part for each in tensors if isinstance(each, torch.Tensor) for part in plain_tensors(each)]
+    before = sum(part.untyped_storage().nbytes() for part in parts)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train_step(trained, mini_batch, run.evaluation.objective)
+    return before, before + _most(profiler)
+
+
+def _most(profiler: Any) -> int:
+    """Return the most that was out at one moment, beside what lay there when the profile began."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return int(most)

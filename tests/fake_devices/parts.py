@@ -1,0 +1,181 @@
+"""Parts of a step's memory by hand: from shapes alone, with nothing of the package.
+
+Per rank: a matrix of R rows lies as ceil(R / n) rows on the first of n ranks, and an allocation is a multiple of 512
+bytes on a GPU. What is gathered is in bfloat16. Sums are of the moments at which a phase takes most:
+
+- forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with
+  the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
+  logits in float32 stand their rounded copy in bfloat16, the gradient of the matrix in float32, a product of at most a
+  slice of it in bfloat16, and three [tokens, hidden] of states and their gradients. Of activations: what goes into each
+  block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of.
+- backward: two blocks are gathered, the one at work and the next, and a tied root with them; where the head outweighs
+  them, a backward pass takes most at its start, with what the forward pass ended with.
+- optimizer: parameters, their gradients, moments: two and a count per tensor; with bfloat16 weights a compensation too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how it is trained."""
+
+    hidden: int = 512
+    ffn: int = 1536
+    layers: int = 3
+    heads: int = 8
+    key_heads: int = 2
+    size: int = 64
+    vocabulary: int = 8192
+    tied: bool = False
+    experts: int = 0
+    chosen: int = 2
+    expert_ffn: int = 512
+    ranks: int = 8
+    replicate: int = 1
+    tokens: int = 1024
+    bfloat16: bool = False
+    offload: bool = False
+    lora: int = 0
+    recompute: str = "full"
+    starts: bool = False
+    """Whether a backward pass takes most at its start."""
+
+    @property
+    def shards(self) -> int:
+        return self.ranks // self.replicate
+
+    def config(self) -> dict[str, Any]:
+        """Return `model.config`."""
+        values: dict[str, Any] = {
+            "model_type": "qwen3_moe" if self.experts else "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": self.tied,
+        }
+        if self.experts:
+            more = {"num_experts": self.experts, "num_experts_per_tok": self.chosen, "decoder_sparse_step": 1}
+            return values | more | {"moe_intermediate_size": self.expert_ffn}
+        return values | {"head_dim": self.size}
+
+    def run(self) -> dict[str, Any]:
+        """Return the run."""
+        model: dict[str, Any] = {"config": self.config(), "tokenizer": "builtin:characters"}
+        optim: dict[str, Any] = {"lr": 1e-5, "schedule": "constant"}
+        if self.bfloat16:
+            model["dtype"], optim["kind"] = "bfloat16", "adamw_bf16"
+        if self.lora:
+            model["lora"] = {"rank": self.lora}
+            model["frozen_dtype"] = "bfloat16"
+        return {
+            "steps": 2,
+            "model": model,
+            "optim": optim,
+            "parallel": {"replicate": self.replicate, "cpu_offload": self.offload, "recompute": self.recompute},
+            "data": {
+                "synthetic": {"task": "sort", "rows": 64},
+                "batch_size": self.ranks,
+                "max_length": self.tokens,
+                "tokens_per_micro_batch": self.tokens,
+            },
+        }
+
+
+Matrix = tuple[int, int]
+"""Rows, and numbers of a row."""
+
+
+def block(shape: Shape) -> list[Matrix]:
+    """Return the tensors of a block, by hand from the architecture."""
+    query = shape.heads * (shape.hidden // shape.heads if shape.experts else shape.size)
+    key = shape.key_heads * (query // shape.heads)
+    attention = [(query, shape.hidden), (key, shape.hidden), (key, shape.hidden), (shape.hidden, query)]
+    norms = [(shape.hidden, 1)] * 2
+    if not shape.experts:
+        return [*attention, *norms, (shape.ffn, shape.hidden), (shape.ffn, shape.hidden), (shape.hidden, shape.ffn)]
+    size = query // shape.heads
+    stacks = [
+        (shape.experts, 2 * shape.expert_ffn * shape.hidden),
+        (shape.experts, shape.hidden * shape.expert_ffn),
+    ]
+    return [*attention, *norms, (size, 1), (size, 1), (shape.experts, shape.hidden), *stacks]
+
+
+def adapters(shape: Shape) -> list[Matrix]:
+    """Return the adapters of a block's seven linear layers."""
+    linear = [(rows, columns) for rows, columns in block(shape) if columns > 1]
+    return [matrix for rows, columns in linear for matrix in ((shape.lora, columns), (rows, shape.lora))]
+
+
+def ends(shape: Shape) -> list[Matrix]:
+    """Return embedding, last norm and head."""
+    table = (shape.vocabulary, shape.hidden)
+    return [table, (shape.hidden, 1), *([] if shape.tied else [table])]
+
+
+def allocated(matrices: list[Matrix], width: int, ranks: int) -> int:
+    """Return the bytes of shards on the first rank."""
+    return sum(-(-(-(-rows // ranks) * columns * width) // 512) * 512 for rows, columns in matrices)
+
+
+def numbers(matrices: list[Matrix]) -> int:
+    return sum(rows * columns for rows, columns in matrices)
+
+
+def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
+    """Return phase -> kind -> bytes."""
+    base = [*block(shape) * shape.layers, *ends(shape)]
+    trained = adapters(shape) * shape.layers if shape.lora else base
+    stored = 2 if shape.bfloat16 else 4
+    shards = allocated(trained, stored, shape.shards)
+    parameters = shards + (allocated(base, 2, shape.shards) if shape.lora else 0)
+    moments = 3 * shards if shape.bfloat16 else 2 * shards + 512 * len(trained)
+    rows = shape.tokens * shape.hidden * 2
+    one_block = 2 * (numbers(block(shape)) + (numbers(adapters(shape)) if shape.lora else 0))
+    root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0
+    forward = {"activations": (shape.layers + (3 if shape.lora else 4)) * rows, "head": head(shape)}
+    backward: dict[str, float] = {}
+    optimizer: dict[str, float] = {}
+    if shape.shards > 1:
+        forward["gathered"] = root + one_block if shape.tied else 2 * shape.vocabulary * shape.hidden
+        backward["gathered"] = forward["gathered"] if shape.starts else root + 2 * one_block
+    if not shape.offload:
+        forward |= {"parameters": parameters, "optimizer": moments}
+        optimizer = {"parameters": parameters, "gradients": shards, "optimizer": moments}
+    return {"forward": forward, "backward": backward, "optimizer": optimizer}
+
+
+def head(shape: Shape) -> float:
+    """Return what the head takes at its peak; nothing is trained in it where only adapters are."""
+    tokens = shape.tokens - 1  # nothing predicts the first
+    logits = tokens * shape.vocabulary * (4 + 2)
+    states = 3 * tokens * shape.hidden * 2
+    table = shape.vocabulary * shape.hidden
+    return logits + states + (0 if shape.lora else 4 * table + min(2 * table, SLICE))
+
+
+SLICE = 2**26
+"""Bytes of a product that is formed in slices."""
+
+SHAPES = {
+    "dense": Shape(),
+    "dense, tied": Shape(tied=True),
+    "dense, one rank": Shape(ranks=1),
+    "dense, rows that do not divide": Shape(ranks=3, hidden=384, heads=6),
+    "dense, 64 ranks": Shape(ranks=64),
+    "dense, larger vocabulary": Shape(tokens=1536, vocabulary=16384, starts=True),
+    "bfloat16 states": Shape(bfloat16=True),
+    "LoRA": Shape(lora=8),
+    "offload": Shape(offload=True),
+    "copies": Shape(replicate=2),
+    "experts": Shape(experts=4, expert_ffn=256, starts=True),
+    "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2, starts=True),
+}

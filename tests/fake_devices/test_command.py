@@ -1,0 +1,110 @@
+"""`holdfast plan`: what it prints, and what it says of what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config.yaml12 import to_yaml
+from tests.fake_devices.cases import tree
+from tests.fake_devices.conftest import ROOT, needs_guard
+
+pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
+
+
+def plan(file: Path, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.cli.main", "plan", str(file), *options]
+    own = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {})
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=file.parent, env=own)
+
+
+def run_file(folder: Path, **sections: Any) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(to_yaml(tree(**sections)), encoding="utf-8")
+    return file
+
+
+def test_a_plan_for_scripts_names_every_part_and_leaves_plan_json(tmp_path: Path) -> None:
+    needs_guard()
+
+    done = plan(run_file(tmp_path), "--ranks", "8", "--json", "--save")
+
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["executed"]
+    assert {"load", "forward", "backward", "optimizer", "resume"} <= set(made["phases"])
+    assert made["host"]["save"]["total"] > 0
+    for phase in made["phases"].values():
+        assert phase["total"] == pytest.approx(sum(phase["parts"].values()), rel=0.01)
+    assert made["bounds_seconds"]["forward"] > 0
+    # Ten numbers of a parameter: four bytes of its own, and two moments.
+    assert made["checkpoint_bytes"] == pytest.approx(12 * made["parameters"], rel=0.01)
+    left = json.loads((tmp_path / "runs" / "run" / "plan.json").read_text())
+    assert left == made
+    assert left["clock_phases"]["forward_backward"] == max(
+        made["phases"][row]["total"] for row in ("forward", "backward")
+    )
+    assert left["clock_phases"]["load"] == made["phases"]["load"]["total"]
+
+
+def test_a_run_that_does_not_fit_is_told_what_to_turn_and_exits_with_1(tmp_path: Path) -> None:
+    needs_guard()
+    wide = {"batch_size": 64, "max_length": 128, "tokens_per_micro_batch": 4096}
+
+    done = plan(run_file(tmp_path, data=wide), "--ranks", "8", "--memory", "1742.4MiB", "--json")
+
+    made = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert not made["fits"]
+    peaks = [turn["peak_bytes"] for turn in made["turns"]]
+    assert [turn["key"] for turn in made["turns"]][:2] == ["data.tokens_per_micro_batch", "parallel.recompute"]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] < made["peak_bytes"]
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize(
+    ("sections", "options", "words"),
+    [
+        ({}, ["--device", "k80"], ["--device k80", "h100, h200, a100, l40s, b200"]),
+        ({}, ["--memory", "much"], ["--memory much", "80GiB"]),
+        ({}, ["--ranks", "65"], ["65 ranks", "data.batch_size=64"]),
+        ({"parallel": {"replicate": 3}}, ["--ranks", "8"], ["parallel.replicate=3", "8 ranks"]),
+        (
+            {"model": {"path": "nobody/has-this", "config": None, "tokenizer": None}},
+            ["--ranks", "8"],
+            ["needs no weights", "config.json", "Qwen/Qwen2.5-7B"],
+        ),
+    ],
+    ids=["device", "memory", "more ranks than rows", "copies that do not divide", "no configuration"],
+)
+def test_what_cannot_be_planned_is_told_in_one_paragraph(
+    tmp_path: Path, sections: dict[str, Any], options: list[str], words: list[str]
+) -> None:
+    needs_guard()
+
+    done = plan(run_file(tmp_path, **sections), *options)
+
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+    assert done.stdout == ""
+
+
+def test_without_a_compiler_a_plan_is_made_by_formulas_and_says_so(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    elsewhere = {"PATH": str(empty), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    done = plan(run_file(tmp_path), "--ranks", "8", environment=elsewhere)
+
+    assert done.returncode == 0, done.stderr
+    assert "BY FORMULAS" in done.stdout
+    assert "No C++ compiler" in done.stdout

@@ -1,0 +1,196 @@
+"""Plant device bugs in `src`, one at a time, and say whether the lane of fake devices notices.
+
+    python tools/device_bugs.py planted
+    python tools/device_bugs.py drawn --seed 19 --count 10
+
+A bug is noticed where a run of the lane is not executed any more, or says something else than is written down in
+tests/fake_devices/expected.json, which the lane compares: values that the host waits for, messages, the peak of each
+kind of bytes, and what is made of each dtype. Twenty are written down here; others are drawn by a seeded mutator: it
+drops a `.to(...)`, swaps a dtype, or drops a reshard. The script writes to a copy of `src` in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.fake_devices.cases import RUNS  # noqa: E402 - the tests are beside tools
+from tests.fake_devices.expected import difference, expected  # noqa: E402 - same
+from tests.fake_devices.lane import make_models  # noqa: E402 - same
+
+SOURCE = Path("src/holdfast")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One change of a file, and the runs that go through it."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    runs: tuple[str, ...]
+
+
+SFT, REFERENCE, POLICY = ("sft",), ("dpo offloaded reference", "dpo"), ("grpo",)
+PLANTED = (
+    Bug("batch left on the CPU", "training/step.py", "batch = to_device(micro_batch, trained.setting.world.device)",
+        "batch = micro_batch", SFT),
+    Bug("offsets left on the CPU", "models/layers/attention.py", ".to(device, non_blocking=True)", "", SFT),
+    Bug("an item of the loss", "training/step.py", "assert isinstance(output, LossSum)\n            torch",
+        "assert isinstance(output, LossSum)\n            output.loss.item()\n            torch", SFT),
+    Bug("a data-dependent index", "models/heads/policy.py", "targets = batch.tokens.flatten()[batch.scored]",
+        "targets = batch.tokens.flatten()[batch.loss_mask.flatten()]", SFT),
+    Bug("logits kept in float32 for the product", "models/scores.py", "narrow = exponentials.to(hidden.dtype)",
+        "narrow = exponentials.to(hidden.dtype).clone()", SFT),
+    Bug("a head gradient in float64", "models/scores.py", "else torch.float32\n        self.hidden",
+        "else torch.float64\n        self.hidden", SFT),
+    Bug("two chunks of logits alive", "models/scores.py", "            del chunk  # or two",
+        "            outputs.last = chunk  # or two", ("sft chunks of logits",)),
+    Bug("a missing reshard", "parallel/apply.py", "reshard_after_forward=unit.reshard", "reshard_after_forward=False",
+        SFT),
+    Bug("sums reduced in float32", "parallel/collectives.py",
+        "stacked = torch.stack([value.to(device=device, dtype=torch.float64)",
+        "stacked = torch.stack([value.to(device=device, dtype=torch.float32)", SFT),
+    Bug("gradients reduced in bfloat16", "parallel/apply.py", "reduce_dtype=getattr(torch, plan.reduce_dtype)",
+        "reduce_dtype=compute", SFT),
+    Bug("every micro-batch reduced", "parallel/shards.py", "policy.set_requires_gradient_sync(last)",
+        "policy.set_requires_gradient_sync(True)", ("sft bfloat16",)),
+    Bug("a reference that is not offloaded", "training/scorers/reference.py",
+        'offload = config.parallel.cpu_offload or kind == "offloaded"', "offload = config.parallel.cpu_offload",
+        REFERENCE),
+    Bug("a reference with gradients", "training/build/model.py",
+        "origin.model.requires_grad_(False)", "origin.model.requires_grad_(True)", REFERENCE),
+    Bug("a doubled gather", "parallel/stream.py",
+        "return tensor.full_tensor() if isinstance(tensor, DTensor)",
+        "return (tensor.full_tensor(), tensor.full_tensor())[0] if isinstance(tensor, DTensor)", POLICY),
+    Bug("a copy for sampling in float32", "training/engines.py",
+        "dtype = getattr(torch, sharded.plan.compute_dtype)\n    can", "dtype = torch.float32\n    can", POLICY),
+    Bug("a copy that is not given back", "training/policy/run.py", "self.engine.sleep()", "pass", POLICY),
+    Bug("tokens looked at one by one", "rollout/predictor.py",
+        "            self._pending.append((tokens, logprobs))\n            if",
+        "            self._pending.append((tokens, logprobs))\n            tokens.tolist()\n            if", POLICY),
+    Bug("a cache in float32", "rollout/cache.py", "rows = tensor.new_zeros(places.shape[0]",
+        "rows = tensor.float().new_zeros(places.shape[0]", POLICY),
+    Bug("gradients that stay after the update", "training/step.py",
+        "trained.optimizer.zero_grad(set_to_none=True)", "trained.optimizer.zero_grad(set_to_none=False)",
+        ("sft one pass",)),
+    Bug("a norm over ranks summed twice", "parallel/collectives.py",
+        "    dist.all_reduce(stacked)\n", "    dist.all_reduce(stacked)\n    dist.all_reduce(stacked)\n", SFT),
+)  # fmt: skip
+
+DRAWN_FROM = (
+    "training/step.py", "models/scores.py", "models/heads/policy.py", "models/layers/attention.py",
+    "models/layers/routers.py", "parallel/apply.py", "parallel/shards.py", "parallel/collectives.py", "optim/lowbit.py",
+    "optim/muon.py", "data/batches/packing.py", "training/scorers/reference.py", "training/policy/critic.py",
+    "rollout/inprocess.py", "rollout/cache.py", "rollout/replica.py", "rollout/predictor.py", "objectives/base.py",
+)  # fmt: skip
+"""Files of the step. A drawn bug meets all runs of the lane."""
+_DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float64": "float32"}
+
+
+def mutants() -> list[Bug]:
+    """Return every place that the mutator can change, in order."""
+    made = []
+    for path in DRAWN_FROM:
+        text = (ROOT / SOURCE / path).read_text(encoding="utf-8")
+        for line, old, new in _changes(text):
+            made.append(Bug(f"{path}:{line} {old!r} becomes {new!r}", path, old, new, ()))
+    return made
+
+
+def _changes(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, what stands there, what shall): the text of a whole line, once in its file."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        change = _change(node, text)
+        if change is None or not isinstance(node, ast.expr):
+            continue
+        line = lines[node.lineno - 1]
+        old, new = change
+        if text.count(line) == 1 and old in line:
+            yield node.lineno, line, line.replace(old, new, 1)
+
+
+def _change(node: ast.AST, text: str) -> tuple[str, str] | None:
+    match node:
+        case ast.Call(func=ast.Attribute(attr="to", value=inner), args=[_, *_]):
+            return _in_a_line(ast.get_source_segment(text, node), ast.get_source_segment(text, inner))
+        case ast.Call(func=ast.Attribute(attr="reshard" | "set_reshard_after_forward")):
+            return _in_a_line(ast.get_source_segment(text, node), "None")
+        case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _DTYPES:
+            return f"torch.{name}", f"torch.{_DTYPES[name]}"
+        case _:
+            return None
+
+
+def _in_a_line(old: str | None, new: str | None) -> tuple[str, str] | None:
+    return None if old is None or new is None or "\n" in old else (old, new)
+
+
+def drawn(seed: int, count: int) -> list[Bug]:
+    """Return some of them, one a line of a file."""
+    return random.Random(seed).sample(mutants(), count)
+
+
+def executed(source: Path, runs: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what the lane says of runs, as rank 0 of 8 and of 1."""
+    said = {}
+    environment = os.environ | {
+        "PYTHONPATH": f"{source / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.fake_devices.lane", str(folder), "8", "0", *runs]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    for line in done.stdout.splitlines():
+        if line.startswith("lane "):
+            told = json.loads(line[5:])
+            said[told["run"]] = told
+    return {name: said.get(name, {"error": done.stderr[-500:]}) for name in runs or RUNS}
+
+
+def main() -> int:
+    """Plant the bugs, and print a line for each; return 1 where too few are noticed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("which", choices=["planted", "drawn"])
+    parser.add_argument("--seed", type=int, default=19)
+    parser.add_argument("--count", type=int, default=10)
+    options = parser.parse_args()
+    bugs = list(PLANTED) if options.which == "planted" else drawn(options.seed, options.count)
+    with tempfile.TemporaryDirectory(prefix="holdfast-bugs-") as place:
+        make_models(Path(place))
+        noticed = sum(_noticed(bug, Path(place)) for bug in bugs)
+    least = len(bugs) if options.which == "planted" else round(0.9 * len(bugs))
+    print(f"{noticed} of {len(bugs)} noticed, at least {least} are asked for")
+    return int(noticed < least)
+
+
+def _noticed(bug: Bug, place: Path) -> bool:
+    copy = place / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT / "src", copy / "src")
+    file = copy / SOURCE / bug.path
+    text = file.read_text(encoding="utf-8")
+    assert bug.old in text, f"{bug.path} has no {bug.old!r} any more"
+    file.write_text(text.replace(bug.old, bug.new, 1), encoding="utf-8")
+    after = executed(copy, bug.runs, place)
+    why = next(filter(None, (difference(expected(name), said) for name, said in after.items())), "")
+    print(f"{'noticed' if why else 'MISSED '}  {bug.name}: {why or 'nothing differs'}", flush=True)
+    return bool(why)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
