@@ -36,7 +36,7 @@ ROOMS = {
         serving
     """,
     "models": """
-        names
+        names support
         layers source weights
         scores
         heads

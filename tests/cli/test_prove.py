@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import TINY, write_run
 from tests.cli.warm import Done, WarmPython
+from tests.rollout.served import AHEAD, REWARD, ServedModel, served_tree, serving
 
 
 def prove(warm: WarmPython, place: Path, tree: dict[str, Any], *options: str) -> Done:
@@ -36,6 +37,21 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert int(resumed[3]) + int(resumed[4]) == 5
     assert "steps 1 to 6: loss, gradient norm, learning rate and sequences are identical" in lines
     assert lines[-1] == "identical"
+
+
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.deep), 1])
+def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    with serving(ServedModel()) as url:
+        tree = served_tree([url], "runs", **AHEAD, launch={"device": "cpu", "ranks": 2})
+        tree["rollout"]["max_staleness"] = staleness
+
+        done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "3")
+
+    assert done.code == 0, done.out + done.err
+    assert "sampling is outside of this proof" in done.out
+    assert "steps 1 to 4: loss, gradient norm, learning rate and sequences are identical" in done.out
+    assert done.out.splitlines()[-1] == "identical"
 
 
 @pytest.mark.deep

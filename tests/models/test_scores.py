@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 from holdfast.models.layers.family import HeadSpec
 from holdfast.models.scores import HeadWeights, TokenTerms, add_product, score, separable_loss
+from holdfast.models.support import Support
 from holdfast.types import Scores
 
 TOKENS, WIDTH, VOCABULARY = 13, 6, 31
@@ -406,3 +407,46 @@ def test_a_product_in_another_dtype_is_added_in_slices_that_leave_no_row_out() -
     add_product(total, torch.from_numpy(by_logits).bfloat16(), torch.from_numpy(states).bfloat16())
 
     np.testing.assert_array_equal(total.numpy(), 1 + by_logits.T @ states)  # small whole numbers: exact in both
+
+
+@pytest.mark.parametrize("support", [Support(top_k=5), Support(top_p=0.6), Support(top_k=9, top_p=0.8, min_p=0.1)])
+@pytest.mark.parametrize("separable", [True, False])
+def test_log_probabilities_over_a_support_and_their_gradients_are_autograds(support: Support, separable: bool) -> None:
+    draw = torch.Generator().manual_seed(3)
+    hidden = torch.randn(40, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(32, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 32, (40,), generator=draw)
+    factors = torch.randn(40, generator=draw, dtype=torch.float64)
+    logits = hidden @ weight.t() / 0.7
+    probabilities = logits.detach().softmax(-1)
+    out = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ordered in enumerate(logits.argsort(-1, descending=True).tolist()):
+        total, largest, left = 0.0, None, []
+        for token in ordered[: support.top_k]:
+            left.append(token)
+        whole = float(probabilities[row, left].sum())
+        for token in left:
+            share = float(probabilities[row, token]) / whole
+            out[row, token] = total >= support.top_p
+            total += share
+            largest = share if largest is None else largest
+        for token in ordered:
+            if token not in left or float(probabilities[row, token]) / whole < support.min_p * (largest or 0):
+                out[row, token] = True
+    out[torch.arange(40), targets] = False
+    expected = logits.masked_fill(out, -torch.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    wanted_gradients = torch.autograd.grad((expected * factors).sum(), (hidden, weight))
+
+    spec, head = HeadSpec(support=support, chunk_tokens=16), HeadWeights(weight, None)
+    if separable:
+        loss, scores = separable_loss(
+            hidden, head, targets, lambda logprobs, _, start, end: logprobs * factors[start:end], spec, temperature=0.7
+        )
+    else:
+        scores = score(hidden, head, targets, spec, temperature=0.7)
+        loss = (scores.logprobs * factors).sum()
+    made = torch.autograd.grad(loss, (hidden, weight))
+
+    torch.testing.assert_close(scores.logprobs.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
+    for one, other in zip(made, wanted_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

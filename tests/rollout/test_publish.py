@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 import torch
 import xxhash
 
-from holdfast.cli.prove import prove
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.servers import Served, command_of, environment_of
-from holdfast.rollout.publish import Publisher, buckets, digest
+from holdfast.rollout.publish import Publisher, digest
 from holdfast.rollout.servers import VLLMServer
 
 URL = "http://127.0.0.1:8700"
@@ -32,14 +30,6 @@ def tree(engine: object) -> dict[str, object]:
         "steps": 1,
         "rollout": {"engine": engine},
     }
-
-
-def test_buckets_have_all_tensors_in_order_and_no_more_bytes_than_allowed() -> None:
-    tensors = [(str(number), torch.zeros(size)) for number, size in enumerate([10, 10, 30, 5, 5, 5, 100, 1])]
-
-    made = list(buckets(tensors, most_bytes=25 * 4))
-
-    assert [list(bucket) for bucket in made] == [["0", "1"], ["2"], ["3", "4", "5"], ["6"], ["7"]]
 
 
 def test_a_hash_is_of_the_bytes_of_a_tensor() -> None:
@@ -106,10 +96,3 @@ def test_no_secret_stands_on_a_command_line(tmp_path: Path) -> None:
     assert environment["PYTHONPATH"] == str(tmp_path)
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert "--no-enable-chunked-prefill" in command
-
-
-def test_a_proof_of_a_run_says_that_servers_are_outside_of_it(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(json.dumps(tree({"kind": "vllm", "url": URL})))
-
-    with pytest.raises(ConfigError, match="outside of what can be proved"):
-        prove(tmp_path / "run.yaml", [], steps=4, kill_at=3)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
-from holdfast.training.policy.metrics import length_metrics, of_several_updates
+from holdfast.training.policy.metrics import length_metrics, mismatch_spread, of_several_updates
 from holdfast.types import Finish
 
 
@@ -42,3 +45,17 @@ def test_the_least_and_the_most_clipped_update_of_a_step_are_told() -> None:
         "clip_ratio/high_max": 0.3,
     }
     assert of_several_updates([{"loss": 1.0}], [{"loss": (3.0, 2.0)}]) == {"loss": 1.5}
+
+
+def test_quantiles_and_the_largest_difference_are_those_of_all_tokens() -> None:
+    log_ratios = np.random.default_rng(3).normal(0, 0.1, 1001).astype(np.float32)
+    log_ratios[17] = -2.5
+
+    metrics = mismatch_spread(log_ratios)
+
+    ordered = np.sort(np.exp(log_ratios.astype(np.float64)))
+    assert metrics["sampling/sampling_logp_difference/max"] == 2.5
+    assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(np.exp(-2.5))
+    assert metrics["sampling/importance_sampling_ratio/median"] == pytest.approx(ordered[500])
+    assert metrics["sampling/importance_sampling_ratio/p99"] == pytest.approx(ordered[990])
+    assert mismatch_spread(np.zeros(0, np.float32)) == {}

@@ -89,6 +89,7 @@ FAULTS = {
     "other_dtype": lambda tensors: {name: value.bfloat16().float() for name, value in tensors.items()},
     "head_not_sent": _without("lm_head"),
     "norm_not_sent": _without("model.norm"),
+    "buffer_not_sent": _without("layer_scalar"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,13 @@ Build = Callable[..., Policy]
 BEHIND_THE_TRANSFER = [
     "stale", "gate_as_up", "adapter_twice", "half_a_bucket", "other_dtype", "head_not_sent", "norm_not_sent",
 ]  # fmt: skip
+NAMED = {
+    "gate_as_up": "model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight.",
+    "adapter_twice": "model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight",
+    "head_not_sent": "lm_head.weight.",
+    "norm_not_sent": "model.norm.weight.",
+}
+"""Tensors that the server itself finds to differ."""
 
 
 def requests(count: int, each: int = 4) -> list[Request]:
@@ -64,6 +72,33 @@ def test_log_probabilities_of_samples_are_the_trainers(policy_of: Build, options
     assert scored(policy, asked, first, sampling) > 1e-2  # of the weights before
     assert {completion.weights_version for completion in first} == {0}
     assert {completion.weights_version for completion in second} == {1}
+
+
+def test_completions_that_live_through_a_push_tell_which_tokens_are_of_which_weights(policy_of: Build) -> None:
+    policy = policy_of()
+    policy.publish()
+    asked, sampling = requests(40), SamplingConfig(max_new_tokens=190)
+    before = policy.oracle()
+
+    flight = policy.engine.begin(asked, sampling)
+    while len(flight.finished()) < 40:  # of 160, of which 64 are asked for at a time
+        time.sleep(0.01)
+    policy.move(0.3)
+    policy.publish()
+    completions = flight.collect()
+
+    after, changed = policy.oracle(), [each for each in completions if each.segments]
+    assert changed
+    for each in changed:
+        (_, first), (start, second) = each.segments
+        assert (first, second) == (0, 1)
+        tokens = torch.from_numpy(np.concatenate([asked[each.request_id].prompt, each.tokens]))
+        told, size = torch.from_numpy(each.logprobs), len(asked[each.request_id].prompt)
+        for oracle, part in ((before, slice(0, start)), (after, slice(start, None))):
+            with torch.no_grad():
+                logprobs = oracle(input_ids=tokens[None]).logits[0, size - 1 : -1].log_softmax(-1)
+            chosen = logprobs.gather(1, tokens[size:, None])[:, 0]
+            assert float((chosen - told)[part].abs().max()) <= 1e-4
 
 
 def test_equal_requests_have_equal_samples_whichever_server_answers(policy_of: Build) -> None:
@@ -121,6 +156,8 @@ def test_a_fault_behind_the_transfer_stops_the_run(policy_of: Build, fleet: Flee
 
     if fault == "stale":
         assert "its weights are stale" in str(caught.value)
+    if "say other" in str(caught.value) and fault in NAMED:
+        assert f"not what was sent: {NAMED[fault]}" in str(caught.value)
     fleet.heal()
     policy.publish()
     assert max(proof.difference for proof in policy.engine.proofs) <= 1e-4

@@ -34,6 +34,11 @@ PROOF_PHASES = {
 _MOST_CAUSES = 8
 """Of a mismatch, in the table."""
 PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
+_STRAIGHT, _KILLED = "straight", "killed"
+_OUTSIDE = (
+    "sampling is outside of this proof: what a server computes together depends on the clock. The straight run samples "
+    "and records; the killed one trains on what was recorded"
+)
 KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """As `parallel.mesh` reads them; repeated here because that module imports torch."""
 
@@ -55,6 +60,8 @@ class ProofPlan:
     phase: str
     every: int
     """Steps between checkpoints."""
+    served: bool = False
+    """Whether servers sample, which is outside of the proof."""
 
 
 def prove(
@@ -69,12 +76,6 @@ def prove(
     if not 2 <= kill_at <= steps:
         raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
     loaded = load_run(path, [*overrides, f"steps={steps}"])
-    if engine_of(loaded.config) is not None:
-        raise ConfigError(
-            "rollout.engine: vllm is outside of what can be proved: what a server computes together depends on the "
-            "clock, so two runs sample differently. Updates are repeatable from what was sampled (rollout.record, "
-            "`holdfast replay`); to prove a whole run, use rollout.engine: auto."
-        )
     ranks = resolve_ranks(loaded.config.launch)
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
@@ -87,11 +88,14 @@ def prove(
         chosen.randrange(ranks),
         chosen.choice(PROOF_PHASES[loaded.config.verb]),
         every,
+        engine_of(loaded.config) is not None,
     )
     place = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
     shutil.rmtree(place, ignore_errors=True)  # an earlier proof's: no run can have such a name
-    straight, broken = place / "straight", place / "killed"
+    straight, broken = place / _STRAIGHT, place / _KILLED
     print(f"straight: {steps} steps on {ranks} rank(s), a checkpoint every {every}", flush=True)
+    if plan.served:
+        print(_OUTSIDE, flush=True)
     _run(plan, straight, {}, expected=0)
     print(f"killed: SIGKILL to rank {plan.rank} in phase {plan.phase} of step {kill_at}", flush=True)
     first = _run(plan, broken, {KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
@@ -109,6 +113,13 @@ def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expe
         "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
         "checkpoint.storage=null",  # the two runs, and the user's own, would find each other's checkpoints there
     ]  # fmt: skip
+    if plan.served:
+        command += ["rollout.record=true", "evaluation.at_start=false", "evaluation.at_end=false"]
+        command += ["evaluation.every_steps=null"]
+        if directory.name == _KILLED:
+            command += [
+                f"rollout.engine={{kind: recorded, path: {json.dumps(str((directory.parent / _STRAIGHT).resolve()))}}}"
+            ]
     process = subprocess.Popen(
         command, env=inherited(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

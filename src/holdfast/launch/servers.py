@@ -28,6 +28,8 @@ from holdfast.launch.processes import Guard, end
 
 _MARK = "HOLDFAST_SERVERS"
 _EXTENSION = "holdfast_vllm_extension"
+_BACKENDS = {"files": "holdfast", "nccl": "nccl"}
+"""What vLLM calls a transport."""
 _MOST_RESTARTS = 5
 _TAIL = 12
 """Lines of a log that are shown."""
@@ -69,7 +71,7 @@ def command_of(served: Served, url: str) -> list[str]:
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": served.extension,
-        "--weight-transfer-config": json.dumps({"backend": "holdfast"}),
+        "--weight-transfer-config": json.dumps({"backend": _BACKENDS[served.section.transport]}),
         # vLLM 0.32 leaves the old values packed in a tied output layer, so it is a matrix of its own there.
         "--hf-overrides": json.dumps({"tie_word_embeddings": False}),
     }

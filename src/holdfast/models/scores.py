@@ -165,6 +165,8 @@ def logits_of(
 
 def _forward_chunk(hidden: Tensor, head: HeadWeights, targets: Tensor, how: _How) -> _Chunk:
     logits, slope = logits_of(hidden, head, how.spec, how.temperature)
+    if how.spec.support is not None:
+        logits = how.spec.support.restrict(logits, targets)
     chosen = logits.gather(1, targets[:, None]).squeeze(1)
     share = how.label_smoothing
     label = torch.lerp(chosen, logits.mean(-1), share) if share else chosen

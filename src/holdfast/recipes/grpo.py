@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
@@ -24,7 +26,13 @@ from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.critic import stand_still, train_critic, with_values
 from holdfast.training.policy.evaluate import evaluate_policy
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
-from holdfast.training.policy.metrics import entropy_estimate, of_several_updates, rollout_metrics
+from holdfast.training.policy.metrics import (
+    entropy_estimate,
+    log_ratios_of,
+    mismatch_spread,
+    of_several_updates,
+    rollout_metrics,
+)
 from holdfast.training.policy.recorder import record, tell_samples
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
@@ -40,7 +48,10 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
         run = build_policy_run(config, base, world, rewards.score, live, rewards.columns)
         check_columns(run.evaluation, rewards.columns)
         check_answers(run.evaluation, rewards.answers, rewards.unreadable)
-        return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
+        try:
+            return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
+        finally:
+            run.evaluation.sampler.engine.close()  # or what is sampled ahead would be waited for
 
 
 def grpo_step(run: PolicyRun) -> dict[str, float] | None:
@@ -71,14 +82,17 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
 def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> dict[str, float]:
     """Update the policy on every mini-batch, once or in several passes."""
     updates = mini_batches * run.config.updates.passes
-    lines, sums = [], []
+    lines, sums, log_ratios = [], [], []
     for number, mini_batch in enumerate(updates):
         ends_step = number == len(updates) - 1
         names = run.common.source_names
         made = train_step(run.trained, mini_batch, objective, source_names=names, ends_step=ends_step)
         lines.append(made.metrics)
         sums.append(made.sums)
-    return of_several_updates(lines, sums)
+        if number < len(mini_batches):  # later passes have the same tokens
+            log_ratios.append(log_ratios_of(mini_batch, made.logprobs))
+    everyone = run.setting.ranks.gather(np.concatenate(log_ratios))
+    return of_several_updates(lines, sums) | mismatch_spread(np.concatenate(everyone))
 
 
 def controlled_objective(run: PolicyRun) -> Objective:

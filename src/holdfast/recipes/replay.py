@@ -23,7 +23,8 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.mismatch import Fit, causes, fits, verdict
+from holdfast.training.policy.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
+from holdfast.training.policy.other_engines import fits_elsewhere, plain_copy
 from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.saving.resume import resume
@@ -67,20 +68,23 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
     tried = causes(temperature)
     as_it_was = dict([next(iter(tried.items()))])
     with _rebuilt(config, directory, record, world) as rebuilt:
-        sharded, earlier = rebuilt.run.trained, []
+        sharded = rebuilt.run.trained
+        others: list[Fit] = []
+        earlier, before = None, f"step {step - 2}"
         if step > 1 and rebuilt.has(step - 2):
             rebuilt.go_to(step - 2)
-            stale = fits(sharded, groups, as_it_was)[0]
-            earlier = [replace(stale, cause=f"stale weights: those of step {step - 2}")]
+            others.append(replace(fits(sharded, groups, as_it_was)[0], cause=f"stale weights: those of {before}"))
+            earlier = plain_copy(sharded), before
         rebuilt.go_to(step - 1)
-        ranked = fits(sharded, groups, tried)
-        nothing = ranked[0]
+        nothing, *ranked = fits(sharded, groups, tried)
+        others += fits_without(sharded, groups, temperature)
+        others += fits_elsewhere(sharded, groups, at_temperature(temperature), earlier)
         with torch.no_grad():
             for value in sharded_parameters(sharded.model).values():
                 local_part(value).copy_(local_part(value).bfloat16())
-        low = replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16")
+        others.append(replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16"))
         dtype = sharded.plan.compute_dtype
-    causes_tried = sorted([*ranked[1:], *earlier, low], key=lambda fit: fit.mean)
+    causes_tried = sorted([*ranked, *others], key=lambda fit: fit.mean)
     return verdict(causes_tried, nothing, dtype), [nothing, *causes_tried]
 
 

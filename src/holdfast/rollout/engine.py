@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,24 @@ class Sampled(NamedTuple):
 
 Interrupted = Callable[[], bool]
 """Asked between tokens: whether nobody wants the completions any more."""
+
+
+class Flight(Protocol):
+    """Completions on their way from an engine that samples outside of this process."""
+
+    def finished(self) -> list[Sampled]:
+        """Return those that are done, also while others are waited for; any thread may ask."""
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all, as `RolloutEngine.collect` does."""
+
+
+@runtime_checkable
+class AheadEngine(Protocol):
+    """An engine that samples while this process works on something else."""
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingConfig, done: Sequence[Sampled] = ()) -> Flight:
+        """Start to sample, but for completions that are done already."""
 
 
 class RolloutEngine(Protocol):

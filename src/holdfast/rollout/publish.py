@@ -11,7 +11,7 @@ import atexit
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,32 +20,17 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Header
+from holdfast.models.weights.safetensors_files import plan_files, tensor_bytes, write_file
 from holdfast.rollout.servers import VLLMServer
 
-TensorBucket = dict[str, Tensor]
 _MIB = 2**20
 _IS_OPEN = "already active"
 """What vLLM says of a session that nobody ended."""
-
-
-def buckets(tensors: Iterable[tuple[str, Tensor]], most_bytes: float) -> Iterator[TensorBucket]:
-    """Yield tensors in their order, as many together as fit; a larger one has a bucket of its own."""
-    bucket: TensorBucket = {}
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > most_bytes:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def digest(tensor: Tensor) -> str:
@@ -99,42 +84,72 @@ class Publisher:
     def push(
         self,
         servers: Sequence[VLLMServer],
-        tensors: Iterable[tuple[str, Tensor]],
+        tensors: Iterator[tuple[str, Tensor]],
         headers: Mapping[str, Header],
         label: str,
+        *,
+        keep: bool = False,
     ) -> dict[str, str]:
         """Push to all servers, and return those that were found dead, by address, with what was seen.
 
         Args:
             servers: Well a moment ago.
             tensors: Whole ones on the CPU, under the names of the model's directory; not walked through on an error.
-            headers: Of all of them.
+            headers: Of all of them, in their order.
             label: Name of these weights, which no others have had.
+            keep: Let completions that are on their way go on, with the new weights from here on; else they end.
 
         Raises:
             RunStopped: A server refuses what is sent.
         """
         push = _Push(servers)
-        push.each(lambda server: _begin(server, headers))
-        for bucket, is_last in _with_last(buckets(tensors, self.bucket_mib * _MIB)):
-            file = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors"
-            try:
-                self._write(file, bucket)
-                hashes = {name: digest(tensor) for name, tensor in bucket.items()}
-                content = {"update_info": {"file": str(file), "hashes": hashes, "last": is_last}}
-                bucket.clear()
-                push.each(lambda server, content=content: server.post("/update_weights", content))  # type: ignore[misc]
-            finally:
-                file.unlink(missing_ok=True)
+        push.each(lambda server: _begin(server, headers, keep=keep))
+        for file, hashes, is_last in self._files(tensors, headers):
+            content = {"update_info": {"file": str(file), "hashes": hashes, "last": is_last}}
+            push.each(lambda server, content=content: server.post("/update_weights", content))  # type: ignore[misc]
         push.each(lambda server: _end(server, label))
         return push.dead
 
-    def _write(self, file: Path, bucket: TensorBucket) -> None:
+    def inspect(
+        self, servers: Sequence[VLLMServer], tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
+    ) -> dict[str, dict[str, float | None]]:
+        """Return by address and tensor how far what a server computes with is from these weights, relative to them.
+
+        None stands where a server cannot say.
+        """
+        differences: dict[str, dict[str, float | None]] = {server.url: {} for server in servers}
+        for file, _, _ in self._files(tensors, headers):
+            for server in servers:
+                content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
+                differences[server.url] |= server.post("/collective_rpc", content)["results"][0]
+        return differences
+
+    def _files(
+        self, tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
+    ) -> Iterator[tuple[Path, dict[str, str], bool]]:
+        """Yield buckets: the file of each, the hashes of its tensors, and whether it is the last.
+
+        A tensor is written when it comes, and the file removed before the next begins, so that a push takes the memory
+        of a tensor and of a bucket.
+        """
+        planned = list(plan_files(headers, int(self.bucket_mib * _MIB)).values())
+        for number, names in enumerate(planned):
+            file, hashes = self.folder / f"holdfast-{secrets.token_hex(8)}.safetensors", dict[str, str]()
+            try:
+                self._write(file, {name: headers[name] for name in names}, _hashed(tensors, hashes))
+                yield file, hashes, number == len(planned) - 1
+            finally:
+                file.unlink(missing_ok=True)
+
+    def _write(
+        self, file: Path, headers: Mapping[str, Header], tensors: Iterator[tuple[str, Iterator[Tensor]]]
+    ) -> None:
         try:
-            save_file({name: tensor.contiguous() for name, tensor in bucket.items()}, str(file))
+            with file.open("xb") as opened:
+                write_file(opened, headers, tensors)
         except OSError as error:
             raise RunStopped(
-                f"{sum(tensor.nbytes for tensor in bucket.values()) / _MIB:.0f} MiB of weights could not be written to "
+                f"{sum(map(tensor_bytes, headers.values())) / _MIB:.0f} MiB of weights could not be written to "
                 f"{file.parent} ({error}). Make room there, or name another rollout.engine.folder."
             ) from error
 
@@ -188,11 +203,12 @@ def _said(ask: Callable[[VLLMServer], Any], server: VLLMServer) -> str | None:
     return None
 
 
-def _begin(server: VLLMServer, headers: Mapping[str, Header]) -> None:
+def _begin(server: VLLMServer, headers: Mapping[str, Header], *, keep: bool) -> None:
     shapes = {name: list(header.shape) for name, header in headers.items()}
     dtypes = {name: str(header.dtype) for name, header in headers.items()}
-    # A request in an open session kills vLLM 0.32, and a part that waits would hold tokens of two policies.
-    server.post("/pause", mode="abort", clear_cache="true")
+    # A request in an open session kills vLLM 0.32. What waits through a push goes on from keys and values computed anew
+    # (`clear_cache`), and its answer says which of its tokens are of which weights.
+    server.post("/pause", mode="keep" if keep else "abort", clear_cache="true")
     server.post("/init_weight_transfer_engine", {"init_info": {"shapes": shapes, "dtypes": dtypes}})
     try:
         server.post("/start_weight_update")
@@ -210,10 +226,10 @@ def _end(server: VLLMServer, label: str) -> None:
     server.post("/resume")
 
 
-def _with_last(items: Iterator[TensorBucket]) -> Iterator[tuple[TensorBucket, bool]]:
-    """Yield buckets, and whether each is the last; at most one waits."""
-    waiting = next(items, None)
-    while waiting is not None:
-        following = next(items, None)
-        yield waiting, following is None
-        waiting = following
+def _hashed(tensors: Iterator[tuple[str, Tensor]], hashes: dict[str, str]) -> Iterator[tuple[str, Iterator[Tensor]]]:
+    """Yield tensors as they come, and note their hashes."""
+    for name, tensor in tensors:
+        hashes[name] = digest(tensor)
+        pieces = iter([tensor])
+        del tensor  # no name may hold it while the next one is gathered
+        yield name, pieces

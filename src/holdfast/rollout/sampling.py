@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.models.support import Support
 
 _BLOCK = 512
 """Tokens summed together: first a block is found, then a token in it. Two short sums in float64 instead of one long."""
@@ -96,20 +97,9 @@ def restrict(logits: Tensor, sampling: SamplingConfig) -> Tensor:
         logits: [n, V], already divided by the temperature.
         sampling: The options, applied in the order top_k, top_p, min_p, as transformers does.
     """
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if sampling.top_p < 1.0:
-        ordered, order = logits.sort(-1, descending=True)
-        probabilities = ordered.softmax(-1, dtype=torch.float64)
-        before = probabilities.cumsum(-1) - probabilities
-        out = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order, before >= sampling.top_p)
-        logits = logits.masked_fill(out, float("-inf"))
-    if sampling.min_p > 0.0:
-        probabilities = logits.softmax(-1)
-        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
-        logits = logits.masked_fill(probabilities < least, float("-inf"))
-    return logits
+    if sampling.top_k is None and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+        return logits
+    return Support(sampling.top_k, sampling.top_p, sampling.min_p).restrict(logits)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,11 +43,18 @@ class _Item(NamedTuple):
 class _Fleet:
     """The servers that have the present weights; safe to share between threads."""
 
-    servers: list[VLLMServer]
+    servers: list[VLLMServer] = field(default_factory=list)
     dead: dict[str, str] = field(default_factory=dict)
     """Address -> what was seen."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """By the name of the weights that were pushed."""
     busy: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def renew(self, servers: Sequence[VLLMServer]) -> None:
+        """Ask these servers from now on: they took the last push."""
+        with self.lock:
+            self.servers, self.dead = list(servers), {}
 
     def take(self) -> VLLMServer:
         """Return the living server with the fewest requests.
@@ -79,94 +86,98 @@ class _Fleet:
                 print(f"warning: the server at {server.url} {why}; its requests go to the others", flush=True)
 
 
-class VLLMEngine:
-    """Samples from servers; behind `rollout/engine.py: RolloutEngine`.
+class VLLMFlight:
+    """Requests to servers, on threads of their own; behind `rollout/engine.py: Flight`.
 
     Args:
-        section: The servers, and how they are asked.
-        servers: The same, reached and checked.
+        fleet: The servers.
+        section: How they are asked.
+        items: What is asked for.
+        sampling: How all of them are sampled.
         stops: What ends a completion.
+        done: Completions that need not be asked for.
     """
 
-    def __init__(self, section: VLLMEngineConfig, servers: Sequence[VLLMServer], stops: Stops) -> None:
-        self._section, self._stops = section, stops
-        self.servers = tuple(servers)
-        self._fleet = _Fleet([])
-        self._versions: dict[str, int] = {}
-        self._waiting: list[_Item] = []
-        self._sampling = SamplingConfig()
-        self._mark = secrets.token_hex(4)
-        self._count = 0
+    def __init__(  # noqa: PLR0913 - what is asked, of whom, and how
+        self,
+        fleet: _Fleet,
+        section: VLLMEngineConfig,
+        items: Sequence[_Item],
+        sampling: SamplingConfig,
+        stops: Stops,
+        done: Sequence[Sampled] = (),
+    ) -> None:
+        self._fleet, self._section, self._sampling, self._stops = fleet, section, sampling, stops
+        self._items = list(items)
+        self._done = {(one.request_id, one.place): one for one in done}
         self._given_up = threading.Event()
+        words = sampling_words(sampling, sorted(stops.tokens))
+        self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
+        self._futures = {
+            self._threads.submit(self._completed, item, words): item
+            for item in items
+            if (item.request.request_id, item.place) not in self._done
+        }
 
-    def follow(self, pushed: Sequence[str], label: str, version: int) -> None:
-        """Sample from these servers from now on, whose weights are called `label` and are of `version`."""
-        self._fleet = _Fleet([server for server in self.servers if server.url in pushed])
-        self._versions[label] = version
+    def finished(self) -> list[Sampled]:
+        """Return those that are done."""
+        done = {
+            (item.request.request_id, item.place): future.result()
+            for future, item in self._futures.items()
+            if future.done() and not future.cancelled() and future.exception() is None
+        }
+        whole = {place: one for place, one in done.items() if one.finish is not Finish.ABORT}
+        return self._in_order(self._done | whole)
 
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
-        """Refuse: weights come by a push, which `training/publishing.py` makes and proves."""
-        raise NotImplementedError("weights are pushed by holdfast.training.publishing")
-
-    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        """Accept requests; all that wait together are sampled alike."""
-        for request in requests:
-            for place in range(len(request.seeds)):
-                self._count += 1
-                self._waiting.append(_Item(f"{self._mark}-{self._count}", request, place))
-        self._sampling = sampling
+    @property
+    def is_done(self) -> bool:
+        """Whether no request is on its way."""
+        return all(future.done() for future in self._futures)
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
-        """Return all completions of what was submitted, by request and place.
+        """Return all completions, by request and place.
 
         Raises:
             RunStopped: No server is left, or one answers what cannot be trained on.
         """
-        items, self._waiting = self._waiting, []
-        self._given_up.clear()
-        words = sampling_words(self._sampling, sorted(self._stops.tokens))
-        with ThreadPoolExecutor(self._section.requests, thread_name_prefix="holdfast-vllm") as threads:
-            futures = {threads.submit(self._completed, item, words): item for item in items}
-            try:
-                self._await(futures, interrupted)
-                done = [(item, future.result()) for future, item in futures.items()]
-            finally:
-                self._given_up.set()
-                for future in futures:
-                    future.cancel()
-        order = {id(item): number for number, item in enumerate(items)}
-        done.sort(key=lambda pair: order[id(pair[0])])
-        return [self._sampled(item, reply) for item, reply in done]
+        try:
+            self._await(interrupted)
+            done = {(item.request.request_id, item.place): future.result() for future, item in self._futures.items()}
+        finally:
+            self.end()
+        return self._in_order(self._done | done)
 
-    def sleep(self) -> bool:
-        """Keep the weights: they are not in this process's memory."""
-        return False
+    def end(self) -> None:
+        """Wait for nothing any more."""
+        left = [future for future in self._futures if not future.done()]
+        if left:
+            self._give_up(left)
+        self._given_up.set()
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def close(self) -> None:
-        """Close connections."""
-        for server in self.servers:
-            server.close()
+    def _in_order(self, done: Mapping[tuple[int, int], Sampled]) -> list[Sampled]:
+        places = [(item.request.request_id, item.place) for item in self._items]
+        return [done[place] for place in places if place in done]
 
-    def _await(self, futures: dict[Future[Reply], _Item], interrupted: Interrupted) -> None:
+    def _await(self, interrupted: Interrupted) -> None:
         """Wait for all requests, or end them; the first error ends the wait."""
-        left = set(futures)
+        left = set(self._futures)
         while left:
             done, left = wait(left, timeout=_LOOK_SECONDS)
-            for future in done:
-                if future.exception() is not None:
-                    self._end(futures, left)
-                    return
+            if any(future.exception() is not None for future in done):
+                self._give_up(left)
+                return
             if left and not self._given_up.is_set() and interrupted():
-                self._end(futures, left)
+                self._give_up(left)
 
-    def _end(self, futures: dict[Future[Reply], _Item], left: set[Future[Reply]]) -> None:
+    def _give_up(self, left: Iterable[Future[Sampled]]) -> None:
         self._given_up.set()
-        names = [futures[future].name for future in left]
+        names = [self._futures[future].name for future in left]
         for server in self._fleet.servers:
             if server.url not in self._fleet.dead:
                 server.abort(names)
 
-    def _completed(self, item: _Item, words: dict[str, Any]) -> Reply:
+    def _completed(self, item: _Item, words: dict[str, Any]) -> Sampled:
         """Return one completion, from whichever server gives it."""
         sampling = words | {"seed": item.request.seeds[item.place] & _LARGEST_SEED}
         prompt, tries = item.request.prompt.tolist(), 0
@@ -175,7 +186,7 @@ class VLLMEngine:
             try:
                 reply = server.complete(item.name, prompt, sampling)
                 if self._given_up.is_set() or reply.finish is not Finish.ABORT:
-                    return self._of_our_weights(reply)
+                    return self._sampled(item, reply)
                 raise EndpointUnwell("ended a completion that nobody had given up")  # noqa: TRY301
             except EndpointUnwell as error:
                 tries += 1
@@ -192,16 +203,13 @@ class VLLMEngine:
                 raise RunStopped(f"The server at {server.url} {error}.") from error
             finally:
                 self._fleet.release(server)
-        return Reply(np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, ())
-
-    def _of_our_weights(self, reply: Reply) -> Reply:
-        for _, label in reply.spans:
-            if label not in self._versions:
-                raise _OtherWeights(f"samples from weights called {label!r}, which this run did not push to it")
-        return reply
+        return self._sampled(item, Reply(np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, ()))
 
     def _sampled(self, item: _Item, reply: Reply) -> Sampled:
         tokens, logprobs, finish = reply.tokens, reply.logprobs, reply.finish
+        for _, label in reply.spans:
+            if label not in self._fleet.versions:
+                raise _OtherWeights(f"samples from weights called {label!r}, which this run did not push to it")
         stops = self._stops.with_texts(self._sampling.stop)
         end = stops.end(tokens.tolist(), 0)
         if end is not None:  # a text that ends a completion is looked for here
@@ -211,11 +219,84 @@ class VLLMEngine:
                 f"A server ended a completion at token {tokens[-1:].tolist()}, which is no end of this run's. Start "
                 "servers by `holdfast serve`, which gives vLLM no other rules of its own."
             )
-        parts = tuple((start, self._versions[label]) for start, label in reply.spans)
+        parts = [(start, self._fleet.versions[label]) for start, label in reply.spans if start < max(1, tokens.size)]
         first = parts[0][1] if parts else -1
-        changes = parts if len({version for _, version in parts}) > 1 else ()
+        changes = tuple(parts) if len({version for _, version in parts}) > 1 else ()
         unscored = int(np.count_nonzero(np.isnan(logprobs)))
         return Sampled(item.request.request_id, item.place, tokens, logprobs, finish, first, None, changes, unscored)
+
+
+class VLLMEngine:
+    """Samples from servers; behind `rollout/engine.py: RolloutEngine` and `AheadEngine`.
+
+    Args:
+        section: The servers, and how they are asked.
+        servers: The same, reached and checked.
+        stops: What ends a completion.
+    """
+
+    def __init__(self, section: VLLMEngineConfig, servers: Sequence[VLLMServer], stops: Stops) -> None:
+        self._section, self._stops = section, stops
+        self.servers = tuple(servers)
+        self._fleet = _Fleet()
+        self._flights: list[VLLMFlight] = []
+        """All that may have requests on their way."""
+        self._submitted: list[VLLMFlight] = []
+        self._mark = secrets.token_hex(4)
+        self._count = 0
+
+    def expect(self, label: str, version: int) -> None:
+        """Take samples from weights called `label`, which are of `version`."""
+        self._fleet.versions[label] = version
+
+    def follow(self, pushed: Sequence[str]) -> None:
+        """Sample from these servers from now on."""
+        self._fleet.renew([server for server in self.servers if server.url in pushed])
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether requests of this rank are on their way."""
+        self._flights = [flight for flight in self._flights if not flight.is_done]
+        return bool(self._flights)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
+        """Refuse: weights come by a push, which `training/serving/publish.py` makes and proves."""
+        raise NotImplementedError("weights are pushed by holdfast.training.serving.publish")
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingConfig, done: Sequence[Sampled] = ()) -> VLLMFlight:
+        """Start to sample."""
+        items = []
+        for request in requests:
+            for place in range(len(request.seeds)):
+                self._count += 1
+                items.append(_Item(f"{self._mark}-{self._count}", request, place))
+        flight = VLLMFlight(self._fleet, self._section, items, sampling, self._stops, done)
+        self._flights.append(flight)
+        return flight
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Accept requests, and ask for them at once."""
+        self._submitted.append(self.begin(requests, sampling))
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all completions of what was submitted, by request and place.
+
+        Raises:
+            RunStopped: No server is left, or one answers what cannot be trained on.
+        """
+        flights, self._submitted = self._submitted, []
+        return [one for flight in flights for one in flight.collect(interrupted)]
+
+    def sleep(self) -> bool:
+        """Keep the weights: they are not in this process's memory."""
+        return False
+
+    def close(self) -> None:
+        """Give up what is on its way, and close connections."""
+        for flight in self._flights:
+            flight.end()
+        for server in self.servers:
+            server.close()
 
 
 class _OtherWeights(Exception):  # noqa: N818 - the name says what happened

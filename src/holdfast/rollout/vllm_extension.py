@@ -1,7 +1,7 @@
 """The receiving end of a push of weights: runs inside vLLM's own processes, and never in ours.
 
-`holdfast serve` lays a copy of this file where vLLM's workers find it (`--worker-extension-cls`), so it imports torch,
-vLLM, safetensors and xxhash and nothing of Holdfast. Importing it registers the transfer backend `holdfast`.
+`holdfast serve` lays a copy of this file where vLLM's workers find it (`--worker-extension-cls`), so it imports what is
+there, and nothing of Holdfast. Importing it registers the transfer backend `holdfast`.
 
 A push is a session: init names every tensor, its shape and its dtype; buckets follow as safetensors files that both
 sides see; the last one says so. A tensor that is unknown, comes twice, has another shape, dtype or hash, or never comes
@@ -11,18 +11,26 @@ ends a session when a bucket is refused, and never when its end is.
 
 from __future__ import annotations
 
+import functools
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+import vllm
+
 BACKEND = "holdfast"
+PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
+"""The trainer cuts the same text (`training/serving/publish.py`)."""
 _IDENTITY = uuid.uuid4().hex
 """Of this process: a server that was started again has another one."""
 
@@ -145,8 +153,75 @@ def has_experts(model: torch.nn.Module) -> bool:
     return any("moe" in type(module).__name__.lower() for module in model.modules())
 
 
+@functools.cache
+def tokenizer_digest(place: str) -> str | None:
+    """Return a hash of the tokens and of how some text is cut into them; None without a tokenizer.json."""
+    file = Path(place) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    probe = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    return xxhash.xxh3_128_hexdigest(json.dumps([sorted(tokenizer.get_vocab().items()), probe]).encode())
+
+
+def template_digest(place: str) -> str | None:
+    """Return a hash of the chat template; None where it has none, or several."""
+    file, settings = Path(place) / "chat_template.jinja", Path(place) / "tokenizer_config.json"
+    told = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
+    text = file.read_text(encoding="utf-8") if file.is_file() else told
+    return xxhash.xxh3_128_hexdigest(text.encode()) if isinstance(text, str) else None
+
+
+PROBES = 4
+"""Random vectors that a layer is asked about."""
+
+
+@torch.no_grad()
+def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float | None:
+    """Return how far what the model computes with is from a tensor that was sent, relative to it; None if none can say.
+
+    A matrix is told by what its layer makes of random vectors: vLLM keeps packed copies, and its parameter may be the
+    new one, the old one or empty meanwhile. A layer that holds several matrices is asked for the rows of this one.
+    """
+    path, _, kind = name.rpartition(".")
+    modules, part = dict(model.named_modules()), slice(0, sent.shape[0])
+    module: Any = modules.get(path)
+    if module is None:
+        parent, _, leaf = path.rpartition(".")
+        for packed, leaves in getattr(model, "packed_modules_mapping", {}).items():
+            module = modules.get(f"{parent}.{packed}") if leaf in leaves else None
+            if module is not None:
+                sizes = list(module.output_sizes)
+                start = sum(sizes[: leaves.index(leaf)])
+                part = slice(start, start + sent.shape[0])
+                break
+    if module is None:
+        return None
+    sent = sent.float()
+    is_matrix = kind == "weight" and sent.ndim == 2 and type(module).__name__ != "VocabParallelEmbedding"
+    if is_matrix and hasattr(module, "quant_method"):
+        draw = torch.Generator().manual_seed(0)
+        probe = torch.randn(PROBES, sent.shape[1], generator=draw)
+        like = next(iter(model.parameters()))
+        made = module.quant_method.apply(module, probe.to(like.device, like.dtype), None)[:, part].float().cpu()
+        sent = probe @ sent.t()
+    else:
+        value = getattr(module, kind, None)
+        if value is None or value.shape[0] < part.stop:
+            return None
+        made = value[part].float().cpu()
+    return float((made - sent).abs().max() / sent.abs().max().clamp(min=1e-6))
+
+
 class Extension:
     """What /collective_rpc may call by name, beside the worker's own methods."""
+
+    def holdfast_inspect(self, file: str) -> dict[str, float | None]:
+        """Return the difference of every tensor of a bucket from what the model computes with."""
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        with safe_open(file, framework="pt") as bucket:
+            return {name: difference(model, name, bucket.get_tensor(name)) for name in bucket.keys()}  # noqa: SIM118
 
     def holdfast_identity(self) -> dict[str, Any]:
         """Return what a trainer asks before its first push."""
@@ -163,6 +238,10 @@ class Extension:
             "block": int(config.cache_config.block_size),
             "device": str(config.device_config.device_type),
             "experts": has_experts(worker.model_runner.get_model()),
+            "workers": int(config.parallel_config.world_size),
+            "version": str(vllm.__version__),
+            "tokenizer": tokenizer_digest(config.model_config.tokenizer),
+            "template": template_digest(config.model_config.tokenizer),
         }
 
 

@@ -8,7 +8,13 @@ import psutil
 import torch
 from torch import nn
 
-from holdfast.config.sections.engine import LocalEngineConfig, LocalKind, UserEngineConfig, VLLMEngineConfig
+from holdfast.config.sections.engine import (
+    LocalEngineConfig,
+    LocalKind,
+    RecordedEngineConfig,
+    UserEngineConfig,
+    VLLMEngineConfig,
+)
 from holdfast.config.sections.rollout import EngineConfig, EngineSection, GraphsKind
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.tokens.vision import ImageSide
@@ -22,6 +28,7 @@ from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.generation import TransformersEngine
 from holdfast.rollout.graphs import CudaRecorder
 from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.recorded import RecordedEngine
 from holdfast.rollout.sampling import Stops
 from holdfast.training.observe import load_function
 from holdfast.training.run import ShardedModel
@@ -41,6 +48,8 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
     if isinstance(section, VLLMEngineConfig):
         ranks.on_all_ranks(lambda: _refuse_unserved(sharded, tells_experts=tells_experts))
         return open_servers(sharded, section, stops_of(sharded))
+    if isinstance(section, RecordedEngineConfig):
+        return ranks.on_all_ranks(lambda: RecordedEngine(sharded.setting.base / section.path))
     if isinstance(section, UserEngineConfig):
         make = load_function(section.path, sharded.setting.base, "rollout.engine.path")
         return ranks.on_all_ranks(lambda: _user_engine(make(**section.kwargs), section.path))

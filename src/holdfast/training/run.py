@@ -19,7 +19,7 @@ import torch
 from pydantic import ConfigDict
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.load.companions import Companion
+from holdfast.checkpoint.load.companions import AheadOfStep, Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
@@ -358,10 +358,11 @@ class Run:
     identity: Identity
     """Hashes of what a checkpoint relies on and does not hold."""
     companions: dict[str, Trained] = field(default_factory=dict)
-    """Models that are trained beside the run's own, by the name that goes before those of their tensors in
-    checkpoints."""
+    """Models that are trained beside the run's own, by what goes before the names of their tensors in checkpoints."""
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
+    ahead: AheadOfStep | None = None
+    """What is made while a step updates; None where a step makes all of its own."""
 
     @property
     def setting(self) -> Setting:
@@ -395,6 +396,5 @@ class Run:
 
 def say(run: Run, *lines: str) -> None:
     """Print on rank 0."""
-    if run.setting.world.is_first:
-        for line in lines:
-            print(line, flush=True)
+    if run.setting.world.is_first and lines:
+        print(*lines, sep="\n", flush=True)

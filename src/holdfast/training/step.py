@@ -32,6 +32,8 @@ class Update:
     metrics: dict[str, float]
     sums: Mapping[str, tuple[float, float]]
     """Total and denominator, over all ranks, of those metrics that are means."""
+    logprobs: tuple[Tensor, ...] = ()
+    """[N] of this rank's scored tokens before the update, micro-batch by micro-batch, detached."""
 
 
 def train_step(
@@ -66,6 +68,7 @@ def train_step(
     denominator = mini_batch.count if mini_batch.count > 0 else 1.0
     sums: dict[str, Tensor] = {}
     sent: Tensor | None = None
+    logprobs: list[Tensor] = []
     router_loads = loads_before(trained, mini_batch)
     trained.setting.log.batches += mini_batch.micro_batches
     with trained.setting.phase("forward_backward"):
@@ -81,6 +84,7 @@ def train_step(
             )
             assert isinstance(output, LossSum)
             torch.autograd.backward(output.loss / denominator)
+            logprobs.append(output.scores.logprobs.detach())
             part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(source_names, batch, output)
             sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
             if output.router_loads is not None:
@@ -89,7 +93,7 @@ def train_step(
     trained.restore()
     with trained.setting.phase("optimizer"):
         update = _update(trained, sums, mini_batch, rates, ends_step=ends_step)
-    return replace(update, metrics={**update.metrics, **loads})
+    return replace(update, metrics={**update.metrics, **loads}, logprobs=tuple(logprobs))
 
 
 def _update(

@@ -7,9 +7,9 @@ one commit, one verification and one comparison cover all of them, and whoever r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -114,3 +114,16 @@ def targets_of(plans: Mapping[str, PlannedLoad]) -> dict[str, Target]:
     return {
         companion_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.targets.items()
     }
+
+
+class AheadOfStep(Protocol):
+    """What a run has made of its next step already, and a checkpoint holds; JSON-ready."""
+
+    def finished(self) -> Callable[[], list[dict[str, Any]]]:
+        """Return what tells this rank's part; it may be asked later, from any thread."""
+
+    def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what a checkpoint has, of all ranks."""
+
+    def largest(self) -> list[dict[str, Any]]:
+        """Return as much as a checkpoint may have, of all ranks."""

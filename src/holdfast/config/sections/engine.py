@@ -34,12 +34,22 @@ class UserEngineConfig(Section):
     """Handed to it by name."""
 
 
+class RecordedEngineConfig(Section):
+    """What an earlier run sampled and kept (`rollout.record`), in the place of sampling."""
+
+    kind: Literal["recorded"] = "recorded"
+    path: str
+    """Directory of that run."""
+
+
 class VLLMEngineConfig(EndpointConfig):
     """Servers of vLLM over HTTP. Weights are pushed to all of them before a rollout, and every push is verified."""
 
     kind: Literal["vllm"] = "vllm"
     url: Annotated[list[str], Field(min_length=1), OneOrSeveral()]
     """One address or several, without a version, as in http://127.0.0.1:8700."""
+    version: str = "0.32"
+    """Beginning of the version of vLLM that servers must have; weights are pushed by routes that change with it."""
     start: bool = False
     """Start a server at each address beside the ranks, as `holdfast serve` does, and end it with them."""
     python: str = "python"
@@ -51,6 +61,9 @@ class VLLMEngineConfig(EndpointConfig):
     """Longest wait for one whole answer."""
     requests: PositiveInt = 64
     """Most requests of one rank at a time."""
+    transport: Literal["files", "nccl"] = "files"
+    """How weights travel: `files` by buckets in `folder`; `nccl` from GPU to GPU through vLLM's own transfer, which
+    needs vLLM where rank 0 runs. No GPU has run the second yet."""
     folder: str = "/dev/shm"  # noqa: S108 - memory, and files with names that nobody can guess
     """Where buckets of weights are laid for the servers; they see it under the same name."""
     bucket_mib: Positive = 256.0

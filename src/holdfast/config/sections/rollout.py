@@ -19,12 +19,19 @@ from holdfast.config.base import (
     Section,
     Seed,
 )
-from holdfast.config.sections.engine import LocalEngineConfig, UserEngineConfig, VLLMEngineConfig
+from holdfast.config.sections.engine import (
+    LocalEngineConfig,
+    RecordedEngineConfig,
+    UserEngineConfig,
+    VLLMEngineConfig,
+)
 
 GraphsKind = Literal["auto", "off"]
 
 
-EngineSection = Annotated[LocalEngineConfig | VLLMEngineConfig | UserEngineConfig, ByKind("auto")]
+EngineSection = Annotated[
+    LocalEngineConfig | VLLMEngineConfig | RecordedEngineConfig | UserEngineConfig, ByKind("auto")
+]
 
 _COLDEST = 1e-4
 
@@ -88,6 +95,12 @@ class RolloutConfig(EngineConfig):
     """Completions per prompt."""
     seed: Seed | None = None
     """Seed of the sampling; default: the run's seed."""
+    max_staleness: Literal[0, 1] = 0
+    """Steps by which the weights that sample may be older than those that learn. 0: a step samples, then learns. 1: the
+    completions of the next step are sampled by servers while this one updates."""
+    renormalise: bool = False
+    """Train on log-probabilities over the tokens that top_k, top_p and min_p leave, as the trainer's own logits have
+    them, and not over the whole vocabulary: then these options bias no update."""
     shared_prefix: Literal["auto", "on", "off"] = "auto"
     """Train a group with its prompt forwarded once; `auto`: where the model's attention allows it and it saves work,
     which without the flash kernel is decided group by group: completions are as long as the longest there."""
@@ -107,6 +120,17 @@ class RolloutConfig(EngineConfig):
         yield from super().mistakes()
         if self.temperature == 0:
             yield "temperature", "0 gives every completion of a group the same tokens; use 1.0"
+        if self.renormalise and not set(self.biases()) & {"top_k", "top_p", "min_p"}:
+            yield (
+                "renormalise",
+                "top_k, top_p and min_p leave no token out, so there is nothing to renormalise; leave it out",
+            )
+        if self.max_staleness and not isinstance(self.engine, VLLMEngineConfig | RecordedEngineConfig):
+            yield (
+                "max_staleness",
+                f"1 samples while training goes on, and engine: {self.engine.kind} samples in the ranks' own "
+                "processes; use 0, or servers (engine: {kind: vllm, ...})",
+            )
 
 
 class BetweenConfig(Section):

@@ -122,8 +122,18 @@ class GRPOConfig(TrainingConfig):
             )
 
     def _unbiased(self) -> Iterator[Mistake]:
-        """Yield sampling from another distribution that no weight of each token makes up for."""
+        """Yield sampling from other weights, or another distribution, that no weight of each token makes up for."""
+        if self.rollout.max_staleness and self.correction.kind == "off" and self.objective.kind != "path":
+            yield (
+                "rollout.max_staleness",
+                "1 learns from completions of older weights, which biases every update; weigh tokens by correction: "
+                "truncate, or use 0",
+            )
         biases, correction = self.rollout.biases(), self.correction
+        if self.rollout.renormalise:
+            biases = [name for name in biases if name == "repetition_penalty"]
+            if self.kl.coefficient > 0:
+                yield "rollout.renormalise", "a reference is scored over all tokens; leave it out, or kl.coefficient"
         if not biases:
             return
         why = f"{', '.join(biases)} draws from another distribution than the policy's, which biases every update"

@@ -114,8 +114,8 @@ class BatchStream(ABC, Generic[S, T]):
         """Rows of a pass that are trained on, where somebody counted."""
         self._seen = (0, 0)
         """Rows and tokens of all their sequences, read so far: how many tokens a row brings on average."""
-        self._ahead: tuple[T | None, Cursor, tuple[int, int]] | None = None
-        """A batch that was read early, and where the stream stands after it."""
+        self._ahead: tuple[int, T | None, Cursor, tuple[int, int]] | None = None
+        """Rows that a batch was read early with, the batch, and where the stream stands after it."""
         self._refuse_what_cannot_be()
 
     @abstractmethod
@@ -196,15 +196,17 @@ class BatchStream(ABC, Generic[S, T]):
         by_batches = self.cursor.batches_in_epoch / batches if batches else 0.0
         return self.cursor.epoch + min(max(by_draws, by_batches), 1.0)
 
-    def read_ahead(self, step: int) -> T | None:
-        """Return the next batch, which stays the next, so that an error in its rows shows before anything is written.
+    def read_ahead(self, step: int, rows: int | None = None) -> T | None:
+        """Return the next batch, which stays the next: `state()` is as before, and `next` returns it.
+
+        An error in its rows shows before anything is written.
 
         Raises:
             DataError: As `next`.
         """
         before = self.cursor, self._seen
-        batch = self.next(step)
-        self._ahead = (batch, self.cursor, self._seen)
+        batch = self.next(step, rows)
+        self._ahead = (rows or self._batch_size(step), batch, self.cursor, self._seen)
         self.cursor, self._seen = before
         return batch
 
@@ -219,8 +221,8 @@ class BatchStream(ABC, Generic[S, T]):
             DataError: A row is malformed, or a whole pass holds nothing to train on; the same error on all ranks.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and rows in {None, self._batch_size(step)}:
-            batch, self.cursor, self._seen = ahead
+        if ahead is not None and (rows or self._batch_size(step)) == ahead[0]:
+            _, batch, self.cursor, self._seen = ahead
             return batch
         while not self._is_done():
             size = rows or self._batch_size(step)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from holdfast.data.content.vision_families import VISION_FAMILIES, video_token
 from holdfast.errors import ModelError
+from holdfast.models.support import Support
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class HeadSpec:
     chunk_tokens: int | None = None
     compiled: bool = False
     """Sweep a chunk's logits with kernels that torch.compile fuses."""
+    support: Support | None = None
+    """Renormalise log-probabilities over these tokens, and each one's own."""
 
 
 @dataclass(frozen=True)

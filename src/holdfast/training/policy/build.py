@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from holdfast.errors import ConfigError, DataError
 from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.expert_choices import why_not_replayed
 from holdfast.models.layers.routers import routers_of
+from holdfast.models.support import Support
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World
+from holdfast.rollout.engine import AheadEngine
 from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, run_of
 from holdfast.training.build.first_rows import check_first_rows
 from holdfast.training.build.losses import policy_objective
@@ -35,6 +38,7 @@ from holdfast.training.build.rows import (
 from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.fingerprints import mark_reward_models
 from holdfast.training.observe import load_function
+from holdfast.training.policy.ahead import Ahead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.recorder import what_is_deleted
 from holdfast.training.policy.reward_columns import refuse_absent_columns
@@ -95,6 +99,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         reference=reference,
         user_advantage=setting.ranks.on_all_ranks(lambda: _user_advantage(config, setting)),
     )
+    run.ahead = run.common.ahead = _ahead(config, evaluation.sampler)
     run.trained.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(run, config.critic, live)
@@ -141,6 +146,13 @@ def _objective(config: GRPOConfig, started: Started) -> Objective:
     return started.live.objective or setting.ranks.on_all_ranks(lambda: policy_objective(config, setting))
 
 
+def _ahead(config: GRPOConfig, sampler: Sampler) -> Ahead | None:
+    if not config.rollout.max_staleness:
+        return None
+    assert isinstance(sampler.engine, AheadEngine)
+    return Ahead(sampler.engine, config)
+
+
 def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], RewardMatrix] | None:
     """Return what makes the advantages, if it is the user's own.
 
@@ -168,6 +180,9 @@ def _sharded(config: GRPOConfig, started: Started, columns: Mapping[str, Sequenc
 
     sharded = build_model(started.setting, started.live, look)
     sharded.temperature = config.rollout.temperature
+    if config.rollout.renormalise:
+        support = Support(config.rollout.top_k, config.rollout.top_p, config.rollout.min_p)
+        sharded.model.head_spec = replace(sharded.model.head_spec, support=support)
     return sharded
 
 

@@ -5,8 +5,9 @@ Advantages are computed on groups, before packing; nothing that packing reorders
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from holdfast.config.sections.policy import ByCovariance, ClipCovConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, Known
-from holdfast.data.tokens.vision import ImageSide
+from holdfast.data.tokens.vision import ImageSide, going_on
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.objectives.base import Objective
@@ -30,7 +31,7 @@ from holdfast.objectives.surrogates import COVARIANCE_MASK
 from holdfast.training.engines import layout_of
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, rewards_of, trained_tokens
-from holdfast.training.policy.rollouts import Rollout, example_of_trajectory
+from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
 from holdfast.training.scorers.reference import scored
@@ -153,6 +154,34 @@ def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: Ima
         tokens = np.append(tokens[:-1], pad_token)
     carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
     return example_of_trajectory(prompt, trajectory, tokens=tokens, per_token=carried)
+
+
+def example_of_trajectory(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    *,
+    tokens: NDArray[np.int64] | None = None,
+    per_token: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+) -> Example:
+    """Return a completion as a sequence to train on.
+
+    Args:
+        prompt: Of the completion.
+        trajectory: The completion.
+        tokens: [L] in the place of its own.
+        per_token: [L, ...] what its tokens carry besides what they do already.
+    """
+    chosen = trajectory.tokens.size - prompt.tokens.size
+    return Example(
+        sample_id=trajectory.sample_id,
+        prompt_id=trajectory.prompt_id,
+        tokens=trajectory.tokens if tokens is None else tokens,
+        loss_mask=trajectory.loss_mask,
+        source=prompt.source,
+        per_token={**per_token, **trajectory.per_token},
+        model_inputs=trajectory.model_inputs,
+        positions=None if prompt.positions is None else going_on(prompt.positions, chosen),
+    )
 
 
 def score_rollout(run: PolicyRun, objective: Objective, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:

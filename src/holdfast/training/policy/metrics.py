@@ -7,15 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from holdfast.advantages.group import flat_groups
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.rewards.base import FAULTS
 from holdfast.training.policy.groups import GroupFact, rewards_of
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.types import Finish
+from holdfast.types import Finish, MiniBatch
 
 _SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}
+_QUANTILES = {"min": 0.0, "p01": 0.01, "median": 0.5, "p99": 0.99, "max": 1.0}
+_LARGEST_LOG = 700.0
+"""Of what exp() still holds."""
 _LAST = {"learning_rate", "num_tokens", "optim/skipped_steps"}
 
 
@@ -110,6 +115,41 @@ def entropy_estimate(facts: Sequence[GroupFact], sampling: SamplingConfig) -> di
     completions = [completion for group in facts for completion in group.completions]
     tokens, total = sum(each.length for each in completions), math.fsum(each.nll for each in completions)
     return {} if sampling.biases() or not tokens or math.isnan(total) else {"entropy_estimate": total / tokens}
+
+
+def log_ratios_of(mini_batch: MiniBatch, logprobs: Sequence[Tensor]) -> NDArray[np.float32]:
+    """Return [N] log trainer - log sampler of this rank's scored tokens, in nats, where the sampler told one.
+
+    Args:
+        mini_batch: Whose tokens may carry what the policy said before the first of several updates.
+        logprobs: What it said in this one, by micro-batch.
+    """
+    parts = [np.zeros(0, np.float32)]
+    for batch, now in zip(mini_batch.micro_batches, logprobs, strict=True):
+        sampler, proximal = (batch.per_token.get(name) for name in ("sampler_logprobs", "proximal_logprobs"))
+        if sampler is None or not batch.scored.numel():
+            continue
+        then = now if proximal is None else proximal.flatten()[batch.scored]
+        parts.append((then.cpu() - sampler.flatten()[batch.scored].cpu()).float().numpy())
+    log_ratios = np.concatenate(parts)
+    return log_ratios[np.isfinite(log_ratios)]
+
+
+def mismatch_spread(log_ratios: NDArray[np.float32]) -> dict[str, float]:
+    """Return how far apart trainer and sampler are at worst, over all tokens of a step.
+
+    - sampling/sampling_logp_difference/max: the largest difference of a log-probability, in nats.
+    - sampling/importance_sampling_ratio/QUANTILE: of trainer / sampler, before any correction.
+    """
+    if not log_ratios.size:
+        return {}
+    values = np.quantile(log_ratios.astype(np.float64), list(_QUANTILES.values()))
+    ratios = np.exp(np.clip(values, -_LARGEST_LOG, _LARGEST_LOG))
+    named = {
+        f"sampling/importance_sampling_ratio/{name}": float(value)
+        for name, value in zip(_QUANTILES, ratios, strict=True)
+    }
+    return {"sampling/sampling_logp_difference/max": float(np.abs(log_ratios).max()), **named}
 
 
 def of_several_updates(

@@ -1,17 +1,21 @@
 """Why an engine's log-probabilities differ from the trainer's: causes tried one by one on completions of one step.
 
-Each cause says what the log-probabilities would be if it were at work: at another temperature, renormalised over fewer
-tokens, of weights in bfloat16, of the step before. The one that brings them nearest to what the engine told is the
-likely one; where no cause helps much, the tool says so.
+Most causes say what the log-probabilities would be if they were at work: at another temperature, renormalised over
+fewer tokens, of the step before, behind keys and values of older weights, in bfloat16, by another kernel. Others say
+which tokens they spoil: those that end completions, those that another tokenisation would cut otherwise, those whose
+experts change by rounding; without these the rest agrees. The cause that leaves least is the likely one; where no cause
+helps much, the tool says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.data.batches.packing import pack, to_device
@@ -19,7 +23,7 @@ from holdfast.data.batches.weights import Share
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.training.run import ShardedModel
-from holdfast.types import Example, Group
+from holdfast.types import Example, Finish, Group, Trajectory
 
 AGREES = {"float32": 1e-4, "float64": 1e-4, "bfloat16": 0.05}
 """Mean difference in nats below which there is nothing to explain, by what the trainer computes in."""
@@ -73,11 +77,18 @@ def causes(temperature: float) -> dict[str, CauseTried]:
     return tried
 
 
-@torch.no_grad()
 def fits(sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseTried]) -> list[Fit]:
     """Return how near each cause comes, on the present weights; one process."""
+    return [fit_of(cause, torch.cat(parts)) for cause, parts in differences_of(sharded, groups, tried).items()]
+
+
+@torch.no_grad()
+def differences_of(
+    sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseTried]
+) -> dict[str, list[Tensor]]:
+    """Return [C] differences of each completion, by cause, on the present weights; one process."""
     differences: dict[str, list[Tensor]] = {cause: [] for cause in tried}
-    for prompt_size, tokens, told in _completions(groups):
+    for prompt_size, tokens, told in completions_of(groups):
         example = Example(0, 0, tokens, np.arange(tokens.size) >= prompt_size)
         batch = pack([example], [Share(1.0, 1.0)], padded=sharded.model.padded)
         logits: list[Tensor] = []
@@ -88,25 +99,72 @@ def fits(sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseT
         with without_dropout(sharded.model):
             sharded.model.show_predictors(to_device(batch, sharded.setting.world.device), look)
         chosen = torch.from_numpy(tokens[prompt_size:]).to(logits[0].device)
-        known_places = torch.from_numpy(np.isfinite(told))
         for cause, logprobs_of in tried.items():
-            apart = (logprobs_of(logits[0], chosen).cpu().double() - torch.from_numpy(told).double()).abs()
-            differences[cause].append(apart[known_places])
-    return [_fit(cause, torch.cat(parts)) for cause, parts in differences.items()]
+            differences[cause].append(apart(logprobs_of(logits[0], chosen), told))
+    return differences
 
 
-def _completions(groups: Sequence[Group]) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
+def apart(logprobs: Tensor, told: np.ndarray) -> Tensor:
+    """Return [C] absolute differences in nats, NaN where the engine told nothing."""
+    return (logprobs.cpu().double() - torch.from_numpy(told).double()).abs()
+
+
+def fits_without(sharded: ShardedModel, groups: Sequence[Group], temperature: float) -> list[Fit]:
+    """Return how near trainer and engine are without the tokens that a cause would spoil, where it would spoil some."""
+    cause = "as it was"
+    differences = torch.cat(differences_of(sharded, groups, {cause: at_temperature(temperature)})[cause])
+    ends, cut_otherwise = [], []
+    for size, trajectory in _chosen(groups):
+        chosen = trajectory.tokens[size:].tolist()
+        end = np.zeros(len(chosen), np.bool_)
+        end[-1] = trajectory.finish is Finish.STOP
+        ends.append(end)
+        cut_otherwise.append(np.full(len(chosen), _encoded_again(sharded.origin.tokenizer, chosen) != chosen))
+    spoilt = {
+        "stop tokens: all but the tokens that end completions agree": torch.from_numpy(np.concatenate(ends)),
+        "re-encoding: all completions agree whose text is cut into the same tokens again": torch.from_numpy(
+            np.concatenate(cut_otherwise)
+        ),
+    }
+    return fits_on_the_rest(differences, spoilt)
+
+
+def _encoded_again(tokenizer: Any, tokens: list[int]) -> list[int]:
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def fits_on_the_rest(differences: Tensor, spoilt: Mapping[str, Tensor]) -> list[Fit]:
+    """Return how near they are without the spoilt tokens of each cause; a cause that spoils none, or all, is left out.
+
+    Args:
+        differences: [N], of all tokens.
+        spoilt: [N] bool each.
+    """
+    return [fit_of(cause, differences[~marks]) for cause, marks in spoilt.items() if 0 < int(marks.sum()) < len(marks)]
+
+
+def completions_of(groups: Sequence[Group]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
+    """Yield the length of a prompt, [P + C] tokens and [C] what the engine told of its own, of each completion."""
+    for size, trajectory in _chosen(groups):
+        yield size, trajectory.tokens, trajectory.sampler_logprobs[size:]
+
+
+def _chosen(groups: Sequence[Group]) -> Iterator[tuple[int, Trajectory]]:
     for group in groups:
         for trajectory in group.trajectories:
-            size = group.prompt.tokens.size
-            if trajectory.tokens.size > size:
-                yield size, trajectory.tokens, trajectory.sampler_logprobs[size:]
+            if trajectory.tokens.size > group.prompt.tokens.size:
+                yield group.prompt.tokens.size, trajectory
 
 
-def _fit(cause: str, apart: Tensor) -> Fit:
+def fit_of(cause: str, differences: Tensor) -> Fit:
+    """Return how near a cause comes; what the engine told nothing of does not count."""
+    differences = differences[~differences.isnan()]
     # A token outside of a support has minus infinity there: the cause is not it.
-    apart = torch.nan_to_num(apart, nan=float("inf"), posinf=1e3)
-    return Fit(cause, float(apart.mean()), float(apart.max()))
+    differences = torch.nan_to_num(differences, posinf=1e3)
+    if not differences.numel():
+        return Fit(cause, float("inf"), float("inf"))
+    return Fit(cause, float(differences.mean()), float(differences.max()))
 
 
 def verdict(ranked: Sequence[Fit], nothing: Fit, dtype: str) -> str:

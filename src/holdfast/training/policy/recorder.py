@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
@@ -56,7 +57,8 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
     """Write the step that was just made, if `rollout.record` asks for it; all ranks call this together."""
     if not run.config.rollout.record:
         return
-    everyone = run.setting.ranks.gather([_group_line(group) for group in rollout.groups])
+    left_out = [_group_line(group) | {"left_out": True} for group in rollout.left_out]
+    everyone = run.setting.ranks.gather([*(_group_line(group) for group in rollout.groups), *left_out])
     if not run.setting.world.is_first:
         return
     lines = {line["prompt_id"]: line for part in everyone for line in part}
@@ -73,6 +75,9 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
         file.write(json.dumps(head) + "\n")
         for fact in rollout.facts:
             file.write(json.dumps(lines[fact.prompt_id] | {"facts": _fact_lines(fact)}) + "\n")
+        for line in lines.values():
+            if "left_out" in line:
+                file.write(json.dumps(line) + "\n")
     beside.replace(path)
 
 
@@ -104,7 +109,8 @@ def _group_line(group: Group) -> dict[str, Any]:
                 "tokens": trajectory.tokens[group.prompt.tokens.size :].tolist(),
                 "trained": bool(trajectory.loss_mask.any()),
                 "sampler_logprobs": [float(value) for value in trajectory.sampler_logprobs[group.prompt.tokens.size :]],
-                "weights_version": int(trajectory.weights_versions[-1]),
+                "finish": trajectory.finish.value,
+                "versions": _segments(trajectory.weights_versions[group.prompt.tokens.size :]),
                 "text": trajectory.completion,
                 **{
                     name: trajectory.per_token[name].tolist()
@@ -115,6 +121,12 @@ def _group_line(group: Group) -> dict[str, Any]:
             for trajectory in group.trajectories
         ],
     }
+
+
+def _segments(versions: NDArray[np.int32]) -> list[list[int]]:
+    """Return [first token, weights version] of each part of a completion."""
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if versions.size else []
+    return [[start, int(versions[start])] for start in starts]
 
 
 def _fact_lines(fact: GroupFact) -> dict[str, Any]:
@@ -145,7 +157,8 @@ def read_record(directory: Path, step: int) -> Record:
     try:
         with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
             head, *lines = (parse_json(line) for line in file)
-        groups, facts = zip(*(_group(line) for line in lines), strict=True) if lines else ((), ())
+        trained = [_group(line) for line in lines if "left_out" not in line]
+        groups, facts = zip(*trained, strict=True) if trained else ((), ())
         rollout = Rollout(groups, facts, facts, {}, ())
         return Record(head["step"], Path(head["base"]), head["metrics"], rollout, head.get("compute_dtype"))
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
@@ -177,6 +190,9 @@ def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
 def _trajectory(prompt: Prompt, one: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
     size, chosen = prompt.tokens.size, np.asarray(one["tokens"], np.int64)
     own = np.arange(size + chosen.size) >= size
+    versions = np.where(own, one.get("weights_version", -1), -1).astype(np.int32)  # earlier records have one version
+    for start, version in one.get("versions", ()):
+        versions[size + start :] = version
     return Trajectory(
         prompt_id=prompt.prompt_id,
         sample_id=one["sample_id"],
@@ -185,7 +201,7 @@ def _trajectory(prompt: Prompt, one: Mapping[str, Any], fact: Mapping[str, Any])
         tokens=np.concatenate([prompt.tokens, chosen]),
         loss_mask=own & one["trained"],
         sampler_logprobs=np.concatenate([np.zeros(size, np.float32), np.asarray(one["sampler_logprobs"], np.float32)]),
-        weights_versions=np.where(own, one["weights_version"], -1).astype(np.int32),
+        weights_versions=versions,
         finish=Finish(fact["finish"]),
         completion=one["text"],
         reward=fact["reward"],

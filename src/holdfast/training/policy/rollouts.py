@@ -10,20 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.prompts import PromptBatch
-from holdfast.data.tokens.vision import going_on
 from holdfast.errors import RunStopped
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rewards.base import RunProgress, Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
+from holdfast.training.policy.ahead import Ahead
 from holdfast.training.policy.groups import (
     GroupFact,
     select,
@@ -40,7 +38,7 @@ from holdfast.training.policy.run import (
     offloaded,
 )
 from holdfast.training.run import ShardedModel, StepAbandoned, Trained
-from holdfast.types import Example, Finish, Group, Prompt, Trajectory
+from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _MESSAGES = 3
 """Failed rewards that are named per step; all are counted."""
@@ -81,7 +79,30 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     run.setting.log.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
     run.setting.log.messages += _plain_prompts(run, rollout)
     _refuse_unscored(run, rollout)
+    if run.ahead is not None:
+        _sample_ahead(run, run.ahead)
     return rollout
+
+
+def _sample_ahead(run: PolicyRun, ahead: Ahead) -> None:
+    """Have the next step's completions sampled, from the weights that this step is about to change."""
+    step, total = run.trained.state.step + 1, run.trained.total_steps
+    if total is not None and step >= total:
+        return
+    with run.setting.phase("data"):
+        batch: PromptBatch | None = run.common.stream.read_ahead(step, _rows(run, 0))
+    if batch is not None:
+        with run.setting.phase("rollout"):
+            run.evaluation.sampler.publish(run.trained)
+            requests = _requests(batch.own_prompts, _seeds_of(run, batch, step))
+            run.setting.ranks.on_all_ranks(lambda: ahead.begin(requests))
+
+
+def _rows(run: PolicyRun, group_count: int) -> int:
+    """Return how many prompts a round draws where there are so many groups already."""
+    groups = run.config.groups
+    excess = groups.oversample if groups.flat == "resample" else 1.0
+    return math.ceil(round((run.config.data.batch_size - group_count) * excess, 6))  # 10 * 1.1 is a little above 11
 
 
 def _rounds(run: PolicyRun) -> list[Rollout]:
@@ -90,16 +111,13 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
     rollouts: list[Rollout] = []
     group_count = 0
     try:
-        rounds, excess = 1, 1.0
-        if groups_config.flat == "resample":
-            rounds, excess = groups_config.max_rounds, groups_config.oversample
-        for _ in range(rounds):
-            rows = math.ceil(round((batch_size - group_count) * excess, 6))  # 10 * 1.1 is a little more than 11
+        for number in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
+            rows = _rows(run, group_count)
             with run.setting.phase("data"):
                 batch: PromptBatch | None = run.common.stream.next(run.trained.state.step, rows)
             if batch is None:
                 break
-            rollouts.append(_one_round(run, batch))
+            rollouts.append(_one_round(run, batch, run.ahead if number == 0 else None))
             group_count += len(rollouts[-1].facts)
             if group_count >= batch_size:
                 break
@@ -141,11 +159,11 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
         )
 
 
-def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
+def _one_round(run: PolicyRun, batch: PromptBatch, ahead: Ahead | None) -> Rollout:
     config = run.config
-    seeds = {prompt.prompt_id: _seeds(run, prompt.prompt_id) for prompt in batch.own_prompts}
+    seeds = _seeds_of(run, batch, run.trained.state.step)
     policy = run.evaluation
-    groups = sample_groups(run.trained, policy.sampler, batch.own_prompts, config.rollout, seeds)
+    groups = sample_groups(run.trained, policy.sampler, batch.own_prompts, config.rollout, seeds, ahead)
     groups, scored = score_groups(policy, groups)
     facts = share_facts(run.setting.ranks, groups, scored)
     if config.advantage.needs_greedy:
@@ -161,11 +179,19 @@ def _one_round(run: PolicyRun, batch: PromptBatch) -> Rollout:
     return Rollout(own_groups, tuple(trimmed), tuple(facts), batch.metrics, messages, left_out)
 
 
-def _seeds(run: PolicyRun, prompt_id: int) -> tuple[int, ...]:
-    """Return the seed of each completion of a prompt, at any number of ranks the same."""
+def _seeds_of(run: PolicyRun, batch: PromptBatch, step: int) -> dict[int, tuple[int, ...]]:
+    """Return the seed of each completion of this rank's prompts, at any number of ranks the same."""
     config = run.config.rollout
-    seed = run.config.seed if config.seed is None else config.seed
-    return tuple(mixed(seed, run.trained.state.step, prompt_id, place) for place in range(config.group_size))
+    seed, places = run.config.seed if config.seed is None else config.seed, range(config.group_size)
+    ids = [prompt.prompt_id for prompt in batch.own_prompts]
+    return {prompt_id: tuple(mixed(seed, step, prompt_id, place) for place in places) for prompt_id in ids}
+
+
+def _requests(prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]]) -> list[Request]:
+    return [
+        Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id], prompt.model_inputs, prompt.positions)
+        for prompt in prompts
+    ]
 
 
 def _with_greedy(
@@ -213,6 +239,7 @@ def sample_groups(
     prompts: Sequence[Prompt],
     sampling: SamplingConfig,
     seeds: Mapping[int, tuple[int, ...]],
+    ahead: Ahead | None = None,
 ) -> list[Group]:
     """Complete this rank's prompts; all ranks call this together, and wait for each other only at its end.
 
@@ -222,36 +249,59 @@ def sample_groups(
         prompts: To complete.
         sampling: How.
         seeds: By prompt id, one per completion.
+        ahead: Where these completions may be on their way.
 
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.
     """
     setting = sharded.setting
     with setting.phase("rollout"):
-        sampler.publish(sharded)
-        requests = [
-            Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id], prompt.model_inputs, prompt.positions)
-            for prompt in prompts
-        ]
+        if ahead is None or ahead.flight is None:
+            sampler.publish(sharded)
+        requests = _requests(prompts, seeds)
         # What ends an engine outside of this process for one rank ends the step on all.
-        sampled = setting.ranks.on_all_ranks(lambda: generate(sampler.engine, requests, sampling, setting.interrupted))
+        sampled = setting.ranks.on_all_ranks(lambda: _collected(sharded, sampler, requests, sampling, ahead))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
         everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled)))
         if any(gone for gone, _ in everyone):
             raise StepAbandoned
+        if ahead is not None:
+            ahead.flight = None
         if unscored := sum(count for _, count in everyone):
             setting.log.messages.append(
                 f"warning: the engine tells no log-probability of {unscored} sampled tokens; nothing corrects them"
             )
         _refuse_nan(sharded, sampled)
-        by_prompt: dict[int, list[Trajectory]] = {prompt.prompt_id: [] for prompt in prompts}
-        of_id = {prompt.prompt_id: prompt for prompt in prompts}
-        for completion in sampled:
-            prompt = of_id[completion.request_id]
-            seed = seeds[prompt.prompt_id][completion.place]
-            trajectory = trajectory_of(prompt, completion, seed, sampling, sharded.origin.tokenizer)
-            by_prompt[prompt.prompt_id].append(trajectory)
+        return _groups(prompts, sampled, seeds, sampling, sharded.origin.tokenizer)
+
+
+def _groups(
+    prompts: Sequence[Prompt],
+    sampled: Sequence[Sampled],
+    seeds: Mapping[int, tuple[int, ...]],
+    sampling: SamplingConfig,
+    tokenizer: Any,
+) -> list[Group]:
+    of_id = {prompt.prompt_id: prompt for prompt in prompts}
+    by_prompt: dict[int, list[Trajectory]] = {prompt_id: [] for prompt_id in of_id}
+    for completion in sampled:
+        seed = seeds[completion.request_id][completion.place]
+        trajectory = trajectory_of(of_id[completion.request_id], completion, seed, sampling, tokenizer)
+        by_prompt[completion.request_id].append(trajectory)
     return [Group(prompt, tuple(by_prompt[prompt.prompt_id])) for prompt in prompts]
+
+
+def _collected(
+    sharded: ShardedModel,
+    sampler: Sampler,
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    ahead: Ahead | None,
+) -> list[Sampled]:
+    interrupted = sharded.setting.interrupted
+    if ahead is None:
+        return generate(sampler.engine, requests, sampling, interrupted)
+    return ahead.begin(requests).collect(interrupted)
 
 
 def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
@@ -334,32 +384,4 @@ def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: Samplin
         completion=tokenizer.decode(sampled.tokens.tolist(), skip_special_tokens=True),
         per_token={} if sampled.expert_choices is None else {CHOICES_COLUMN: sampled.expert_choices},
         model_inputs=prompt.model_inputs,
-    )
-
-
-def example_of_trajectory(
-    prompt: Prompt,
-    trajectory: Trajectory,
-    *,
-    tokens: NDArray[np.int64] | None = None,
-    per_token: Mapping[str, NDArray[Any]] = MappingProxyType({}),
-) -> Example:
-    """Return a completion as a sequence to train on.
-
-    Args:
-        prompt: Of the completion.
-        trajectory: The completion.
-        tokens: [L] in the place of its own.
-        per_token: [L, ...] what its tokens carry besides what they do already.
-    """
-    chosen = trajectory.tokens.size - prompt.tokens.size
-    return Example(
-        sample_id=trajectory.sample_id,
-        prompt_id=trajectory.prompt_id,
-        tokens=trajectory.tokens if tokens is None else tokens,
-        loss_mask=trajectory.loss_mask,
-        source=prompt.source,
-        per_token={**per_token, **trajectory.per_token},
-        model_inputs=trajectory.model_inputs,
-        positions=None if prompt.positions is None else going_on(prompt.positions, chosen),
     )

@@ -26,6 +26,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.engines import give_weights
+from holdfast.training.policy.ahead import Ahead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
 from holdfast.training.scorers.reference import Reference
 from holdfast.types import Prompt
@@ -106,6 +107,8 @@ class PolicyRun:
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
     user_advantage: Callable[[Groups], RewardMatrix] | None = None
     """What `advantage: path` names, checked; None without it."""
+    ahead: Ahead | None = None
+    """The next step's completions, where they are sampled while a step updates; the same as that of `common`."""
 
     @property
     def setting(self) -> Setting:

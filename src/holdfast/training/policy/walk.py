@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 
 from holdfast.checkpoint.place.memory import is_out_of_memory
+from holdfast.config.sections.engine import RecordedEngineConfig
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import HoldfastError, ModelError
 from holdfast.models.check.forward import plain_tokens
@@ -62,11 +63,14 @@ def walk_a_step(run: PolicyRun) -> None:
         ModelError: Something on the way fails, or has no memory; the phase is named.
         HoldfastError: Whatever a part of the step raises of its own, as it would in step 1.
     """
+    if isinstance(run.config.rollout.engine, RecordedEngineConfig):
+        return  # the run that recorded has walked, and such tiny groups are not among its completions
     walk = _Walk()
     try:
         with private_randomness(), _nothing_kept(run):
             _walk(run, walk)
     except Exception as error:
+        run.evaluation.sampler.engine.close()  # there will be no run that does
         if isinstance(error, HoldfastError) or run.setting.world.failure.broken_by_peer(error):
             raise
         why = " ".join(str(error).split()) or type(error).__name__

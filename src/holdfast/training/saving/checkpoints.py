@@ -288,7 +288,7 @@ class Checkpoints:
             self._check_place()
             run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            snapshot = self._contents.snapshot(Moment.now(run))
+            snapshot = self._contents.snapshot(Moment.now(run), run.setting.ranks)
             self.session.save(snapshot, run.trained.state.step, wait=wait, metrics=plain, **self._about())
 
     def _about(self) -> dict[str, Any]:
@@ -337,7 +337,7 @@ class Checkpoints:
             return None
         ranks.on_all_ranks(self._places.check)
         observers = ranks.agree(moment.state["observers"])
-        snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}))
+        snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}), ranks)
         manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
         self._note(manifest.step)
         return manifest

@@ -33,11 +33,21 @@ class Moment:
     state: Mapping[str, Any]
     stream: Mapping[str, Any]
     random: RandomState
+    ahead: Callable[[], list[dict[str, Any]]] | None = None
+    """Tells what this rank has of the next step; None where nothing is made ahead."""
 
     @classmethod
     def now(cls, run: Run) -> Moment:
         """Describe the run as it stands between two steps."""
-        return cls(run.trained.state.step, run.trained.state.as_plain(), run.stream.state(), random_state())
+        ahead = None if run.ahead is None else run.ahead.finished()
+        return cls(run.trained.state.step, run.trained.state.as_plain(), run.stream.state(), random_state(), ahead)
+
+    def shared(self, ranks: RankGroup) -> dict[str, Any]:
+        """Return what is the same on all ranks; all of them call this together."""
+        shared = {"state": dict(self.state), "stream": dict(self.stream)}
+        if self.ahead is None:
+            return shared
+        return shared | {"ahead": [one for part in ranks.gather(self.ahead()) for one in part]}
 
 
 Write = Callable[[Moment, RankGroup], Manifest | None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from holdfast.checkpoint.keep.retention import replaceable
 from holdfast.checkpoint.save.rehearsal import Beside, RehearsalFailed, RehearsalReport, Room, run_rehearsal
@@ -44,7 +45,10 @@ class Rehearsals:
                 check_export(run)
                 assets = checked_assets(run)
             run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)
-            beside = Beside({"state": run.trained.state.as_plain(), "stream": run.stream.state()}, assets=assets)
+            shared: dict[str, Any] = {"state": run.trained.state.as_plain(), "stream": run.stream.state()}
+            if run.ahead is not None:
+                shared["ahead"] = run.ahead.largest()
+            beside = Beside(shared, assets=assets)
             report = self._rehearse(beside)
             self._reports = {run.trained.state.step: report}
             for step in run.trained.unfreezing.after(run.trained.state.step):

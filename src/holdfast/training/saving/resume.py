@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
 from holdfast.checkpoint.format.manifest import Manifest
@@ -20,7 +20,7 @@ from holdfast.checkpoint.load.matching import Declared
 from holdfast.checkpoint.load.reader import LoadedState, load_state
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
-from holdfast.config.base import leaves
+from holdfast.config.base import SavedCount, leaves
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
@@ -122,6 +122,8 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
         raise
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
+    if run.ahead is not None:
+        run.ahead.restore(loaded.shared.get("ahead", []))
     if loaded.rank_state is not None:
         set_random_state(loaded.rank_state["random"])
     else:
@@ -289,9 +291,22 @@ def _damage(run: Run) -> None:
 
 
 @dataclass(frozen=True)
+class _SavedCompletion:
+    mark: str
+    request_id: SavedCount
+    place: SavedCount
+    tokens: str
+    logprobs: str
+    finish: Literal["stop", "length"]
+    weights_version: Annotated[int, Field(strict=True, ge=-1)]
+    segments: list[tuple[SavedCount, SavedCount]]
+
+
+@dataclass(frozen=True)
 class _Saved:
     state: TrainState
     stream: StreamState
+    ahead: list[_SavedCompletion] = field(default_factory=list)
 
 
 _SAVED = TypeAdapter(_Saved)

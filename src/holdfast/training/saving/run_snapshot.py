@@ -18,6 +18,7 @@ from holdfast.checkpoint.save.rehearsal import RehearsalFailed, TrainedState
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.models.adapters.files import AdapterSource
 from holdfast.models.weights.loading import StoredSource
+from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run
 from holdfast.training.saving.emergency import Moment
@@ -53,13 +54,13 @@ class Contents:
             for name, tensors in self._beside.items()
         }
 
-    def snapshot(self, moment: Moment) -> Snapshot:
-        """Return all of it as it stands at a moment between two steps."""
+    def snapshot(self, moment: Moment, ranks: RankGroup) -> Snapshot:
+        """Return all of it as it stands at a moment between two steps; all ranks call this together."""
         run = self._run
         own = take(
             self.tensors,
             self.optimizer,
-            shared={"state": dict(moment.state), "stream": dict(moment.stream)},
+            shared=moment.shared(ranks),
             assets=run_assets(run) if run.setting.world.is_first else {},
             random_then=moment.random,
         )

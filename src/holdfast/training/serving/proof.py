@@ -7,7 +7,7 @@ longer than a block of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +34,16 @@ _BEYOND_BLOCK = 32
 _ROWS = 64
 """Places whose logits are there at a time."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+_LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Of one layer, relative to its largest output."""
+_MOST_NAMED = 4
 
 TokenIds = NDArray[np.int64]
 """[L]"""
 
+
+Suspects = Mapping[str, Mapping[str, float | None]]
+"""By address and tensor: how far it is from what was sent, relative to it; None where the server cannot say."""
 
 ServerAnswers = Mapping[str, Sequence[Sequence[TopRow]]]
 """By address, sequence and place."""
@@ -56,6 +62,11 @@ class Proof:
     """Largest difference from what the server said after the push before; infinite at the first."""
 
 
+def proof_tokens(block: int) -> int:
+    """Return how many tokens the trainer scores in a proof, where a block of the servers' caches has so many."""
+    return sum(_LENGTHS) + block + _BEYOND_BLOCK
+
+
 class Prover:
     """Compares servers with the trainer after a push; all ranks have one.
 
@@ -70,8 +81,15 @@ class Prover:
         self._lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
         self._before: dict[str, Sequence[Sequence[TopRow]]] = {}
 
-    def prove(self, sharded: ShardedModel, servers: Sequence[VLLMServer]) -> list[Proof]:
+    def prove(
+        self, sharded: ShardedModel, servers: Sequence[VLLMServer], inspect: Callable[[Sequence[str]], Suspects]
+    ) -> list[Proof]:
         """Return what was measured, on rank 0; all ranks call this together.
+
+        Args:
+            sharded: The policy.
+            servers: Those that were pushed to.
+            inspect: Asks servers, by address, what of the weights they have otherwise; called on all ranks together.
 
         Raises:
             RunStopped: A server says other numbers than the trainer, or none; on all ranks.
@@ -84,17 +102,24 @@ class Prover:
         look = partial(_compare, answers, sharded, differences) if is_first else _ignore
         with without_dropout(sharded.model):
             sharded.model.show_predictors(_batch(sharded, sequences), look)
-        with ranks.together():
-            return self._judged(dtype, answers, differences, sequences) if is_first else []
+        proofs = self._measured(dtype, answers, differences, sequences) if is_first else []
+        limit = self._tolerance or _TOLERANCE[dtype]
+        wrong = ranks.agree([proof.url for proof in proofs if not proof.difference <= limit])  # NaN is wrong too
+        if wrong:
+            suspects = inspect(wrong)
+            with ranks.together():
+                if is_first:
+                    raise RunStopped(_words(wrong, proofs, limit, _names(suspects, dtype)))
+        self._before = dict(answers)
+        return proofs
 
-    def _judged(
+    def _measured(
         self,
         dtype: torch.dtype,
         answers: ServerAnswers,
         differences: Mapping[str, list[Tensor]],
         sequences: Sequence[TokenIds],
     ) -> list[Proof]:
-        limit = self._tolerance or _TOLERANCE[dtype]
         ends = torch.as_tensor(np.cumsum([len(sequence) for sequence in sequences]) - 1)
         proofs = []
         for url, parts in differences.items():
@@ -103,10 +128,6 @@ class Prover:
             of_prompts[ends] = False
             before = _apart(answers[url], self._before[url]) if url in self._before else float("inf")
             proofs.append(Proof(url, _measure(rows, dtype), _measure(rows[of_prompts], dtype), before))
-        wrong = [proof for proof in proofs if not proof.difference <= limit]  # NaN is wrong too
-        if wrong:
-            raise RunStopped(_words(wrong, proofs, limit))
-        self._before = dict(answers)
         return proofs
 
 
@@ -114,20 +135,39 @@ def _measure(differences: Tensor, dtype: torch.dtype) -> float:
     return float(differences.mean() if dtype is torch.bfloat16 else differences.max())
 
 
-def _words(wrong: Sequence[Proof], proofs: Sequence[Proof], limit: float) -> str:
+def _names(suspects: Suspects, dtype: torch.dtype) -> str:
+    """Say which tensors a server has otherwise than they were sent."""
+    limit = _LAYER_TOLERANCE[dtype]
+    every = {name: value for tensors in suspects.values() for name, value in tensors.items()}
+    different = sorted(
+        {
+            name
+            for tensors in suspects.values()
+            for name, value in tensors.items()
+            if value is not None and not value <= limit
+        }
+    )
+    silent = sum(value is None for value in every.values())
+    if different:
+        more = f" and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
+        return f"these tensors are not what was sent: {', '.join(different[:_MOST_NAMED])}{more}"
+    if not every or silent:
+        return f"which tensor it is cannot be told ({silent or 'all'} of them no layer there tells of)"
+    return "every layer, asked by itself, computes with what was sent, so what is wrong lies between them"
+
+
+def _words(wrong: Sequence[str], proofs: Sequence[Proof], limit: float, names: str) -> str:
     """Say which servers differ, and what that looks like."""
-    first = wrong[0]
-    where = ", ".join(f"{proof.url} by {proof.difference:.2g} nats" for proof in wrong)
+    differing = [proof for proof in proofs if proof.url in wrong]
+    first = differing[0]
+    where = ", ".join(f"{proof.url} by {proof.difference:.2g} nats" for proof in differing)
     others = f" ({len(proofs) - len(wrong)} others agree)" if len(wrong) < len(proofs) else ""
     if first.of_prompts <= limit:
         why = "prompts agree and generated tokens do not: the cache of keys and values is of older weights"
     elif first.from_before <= limit:
-        why = "it says what it said before the push: its weights are stale"
+        why = f"it says what it said before the push: its weights are stale; {names}"
     else:
-        why = (
-            "all bytes arrived as they were sent, so what went wrong lies behind the transfer, and which tensor it is "
-            "cannot be told from here"
-        )
+        why = f"all bytes arrived as they were sent, so what went wrong lies behind the transfer; {names}"
     return (
         f"After a push of weights servers say other log-probabilities than the trainer: {where}{others}; at most "
         f"{limit:g} is allowed (rollout.engine.tolerance). {why[0].upper()}{why[1:]}. Nothing was sampled from them. "

@@ -7,14 +7,17 @@ live, and whether they are what the run needs.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 import holdfast.patience
@@ -23,12 +26,16 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.rollout.nccl import NCCLPublisher, refuse_nccl
 from holdfast.rollout.publish import Publisher
 from holdfast.rollout.sampling import Stops
 from holdfast.rollout.servers import BACKEND, ServerState, VLLMServer
 from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.run import ShardedModel
-from holdfast.training.serving.proof import Proof, Prover
+from holdfast.training.serving.proof import Proof, Prover, Suspects
+
+PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
+"""Servers cut the same text (`rollout/vllm_extension.py`)."""
 
 
 class Outgoing(NamedTuple):
@@ -52,18 +59,22 @@ def outgoing(sharded: ShardedModel) -> Outgoing:
     source, head = f"{of_module[id(inputs)]}.weight", f"{of_module[id(outputs)]}.weight"
     embedding = next(next(iter(each.targets)) for each in planned if source in each.sources or head in each.sources)
     # vLLM 0.32 leaves the old values packed in a tied head, so servers hold it as a matrix of its own.
-    return Outgoing(tuple(planned), {**headers, head: headers[embedding]}, (embedding, head))
+    ordered: dict[str, Header] = {}
+    for name, header in headers.items():  # as they are streamed
+        ordered |= {name: header, head: header} if name == embedding else {name: header}
+    return Outgoing(tuple(planned), ordered, (embedding, head))
 
 
-def _stream(sharded: ShardedModel, plan: Outgoing) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors on rank 0, on the CPU; elsewhere send their shards."""
+def _stream(sharded: ShardedModel, plan: Outgoing, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
     holdings, is_first = held_tensors(sharded.model), sharded.setting.world.is_first
     for name, pieces in converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first):
         parts = list(pieces)
-        whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        whole = whole if on_device else whole.cpu()
         yield name, whole
         if plan.tie is not None and name == plan.tie[0]:
-            yield plan.tie[1], whole.clone()  # a bucket's file takes no memory twice
+            yield plan.tie[1], whole
 
 
 def _dtype(sharded: ShardedModel) -> torch.dtype:
@@ -93,6 +104,7 @@ class ServedEngine(VLLMEngine):
         super().__init__(section, servers, stops)
         self._mark_of_run, self._pushes = mark, 0
         self._publisher = Publisher(Path(section.folder), section.bucket_mib)
+        self._nccl = NCCLPublisher() if section.transport == "nccl" else None
         self._prover = prover
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
@@ -106,13 +118,15 @@ class ServedEngine(VLLMEngine):
         start, ranks = time.perf_counter(), sharded.setting.ranks
         self._pushes += 1
         label = f"{self._mark_of_run}-{self._pushes}"
+        self.expect(label, sharded.state.updates)
+        on_their_way = any(ranks.gather(self.in_flight))
         with ranks.together():
-            pushed = self._pushed(sharded, label)
+            pushed = self._pushed(sharded, label, on_their_way=on_their_way)
         servers = ranks.agree(pushed)
-        self.follow(servers, label, sharded.state.updates)
+        self.follow(servers)
         if self._is_proved():
             present = [server for server in self.servers if server.url in servers]
-            self.proofs = self._prover.prove(sharded, present)
+            self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong))
         if self._pushes == 1 and sharded.setting.world.is_first:
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
@@ -121,37 +135,66 @@ class ServedEngine(VLLMEngine):
                 flush=True,
             )
 
+    def _suspects(self, sharded: ShardedModel, wrong: Sequence[str]) -> Suspects:
+        """Return what servers compute with otherwise than the policy; all ranks call this together."""
+        plan = outgoing(sharded)
+        tensors = _stream(sharded, plan)
+        if not sharded.setting.world.is_first:
+            for _ in tensors:
+                pass
+            return {}
+        try:
+            return self._publisher.inspect(
+                [server for server in self.servers if server.url in wrong], tensors, plan.headers
+            )
+        except (EndpointRefuses, EndpointUnwell):
+            return {}
+        finally:
+            for _ in tensors:  # the other ranks are gathering
+                pass
+
     def close(self) -> None:
         """Close connections, and let other runs push."""
         super().close()
         self._publisher.close()
 
-    def _pushed(self, sharded: ShardedModel, label: str) -> list[str]:
+    def _pushed(self, sharded: ShardedModel, label: str, *, on_their_way: bool) -> list[str]:
         """Return the addresses of the servers that took the weights; on rank 0."""
         plan = outgoing(sharded)
-        tensors = _stream(sharded, plan)
+        tensors = _stream(sharded, plan, on_device=self._nccl is not None)
         if not sharded.setting.world.is_first:
             for _ in tensors:
                 pass
             return []
         try:
             living = _living_of(self.servers, self._section)
-            for server in living:
-                self._publisher.lease(server, _server_state(server, sharded).identity)
-            dead = self._publisher.push(living, tensors, plan.headers, label)
-            for url, why in dead.items():
-                print(
-                    f"warning: the server at {url} {why} while weights were pushed to it, and is left out", flush=True
-                )
-            pushed = [server.url for server in living if server.url not in dead]
-            if not pushed:
-                raise RunStopped(
-                    f"No server took the weights: {'; '.join(f'{url} {why}' for url, why in dead.items())}."
-                )
-            return pushed
+            states = [_server_state(server, sharded, self._section) for server in living]
+            for server, state in zip(living, states, strict=True):
+                self._publisher.lease(server, state.identity)
+            if self._nccl is None:
+                dead = self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
+            else:
+                dead = {}
+                pairs = zip(living, states, strict=True)
+                members = [(one, each.identity, int(each.facts["workers"])) for one, each in pairs]
+                self._nccl.push(members, tensors, plan.headers, label, keep=on_their_way)
+            return self._left(living, dead)
         finally:
             for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
                 pass
+
+    def _left(self, living: Sequence[VLLMServer], dead: Mapping[str, str]) -> list[str]:
+        """Name servers that died in a push, and return the others' addresses.
+
+        Raises:
+            RunStopped: There are none.
+        """
+        for url, why in dead.items():
+            print(f"warning: the server at {url} {why} while weights were pushed to it, and is left out", flush=True)
+        pushed = [server.url for server in living if server.url not in dead]
+        if not pushed:
+            raise RunStopped(f"No server took the weights: {'; '.join(f'{url} {why}' for url, why in dead.items())}.")
+        return pushed
 
     def _is_proved(self) -> bool:
         every = self._section.prove
@@ -167,6 +210,8 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
         ConfigError: One is not there, or serves something else.
     """
     ranks = sharded.setting.ranks
+    if section.transport == "nccl":
+        ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
     states = ranks.on_first_rank(lambda: _met(servers, sharded, section))
     named = [replace(server, model=state.model) for server, state in zip(servers, states, strict=True)]
@@ -189,7 +234,7 @@ def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngi
                 how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
                 raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
             time.sleep(patience.server_look_seconds)
-    return [_server_state(server, sharded) for server in servers]
+    return [_server_state(server, sharded, section) for server in servers]
 
 
 def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
@@ -215,7 +260,7 @@ def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list
         time.sleep(patience.server_look_seconds)
 
 
-def _server_state(server: VLLMServer, sharded: ShardedModel) -> ServerState:
+def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineConfig) -> ServerState:
     """Return what a server says of itself, if it fits the run.
 
     Raises:
@@ -229,15 +274,41 @@ def _server_state(server: VLLMServer, sharded: ShardedModel) -> ServerState:
             "and the version of its weights, and takes ours; `holdfast serve RUN.yaml` starts one. SGLang and others "
             "do not."
         ) from error
+    wrong = [why for right, why in _checks(state, sharded, section) if not right]
+    if wrong:
+        raise ConfigError(
+            f"rollout.engine.url: the server at {server.url} {'; it '.join(wrong)}. `holdfast serve RUN.yaml` starts "
+            "one that fits."
+        )
+    return state
+
+
+def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
+    """Return whether each thing fits, and what to say where it does not."""
     facts, config = state.facts, sharded.setting.config
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
     dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
-    checks = (
-        (facts["backend"] == BACKEND, "takes no weights of ours (--weight-transfer-config)"),
+    backend = BACKEND if section.transport == "files" else section.transport
+    tokenizer, template = _tokenizer_digest(sharded.origin.tokenizer), _template_digest(sharded.origin.tokenizer)
+    return (
+        (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
         (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
         (
             facts["vocabulary"] == vocabulary,
             f"serves another model: its vocabulary has {facts['vocabulary']} tokens, the policy's {vocabulary}",
+        ),
+        (
+            str(facts.get("version")).startswith(section.version),
+            f"is vLLM {facts.get('version')}, and {section.version} is what was tested (tools/install_vllm.sh; "
+            "rollout.engine.version says what to expect)",
+        ),
+        (
+            None in {tokenizer, facts.get("tokenizer")} or tokenizer == facts["tokenizer"],
+            "has another tokenizer than the policy, so it serves another model",
+        ),
+        (
+            None in {template, facts.get("template")} or template == facts["template"],
+            "has another chat template than the policy, so it serves another model",
         ),
         (
             state.longest >= longest,
@@ -254,10 +325,17 @@ def _server_state(server: VLLMServer, sharded: ShardedModel) -> ServerState:
             "rollout.engine: auto",
         ),
     )
-    wrong = [why for right, why in checks if not right]
-    if wrong:
-        raise ConfigError(
-            f"rollout.engine.url: the server at {server.url} {'; it '.join(wrong)}. `holdfast serve RUN.yaml` starts "
-            "one that fits."
-        )
-    return state
+
+
+@lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    vocabulary, probe = backend.get_vocab(), backend.encode(PROBE, add_special_tokens=False).ids
+    return str(xxhash.xxh3_128_hexdigest(json.dumps([sorted(vocabulary.items()), probe]).encode()))
+
+
+def _template_digest(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    return str(xxhash.xxh3_128_hexdigest(template.encode())) if isinstance(template, str) else None

@@ -1,0 +1,157 @@
+"""Completions that an earlier run sampled and kept (`rollout.record`), in the place of sampling.
+
+Whatever a server computed together depended on the clock, so no run repeats its samples; from recorded ones updates
+are repeated bit by bit. A completion is known by its prompt and its seed, which follow from the run's seed and step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.files import open_regular, parse_json
+from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.types import Finish
+
+FOLDER = "rollouts"
+"""Of a run's directory."""
+
+_Completions = Mapping[tuple[int, int], Mapping[str, Any]]
+"""Those of a step as they were written, by prompt and seed."""
+
+
+class RecordedEngine:
+    """Answers with what was recorded; behind `rollout/engine.py: RolloutEngine` and `AheadEngine`.
+
+    Args:
+        directory: The run that recorded.
+
+    Raises:
+        ConfigError: It recorded nothing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files = sorted((directory / FOLDER).glob("step-*.jsonl.gz"))
+        if not self._files:
+            raise ConfigError(
+                f"rollout.engine.path: {directory} has no recorded rollouts; its run needs rollout.record: true."
+            )
+        self._place = 0
+        self._open: _Completions = {}
+        self._submitted: list[_Answered] = []
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take no weights: nothing is sampled from them."""
+
+    def begin(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        done: Sequence[Sampled] = (),  # noqa: ARG002 - all of them are
+    ) -> _Answered:
+        """Look up what was recorded.
+
+        Raises:
+            RunStopped: There is no such completion.
+        """
+        return _Answered(
+            [self._completion(request, place, sampling) for request in requests for place in range(len(request.seeds))]
+        )
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Accept requests."""
+        self._submitted.append(self.begin(requests, sampling))
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:  # noqa: ARG002 - it takes no time
+        """Return all completions of what was submitted."""
+        answered, self._submitted = self._submitted, []
+        return [one for each in answered for one in each.collect()]
+
+    def sleep(self) -> bool:
+        """Have no weights to give back."""
+        return False
+
+    def close(self) -> None:
+        """Have nothing to close."""
+
+    def _completion(self, request: Request, place: int, sampling: SamplingConfig) -> Sampled:
+        key = request.request_id, request.seeds[place]
+        if key not in self._open:
+            self._open = self._step_with(key)
+        one = self._open[key]
+        if one["temperature"] != sampling.temperature:
+            raise RunStopped(
+                f"Completion {place} of prompt {request.request_id} was recorded at temperature "
+                f"{one['temperature']:g}, and rollout.temperature is {sampling.temperature:g}."
+            )
+        tokens = np.asarray(one["tokens"], np.int64)
+        logprobs = np.asarray(one["sampler_logprobs"], np.float32)
+        parts = tuple((int(start), int(version)) for start, version in one["versions"])
+        return Sampled(
+            request.request_id,
+            place,
+            tokens,
+            logprobs,
+            Finish(one["finish"]),
+            parts[0][1] if parts else -1,
+            None,
+            parts if len(parts) > 1 else (),
+            int(np.count_nonzero(np.isnan(logprobs))),
+        )
+
+    def _step_with(self, key: tuple[int, int]) -> _Completions:
+        """Return the step of a completion; a run goes forward, so what follows the present one is looked at first."""
+        order = [*range(self._place, len(self._files)), *range(self._place)]
+        for number in order:
+            step = _read(self._files[number])
+            if key in step:
+                self._place = number
+                return step
+        raise RunStopped(
+            f"{self._directory} has no recorded completion of prompt {key[0]} with seed {key[1]}: its run drew other "
+            "prompts, has another seed or group_size, or made fewer steps. Greedy completions and evaluations are not "
+            "recorded."
+        )
+
+
+class _Answered:
+    """Behind `rollout/engine.py: Flight`."""
+
+    def __init__(self, completions: list[Sampled]) -> None:
+        self._completions = completions
+
+    def finished(self) -> list[Sampled]:
+        """Return all: they are done."""
+        return list(self._completions)
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:  # noqa: ARG002 - it takes no time
+        """Return all."""
+        return list(self._completions)
+
+
+def _read(path: Path) -> _Completions:
+    """Read a step's completions.
+
+    Raises:
+        RunStopped: The file is damaged, or was written by a version that kept less.
+    """
+    try:
+        return {(line["prompt_id"], one["seed"]): one for line in _lines(path) for one in line["completions"]}
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
+        raise RunStopped(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
+        next(file)  # about the step
+        for line in file:
+            yield parse_json(line)

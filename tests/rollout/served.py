@@ -1,0 +1,278 @@
+"""A server that speaks as vLLM does where runs ask it, and computes with plain transformers on what is pushed to it.
+
+Its wire format is that of the recorded replies (`vllm_replies/`); what it samples comes from the bytes that arrived, so
+log-probabilities of its samples are an oracle of a push. It can be slow, wrong, or another one than a run needs.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.15,
+}
+PREFIX = "generate-tokens-"
+
+
+@dataclass
+class ServedModel:
+    """What the server holds, and how it behaves."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Over those of a server that fits."""
+    seconds: float = 0.0
+    """Of each completion, at least."""
+    slow: Callable[[int], float] = lambda seed: 0.0
+    """Seconds of a completion besides, by its seed; of those after the first `slow_after`."""
+    slow_after: int = 0
+    answer: Callable[[str, Any], Any] = lambda path, told: told
+    """Spoils answers."""
+    garble: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
+    """Spoils a bucket behind the checks."""
+    tells: bool = True
+    """Whether layers tell what they compute with."""
+    events: list[tuple[float, str]] = field(default_factory=list)
+    """What happened when, on the monotonic clock."""
+    version: str = "none"
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    refused: frozenset[str] = frozenset()
+    """Paths that are not there."""
+
+    def __post_init__(self) -> None:
+        config = Qwen3Config(**{k: v for k, v in MODEL.items() if k != "model_type"} | {"tie_word_embeddings": False})
+        self.model = Qwen3ForCausalLM(config).eval()
+        self.lock = threading.Condition()
+        self.paused = False
+        self.aborted: set[str] = set()
+        self.alive = True
+        self.count = 0
+
+    def note(self, what: str) -> None:
+        self.events.append((time.monotonic(), what))
+
+    def post(self, path: str, query: Mapping[str, list[str]], asked: Any) -> Any:
+        """Do what is asked, and return the answer."""
+        match path:
+            case "/collective_rpc" if asked["method"] == "holdfast_inspect":
+                return {"results": [self.inspect(load_file(asked["kwargs"]["file"]))]}
+            case "/collective_rpc":
+                return {"results": [self.identity()]}
+            case "/pause":
+                with self.lock:
+                    self.paused = True
+                    if query["mode"] == ["abort"]:
+                        self.aborted.add("")
+            case "/resume":
+                with self.lock:
+                    self.paused = False
+                    self.aborted.discard("")
+                    self.lock.notify_all()
+            case "/update_weights":
+                self.tensors |= self.garble(load_file(asked["update_info"]["file"]))
+            case "/finish_weight_update":
+                with self.lock:
+                    self.model.load_state_dict(self.tensors)
+                    self.version = asked["weight_version"]
+                self.note("pushed")
+            case "/abort_requests":
+                with self.lock:
+                    self.aborted |= set(asked["request_ids"])
+                    self.lock.notify_all()
+            case "/inference/v1/generate":
+                return self.generate(asked)
+        return {}
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "identity": f"served-{id(self)}",
+            "backend": "holdfast",
+            "dtype": "torch.float32",
+            "longest": 256,
+            "vocabulary": MODEL["vocab_size"],
+            "logprobs": "processed_logprobs",
+            "tied": False,
+            "block": 16,
+            "device": "cpu",
+            "experts": False,
+            "version": "0.32.0+cpu",
+            "tokenizer": None,
+            "template": None,
+        } | self.facts
+
+    def inspect(self, sent: dict[str, torch.Tensor]) -> dict[str, float | None]:
+        has = self.model.state_dict()
+        return {name: float((has[name] - value).abs().max()) if self.tells else None for name, value in sent.items()}
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        return self.model(input_ids=torch.tensor([tokens])).logits[0]
+
+    def generate(self, asked: Any) -> Any:
+        sampling, name = asked["sampling_params"], PREFIX + asked.get("request_id", "proof")
+        tokens, content, spans, finish = list(asked["token_ids"]), [], [], "length"
+        prompt, count = len(tokens), sampling["max_tokens"]
+        is_sample = "seed" in sampling
+        seconds = self.seconds if is_sample else 0.0
+        if is_sample:
+            self.note(f"asked {asked['request_id']}")
+            self.count += 1
+            seconds += self.slow(sampling["seed"]) if self.count > self.slow_after else 0.0
+        draw = np.random.default_rng(sampling.get("seed", 0))
+        for number in range(count):
+            with self.lock:
+                self.lock.wait_for(lambda: not self.alive or self.aborted & {name}, seconds / count)
+                self.lock.wait_for(lambda: not self.paused or self.aborted & {"", name} or not self.alive)
+                if self.aborted & {"", name} or not self.alive:
+                    finish = "abort"
+                    break
+                logprobs = (self.logits(tokens)[-1] / sampling["temperature"]).log_softmax(-1)
+                if not spans or spans[-1]["version"] != self.version:
+                    spans.append({"version": self.version, "start": number, "end": 0})
+            token = int((logprobs.numpy() + draw.gumbel(size=logprobs.numel())).argmax())
+            top = logprobs.topk(min(logprobs.numel(), max(1, sampling["logprobs"])))
+            content.append(
+                {
+                    "token_id": token,
+                    "logprob": float(logprobs[token]),
+                    "top_logprobs": [{"token_id": int(t), "logprob": float(p)} for p, t in zip(*top, strict=True)],
+                }
+            )
+            tokens.append(token)
+            if token in sampling.get("stop_token_ids", ()):
+                finish = "stop"
+                break
+        if is_sample:
+            self.note(f"answered {asked['request_id']} {finish}")
+        told: dict[str, Any] = {
+            "choices": [
+                {
+                    "token_ids": tokens[prompt:],
+                    "finish_reason": finish,
+                    "weight_versions": spans,
+                    "logprobs": {"content": content},
+                }
+            ]
+        }
+        if "prompt_logprobs" in sampling:
+            told["prompt_logprobs"] = [None, *self.tops(tokens[:prompt], sampling["prompt_logprobs"])]
+        return told
+
+    def tops(self, tokens: list[int], count: int) -> list[dict[str, Any]]:
+        rows = self.logits(tokens)[:-1].log_softmax(-1).topk(count)
+        return [
+            {str(int(t)): {"logprob": float(p)} for p, t in zip(values, places, strict=True)}
+            for values, places in zip(*rows, strict=True)
+        ]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+@contextmanager
+def serving(served: ServedModel) -> Iterator[str]:
+    """Give the address of a server."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        wbufsize = -1
+
+        def log_message(self, *_: object) -> None:
+            return
+
+        def _tell(self, status: int, told: Any) -> None:
+            content = json.dumps(told).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_GET(self) -> None:  # its name there
+            told = {"data": [{"id": "policy", "parent": None}]} if self.path == "/v1/models" else {}
+            known = self.path in {"/v1/models", "/health"} and self.path not in served.refused
+            self._tell(200 if known else 404, served.answer(self.path, told))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            place = urlsplit(self.path)
+            if place.path in served.refused:
+                self._tell(404, {"detail": "Not Found"})
+                return
+            asked = json.loads(body) if body else None
+            told = served.post(place.path, parse_qs(place.query), asked)
+            self._tell(200, served.answer(place.path, told))
+
+    server = _Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        with served.lock:
+            served.alive = False
+            served.lock.notify_all()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def served_tree(urls: list[str], directory: str, **sections: Any) -> dict[str, Any]:
+    """Return a run of a small policy that these servers sample from; sections are merged over the defaults."""
+    tree: dict[str, Any] = {
+        "steps": 4,
+        "run": {"dir": directory, "name": "r"},
+        "model": {"config": MODEL, "tokenizer": "builtin:characters"},
+        "data": {
+            "synthetic": {"task": "sort", "rows": 200},
+            "batch_size": 4,
+            "max_length": 64,
+            "max_prompt_length": 32,
+        },
+        "rollout": {
+            "engine": {"kind": "vllm", "url": urls, "bucket_mib": 0.02, "attempts": 2},
+            "group_size": 2,
+            "max_new_tokens": 6,
+            "show": 0,
+        },
+        "reward": {"kind": "path", "path": "reward.py:even"},
+        "optim": {"lr": 3e-3, "schedule": "constant"},
+        "launch": {"device": "cpu"},
+        "checkpoint": {"rehearsal": {"enabled": False}, "every_steps": 1, "export_at_end": False},
+        "metrics": {"progress": "off"},
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values if isinstance(values, dict) else values
+    return tree
+
+
+AHEAD: dict[str, Any] = {"correction": {"kind": "truncate"}}
+"""What `rollout.max_staleness: 1` asks for besides."""
+
+REWARD = """
+def even(completion_tokens, **_):
+    return sum(token % 2 == 0 for token in completion_tokens) / len(completion_tokens)
+"""

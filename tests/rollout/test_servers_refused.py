@@ -1,0 +1,176 @@
+"""Servers that do not fit a run: told by name before step 1, with nothing pushed and nothing written."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from tokenizers import Tokenizer
+
+import holdfast.rollout.servers
+from holdfast.config.load import from_mapping
+from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.models.build.model import blueprint
+from holdfast.rollout.publish import Publisher
+from holdfast.rollout.servers import VLLMServer
+from tests.rollout.served import ServedModel, served_tree, serving
+from tests.rollout.test_served_runs import run
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"vocabulary": 80}, "serves another model: its vocabulary has 80 tokens, the policy's 64"),
+        ({"tokenizer": "0" * 32}, "has another tokenizer than the policy"),
+        ({"template": "0" * 32}, "has another chat template than the policy"),
+        ({"version": "0.31.2"}, r"is vLLM 0.31.2, and 0.32 is what was tested"),
+        ({"dtype": "torch.bfloat16"}, r"computes in torch.bfloat16, and the trainer in torch.float32 \(--dtype\)"),
+        ({"logprobs": "raw_logprobs"}, "tells raw_logprobs, which are of another temperature"),
+        ({"longest": 40}, "has a context of 40 tokens, and data.max_length is 64"),
+        ({"tied": True}, "ties its output layer, which vLLM 0.32 does not update"),
+        ({"experts": True}, "serves a mixture of experts on a CPU"),
+        ({"backend": None}, "takes no weights of ours"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_told_before_step_1(tmp_path: Path, facts: dict[str, Any], words: str) -> None:
+    served = ServedModel(facts=facts)
+    with serving(served) as url, pytest.raises(ConfigError, match=f"the server at {url} .*{words}"):
+        run(tmp_path, served_tree([url], str(tmp_path)))
+
+    assert not (tmp_path / "r").exists()
+    assert not served.events  # nothing was pushed to it, and nothing sampled
+
+
+def test_a_server_of_the_same_tokenizer_and_template_fits(tmp_path: Path) -> None:
+    tree = served_tree(["http://127.0.0.1:9"], str(tmp_path))
+    origin = blueprint(from_mapping(tree, GRPOConfig).model, tmp_path, seed=0)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    origin.tokenizer.chat_template = template
+    origin.tokenizer.save_pretrained(tmp_path / "served")
+    digests = digests_of_the_extension(tmp_path / "served")
+    assert digests["template"] == xxhash.xxh3_128_hexdigest(template.encode())
+
+    served = ServedModel(facts={"tokenizer": digests["tokenizer"]})
+    with serving(served) as url:
+        tree["rollout"]["engine"]["url"] = [url]
+        assert run(tmp_path, tree | {"steps": 1}).step == 1
+
+
+def digests_of_the_extension(place: Path) -> dict[str, str]:
+    """Return what a worker of vLLM says of a directory's tokenizer: its file is read, its imports of vLLM left out."""
+    source = Path(holdfast.rollout.servers.__file__).with_name("vllm_extension.py").read_text()
+    functions = source[source.index("@functools.cache\ndef tokenizer_digest") : source.index("PROBES = ")]
+    probe = source[source.index("PROBE = ") : source.index("_IDENTITY")]
+    names: dict[str, Any] = {
+        "functools": functools, "json": json, "Path": Path, "Tokenizer": Tokenizer, "xxhash": xxhash,
+    }  # fmt: skip
+    exec(compile("from __future__ import annotations\n" + probe + functions, "extension", "exec"), names)  # noqa: S102
+    return {name: names[f"{name}_digest"](str(place)) for name in ("tokenizer", "template")}
+
+
+def no_log_probabilities(path: str, told: Any) -> Any:
+    """Answer as a server without them."""
+    for choice in told.get("choices", ()):
+        choice["logprobs"] = None
+    return told
+
+
+def no_token_ids(path: str, told: Any) -> Any:
+    """Answer with text alone."""
+    for choice in told.get("choices", ()):
+        del choice["token_ids"]
+    return told
+
+
+def no_versions(path: str, told: Any) -> Any:
+    """Answer without saying which weights sampled."""
+    for choice in told.get("choices", ()):
+        choice["weight_versions"] = None
+    return told
+
+
+@pytest.mark.parametrize("answer", [no_log_probabilities, no_token_ids, no_versions])
+def test_answers_that_cannot_be_trained_on_end_a_run_before_step_1(tmp_path: Path, answer: Any) -> None:
+    with (
+        serving(ServedModel(answer=answer)) as url,
+        pytest.raises(RunStopped, match="cannot be proved|without token ids, log-probabilities or the version"),
+    ):
+        run(tmp_path, served_tree([url], str(tmp_path)))
+
+    assert not (tmp_path / "r").exists()
+
+
+def test_another_engine_than_vllm_is_refused_by_name(tmp_path: Path) -> None:
+    served = ServedModel(refused=frozenset({"/collective_rpc"}))
+    with serving(served) as url, pytest.raises(ConfigError, match="SGLang and others do not"):
+        run(tmp_path, served_tree([url], str(tmp_path)))
+
+
+def test_no_server_is_told_by_its_address(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9: start it with `holdfast serve"):
+        run(tmp_path, served_tree(["http://127.0.0.1:9"], str(tmp_path)))
+
+
+def test_a_server_that_another_run_pushes_to_is_refused(tmp_path: Path) -> None:
+    served = ServedModel()
+    with serving(served) as url:
+        server = VLLMServer.of(url, VLLMEngineConfig(url=[url]))
+        other = Publisher(Path("/dev/shm"), 1.0)  # noqa: S108 - the default of rollout.engine.folder
+        other.lease(server, served.identity()["identity"])
+        with pytest.raises(ConfigError, match=f"another run pushes weights to {url}"):
+            run(tmp_path, served_tree([url], str(tmp_path)))
+        other.close()
+
+    assert not served.events
+
+
+def test_a_completion_that_the_context_cut_ends_the_run(tmp_path: Path) -> None:
+    def cut(path: str, told: Any) -> Any:
+        for choice in told.get("choices", ()):
+            if len(choice["token_ids"]) == 6:
+                choice["token_ids"], choice["logprobs"]["content"] = [5], choice["logprobs"]["content"][:1]
+                choice["logprobs"]["content"][0]["token_id"] = 5
+        return told
+
+    with (
+        serving(ServedModel(answer=cut)) as url,
+        pytest.raises(RunStopped, match="cut a completion at 1 tokens where 6 were asked for"),
+    ):
+        run(tmp_path, served_tree([url], str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("tells", "words"),
+    [
+        (True, "these tensors are not what was sent: model.layers.0.mlp.up_proj.weight. Nothing was sampled"),
+        (False, "which tensor it is cannot be told"),
+    ],
+)
+def test_a_tensor_that_changed_behind_the_checks_is_named_where_a_layer_tells(
+    tmp_path: Path, tells: bool, words: str
+) -> None:
+    def garble(tensors: dict[str, Any]) -> dict[str, Any]:
+        for name, value in tensors.items():
+            if name.endswith("up_proj.weight"):
+                value[3, 5] += 0.3
+        return tensors
+
+    served = ServedModel(garble=garble, tells=tells)
+    with serving(served) as url, pytest.raises(RunStopped, match=f"say other log-probabilities.*{words}"):
+        run(tmp_path, served_tree([url], str(tmp_path)))
+
+    assert not any(what.startswith("asked") for _, what in served.events)
+
+
+def test_transfer_from_gpu_to_gpu_is_refused_without_one(tmp_path: Path) -> None:
+    tree = served_tree(["http://127.0.0.1:9"], str(tmp_path))
+    tree["rollout"]["engine"]["transport"] = "nccl"
+
+    with pytest.raises(ConfigError, match=r"transport: nccl moves weights from GPU to GPU, and the ranks .* on cpu"):
+        run(tmp_path, tree)
