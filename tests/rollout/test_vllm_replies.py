@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.http_client import EndpointRefuses
 from holdfast.rollout.servers import reply_of
 from holdfast.types import Finish
@@ -108,7 +109,9 @@ def test_a_server_says_what_a_run_compares_before_its_first_step() -> None:
     assert facts["backend"] == "holdfast"
     assert facts["logprobs"] == "processed_logprobs"
     assert not facts["tied"]
-    assert {"identity", "dtype", "longest", "vocabulary", "block", "device", "experts"} <= set(facts)
+    assert {"identity", "dtype", "longest", "vocabulary", "block", "device", "experts", "workers"} <= set(facts)
+    assert {"version", "tokenizer", "template"} <= set(facts)
+    assert facts["version"].startswith(VLLMEngineConfig(url=["http://127.0.0.1:8700"]).version)
 
 
 def test_the_most_probable_tokens_of_a_prompt_come_by_id() -> None:
