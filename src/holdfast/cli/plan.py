@@ -43,8 +43,6 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     """
     loaded = load_run(path, overrides)
     made, directory = planned(loaded, options), run_directory(loaded.config)
-    if save:
-        save_plan(directory, made)
     if as_json:
         print(json.dumps(made, indent=2), flush=True)
     else:
@@ -52,6 +50,8 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
         from holdfast.plan.table import table
 
         print("\n".join([*table(made), *measured_lines(made, directory)]), flush=True)
+    if save:  # after it was printed: a plan takes a while, and a directory may refuse it
+        save_plan(directory, made)
     return 0 if made["fits"] else 1
 
 
@@ -75,7 +75,7 @@ def planned(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[
     """
     config = loaded.config
     ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
-    name = options.device or ("cpu" if config.launch.device == "cpu" else "h100")
+    name = (options.device or "").lower() or ("cpu" if config.launch.device == "cpu" else "h100")
     given = None if options.memory is None else bytes_of(options.memory)
     room = psutil.virtual_memory().total // ranks if name == "cpu" else device_named(name).memory
     request = {

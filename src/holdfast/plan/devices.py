@@ -33,8 +33,11 @@ class Device:
         return PEAK_FLOPS[self.name.upper()]
 
     def wire(self, ranks: int) -> float:
-        """Return the bytes per second that a rank sends at most among so many."""
-        return self.link if ranks <= NODE else BETWEEN_NODES
+        """Return the bytes per second that a rank sends at most among so many.
+
+        What a ring sends to the next machine takes the links of all GPUs there; other messages stay inside.
+        """
+        return self.link if ranks <= NODE else min(self.link, NODE * BETWEEN_NODES)
 
 
 DEVICES = {
@@ -49,7 +52,7 @@ DEVICES = {
 }
 """By name: data sheets of the SXM forms (of L40S, PCIe), in whole GiB of what is free of a new device."""
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def device_named(name: str) -> Device:
@@ -61,8 +64,8 @@ def device_named(name: str) -> Device:
     device = DEVICES.get(name.lower())
     if device is None:
         raise ConfigError(
-            f"--device {name}: its peaks are not stated here. Known are {', '.join(DEVICES)}; for another one name the "
-            "nearest, and say by --memory how much it has."
+            f"--device {name}: its peaks are not stated here. Known are {', '.join(DEVICES)} and cpu; for another one name "
+            "the nearest, and say by --memory how much it has."
         )
     return device
 

@@ -32,7 +32,8 @@ class Finding:
 
     def line(self) -> str:
         """Return what is printed."""
-        fix = f" {self.fix}" if self.fix else ""
+        stop = "" if self.text.endswith((".", "!", "?")) else "."
+        fix = f"{stop} {self.fix}" if self.fix else ""
         return f"{self.grade.value:<4}  {self.name}: {escaped_paragraph(self.text)}{fix}"
 
     def as_plain(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from holdfast.models.build.model import blueprint, storage_of
 from holdfast.models.names import named_parameters
 from holdfast.models.source.origin import load_tokenizer
 from holdfast.parallel.mesh import mesh_shape
-from holdfast.plan.findings import RANKS, Check, Finding, fail, ok, since, warn
+from holdfast.plan.findings import RANKS, Check, Finding, Grade, fail, ok, since, warn
 from holdfast.plan.machine import look_at_devices, look_at_place, look_at_ranks, look_at_versions, storage_of_run
 from holdfast.plan.measured import look_at_plan
 from holdfast.rewards.base import Sample
@@ -219,32 +219,37 @@ def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from endpoints_of(each, f"{path}.{key}".lstrip("."))
 
 
+def without_user(url: str) -> str:
+    """Return an address without a name and a password in it."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
+
+
 def look_at_endpoints(run: Looked) -> Iterator[Finding]:
     """Ask each endpoint for the names of its models."""
     for key, section in endpoints_of(run.config):
-        secret = api_key(section.api_key_variable, key)
+        secret, url = api_key(section.api_key_variable, key), without_user(section.url)
         endpoint = Endpoint(section.url, secret, patience.current.doctor_endpoint_seconds, attempts=1)
         start = time.perf_counter()
         try:
             listed = endpoint.ask("GET", "/models")
         except EndpointUnwell as error:
-            yield fail("endpoints", f"{key}: {section.url} {error}", "Start it, or mend url.")
+            yield fail("endpoints", f"{key}: {url} {error}", "Start it, or mend url.")
             continue
         except EndpointRefuses as error:
             grade = warn if isinstance(section, JudgeConfig) else fail
-            yield grade("endpoints", f"{key}: {section.url}/models {error}", "Mend url, or the key.")
+            yield grade("endpoints", f"{key}: {url}/models {error}", "Mend url, or the key.")
             continue
         names = _names(listed)
         if section.model is not None and names and section.model not in names:
             yield fail(
                 "endpoints",
-                f"{key}: {section.url} serves {', '.join(names[:_SHOWN])}",
+                f"{key}: {url} serves {', '.join(names[:_SHOWN])}",
                 f"{key}.model is {section.model}.",
             )
         else:
-            yield ok(
-                "endpoints", f"{key}: {section.url} serves {', '.join(names[:_SHOWN]) or 'models'} ({since(start)})"
-            )
+            yield ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN]) or 'models'} ({since(start)})")
 
 
 def _names(listed: Any) -> list[str]:
@@ -323,15 +328,21 @@ def checks_of_run(run: Looked) -> list[Check]:
     Nothing is left behind: what is tried in the place of a run is removed, and no run directory is made.
     """
     launch = run.config.launch
+    refused: list[Finding] = []
 
     def place() -> Iterator[Finding]:
-        yield from look_at_place(storage_of_run(run.place), bytes_of_checkpoints(run))
+        for finding in look_at_place(storage_of_run(run.place), bytes_of_checkpoints(run)):
+            refused.extend([finding] if finding.grade is Grade.fail else [])
+            yield finding
+
+    def ranks() -> Iterator[Finding]:  # they meet without a place that cannot be written
+        yield from look_at_ranks(launch, None if refused else storage_of_run(run.place))
 
     checks = [
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
         Check("place", place),
-        Check(RANKS, lambda: look_at_ranks(launch, storage_of_run(run.place))),
+        Check(RANKS, ranks),
         Check("tokenizer", lambda: look_at_tokenizer(run)),
         Check("rows", lambda: look_at_rows(run)),
     ]

@@ -119,6 +119,8 @@ def verdict(plan: Mapping[str, Any]) -> Finding:
     words = f"{how}: {needed} of {size_words(plan['memory_bytes'])} per rank"
     if plan["fits"]:
         return ok("plan", words)
+    if plan["uncounted"] and "turns" not in plan:
+        return warn("plan", f"{words}, without {plan['uncounted']}, which formulas leave out")
     enough = [turn for turn in plan.get("turns", []) if turn["fits"]]
     turned = plan["turns"][: plan["turns"].index(enough[0]) + 1] if enough else []
     fix = ", ".join(f"{turn['key']}: {turn['value']}" for turn in turned) or "Start more ranks, or a smaller model"

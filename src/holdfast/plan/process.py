@@ -59,8 +59,11 @@ def guard_library(torch: Path, cache: Path | None = None) -> Path:
     """
     version = importlib.metadata.version("torch")
     digest = hashlib.sha256(SOURCE.read_bytes() + str(torch).encode()).hexdigest()[:12]
-    place = (cache or Path.home() / ".cache" / "holdfast") / f"guard-{version}-{digest}.so"
-    return place if place.exists() else _built(torch, place)
+    try:
+        place = (cache or Path.home() / ".cache" / "holdfast") / f"guard-{version}-{digest}.so"
+        return place if place.exists() else _built(torch, place)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        raise NoGuard(f"The guard of fake devices cannot be stored in the user's cache: {error}.") from error
 
 
 def _built(torch: Path, place: Path) -> Path:

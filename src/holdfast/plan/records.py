@@ -74,6 +74,8 @@ class Execution:
     """(phase, device type, dtype) -> bytes of all tensors that the later step made"""
     executed: bool = True
     """Whether these are numbers of an execution, and not of formulas."""
+    uncounted: str = ""
+    """What formulas leave out of this run."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -114,7 +116,8 @@ def as_plain(made: Execution, device: Device | None, memory: int) -> dict[str, A
         "host": {row: _plain(peak) for row, peak in rows_of(made.steady, "cpu").items()} if kind != "cpu" else {},
         "peak_bytes": total,
         "allowance_bytes": spare,
-        "fits": total + spare <= memory,
+        "fits": total + spare <= memory and not made.uncounted,
+        "uncounted": made.uncounted,
         "checkpoint_bytes": made.checkpoint_bytes,
         "flops": _summed(made.flops),
         "messages": _messages(made),

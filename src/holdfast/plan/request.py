@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.optim import AdamW8bitConfig, AdamWConfig
 from holdfast.config.sections.parallel import FullRecompute, NoRecompute, SelectiveRecompute
+from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.models.build.model import Blueprint, blueprint, set_storage, storage_of
@@ -55,7 +57,7 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     place = Place(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
     base = Path(request["base"])
     plan = as_plain(_made(config, base, place, no_guard), device, request["memory"])
-    if not plan["fits"]:
+    if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
         plan["turns"] = list(_turns(config, base, place, device, no_guard))
     return plan
 
@@ -188,8 +190,20 @@ def _by_formulas(config: TrainingConfig, base: Path, place: Place, reason: str) 
         parameters=plan.parameters,
         flops={"backward": (6 * plan.trainable + 4 * (plan.parameters - plan.trainable)) * tokens},
         executed=False,
-        notes=[*notes, f"by formulas, since {reason}. Rollouts, references and critics are not in them"],
+        uncounted=_uncounted(config),
+        notes=[*notes, f"by formulas, for this reason: {reason}"],
     )
+
+
+def _uncounted(config: TrainingConfig) -> str:
+    """Return what of a run formulas leave out; "" if nothing."""
+    match config:
+        case GRPOConfig():
+            return "rollouts, a reference and a critic"
+        case DPOConfig() | DistillConfig():
+            return "the reference or the teacher"
+        case _:
+            return ""
 
 
 def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: int) -> dict[str, int]:

@@ -82,6 +82,8 @@ class Step:
         """Return a mini-batch with two micro-batches, of which the first stands for all but the last."""
         parts = sorted(mini_batch.micro_batches, key=lambda batch: -batch.tokens.numel())
         self.micro_batches = self.traffic.micro_batches = len(parts)
+        rest = sum(part.tokens.numel() for part in parts) - sum(part.tokens.numel() for part in parts[1:2])
+        self.traffic.first_stands_for = rest / parts[0].tokens.numel()
         self.tokens = max(self.tokens, parts[0].tokens.numel())
         return replace(mini_batch, micro_batches=tuple(parts[:2]))
 

@@ -31,7 +31,7 @@ def table(plan: Mapping[str, Any]) -> list[str]:
     waits = _counted(f"{value['phase']}: {value['reason']}" for value in plan["host_values"])
     return [
         f"plan of rank {plan['rank']} of {plan['ranks']} on {plan['device'] or 'cpu'}, {plan['parameters']:,} "
-        f"parameters in {len(plan['units'])} units, {plan['micro_batches']} micro-batches of up to "
+        f"parameters in {len(plan['units'])} units, {_several(plan['micro_batches'], 'micro-batch')} of up to "
         f"{plan['tokens_per_micro_batch']} tokens in an update",
         how,
         "",
@@ -40,7 +40,7 @@ def table(plan: Mapping[str, Any]) -> list[str]:
         "",
         *_work_lines(plan),
         "",
-        *([f"the host waits {len(plan['host_values'])} times: {'; '.join(waits)}"] if waits else []),
+        *([f"the host waits {_several(len(plan['host_values']), 'time')}: {'; '.join(waits)}"] if waits else []),
         f"a checkpoint takes {plan['checkpoint_bytes'] / GIB:.1f} GiB",
         *(f"note: {note}" for note in plan["notes"]),
         *verdict_lines(plan),
@@ -76,6 +76,8 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
     sum_ = f"{peak:.2f} GiB and {spare:.2f} GiB beside tensors (stated, not measured) of {memory:.2f} GiB"
     if plan["fits"]:
         return [f"it fits: {sum_}"]
+    if plan["uncounted"] and "turns" not in plan:
+        return [f"NOTHING SAYS THAT IT FITS: {plan['uncounted']} are not counted. What is counted takes {sum_}"]
     lines = [f"IT DOES NOT FIT: {sum_}. What to turn, the cheapest first, each with those above it:"]
     for turn in plan.get("turns", []):
         fits = "fits" if turn["fits"] else "does not fit yet"
@@ -95,6 +97,11 @@ def _counted(words: Iterable[str]) -> list[str]:
     for word in words:
         counts[word] = counts.get(word, 0) + 1
     return [word if count == 1 else f"{word} ({count} times)" for word, count in counts.items()]
+
+
+def _several(count: int, thing: str) -> str:
+    plural = "es" if thing.endswith("ch") else "s"
+    return f"{count} {thing}{plural if count != 1 else ''}"
 
 
 def _cell(value: float, unit: float = GIB) -> str:

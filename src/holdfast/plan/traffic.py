@@ -58,7 +58,9 @@ class Traffic:
         """Phase -> operations of matrix products and attention; a multiplication and an addition are two."""
         self.micro_batches = 1
         """Of an update, of which at most two are executed: the first stands for all but the last."""
-        self._calls, self._times = 0, 1
+        self.first_stands_for = 1.0
+        """Tokens of all micro-batches but the last one executed, over those of the first."""
+        self._calls, self._times, self._work = 0, 1, 1.0
 
     def restart(self) -> None:
         """Begin to count anew."""
@@ -67,21 +69,23 @@ class Traffic:
 
     def begin_phase(self) -> None:
         """Count what follows once, until a micro-batch begins."""
-        self._calls, self._times = 0, 1
+        self._calls, self._times, self._work = 0, 1, 1.0
 
     def begin_micro_batch(self) -> None:
-        """Count what follows for as many micro-batches as it stands for."""
-        self._times = self.micro_batches - 1 if self._calls == 0 and self.micro_batches > 2 else 1
+        """Count what follows for as many micro-batches as it stands for: messages by their number, work by tokens."""
+        for_others = self._calls == 0 and self.micro_batches > 2
+        self._times = self.micro_batches - 1 if for_others else 1
+        self._work = self.first_stands_for if for_others else 1.0
         self._calls += 1
 
     @contextlib.contextmanager
     def times(self, count: int) -> Iterator[None]:
         """Count what the block does so many times."""
-        before, self._times = self._times, count
+        before, self._times, self._work = (self._times, self._work), count, float(count)
         try:
             yield
         finally:
-            self._times = before
+            self._times, self._work = before
 
     def scale(self, phase: str, factor: int) -> None:
         """Let what a phase executed once stand for several times."""
@@ -96,9 +100,9 @@ class Traffic:
         packet = func._overloadpacket
         own = _OWN_FLOPS.get(packet.__name__)
         if own is not None:
-            self.flops[self._moment()] += own(args, result) * self._times
+            self.flops[self._moment()] += own(args, result) * self._work
         elif packet in flop_registry:
-            self.flops[self._moment()] += float(flop_registry[packet](*args, **kwargs, out_val=result)) * self._times
+            self.flops[self._moment()] += float(flop_registry[packet](*args, **kwargs, out_val=result)) * self._work
         elif func.namespace in _SPACES and packet.__name__ not in _NOT_SENT:
             kind = _KINDS.get(packet.__name__, OTHER)
             note = self.messages[self._moment(), kind if kind != OTHER else packet.__name__]
