@@ -98,6 +98,15 @@ def test_what_cannot_be_planned_is_told_in_one_paragraph(
     assert done.stdout == ""
 
 
+def test_a_plan_that_cannot_be_saved_says_which_key_is_wrong(tmp_path: Path) -> None:
+    done = plan(run_file(tmp_path, run={"dir": "/proc/runs"}), "--save")
+
+    assert done.returncode == 2, done.stderr
+    assert "/proc" in done.stderr
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_without_a_compiler_a_plan_is_made_by_formulas_and_says_so(tmp_path: Path) -> None:
     empty = tmp_path / "bin"
     empty.mkdir()

@@ -19,7 +19,7 @@ from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import HoldfastError, UserError
 from holdfast.plan.devices import DEVICES, bytes_of, device_named
-from holdfast.training.directory import run_directory, save_plan
+from holdfast.training.directory import check_writable, run_directory, save_plan
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,12 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
         UserError: The file is wrong, or the run could not start.
     """
     loaded = load_run(path, overrides)
-    made, directory = planned(loaded, options), run_directory(loaded.config)
+    directory = run_directory(loaded.config)
+    if save:
+        check_writable(directory)
+    made = planned(loaded, options)
+    if save:
+        save_plan(directory, made)
     if as_json:
         print(json.dumps(made, indent=2), flush=True)
     else:
@@ -50,8 +55,6 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
         from holdfast.plan.table import table
 
         print("\n".join([*table(made), *measured_lines(made, directory)]), flush=True)
-    if save:  # after it was printed: a plan takes a while, and a directory may refuse it
-        save_plan(directory, made)
     return 0 if made["fits"] else 1
 
 
