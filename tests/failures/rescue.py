@@ -12,7 +12,7 @@ from holdfast.checkpoint.foreign.examine import examine
 from holdfast.checkpoint.foreign.recognise import open_foreign
 from holdfast.checkpoint.foreign.record import ForeignCheckpoint
 from tests.failures import saving
-from tests.failures.lab import Lab, Observed
+from tests.failures.lab import Lab, Observed, last_words
 from tests.foreign.damages import rank_file, state_of
 from tests.foreign.reading import place_of, truth_of, unpack
 from tests.integrations.test_checks import recomputed, references
@@ -68,7 +68,7 @@ def naive_weights(lab: Lab) -> Observed:
     if not HAS_LIGHTNING:
         return saving.naive_weights(lab)
     answer = _resumed(lab.folder / "own", "own")
-    return Observed(False, f"Lightning: {answer['error']}: {answer['words'][:110]}, when the weights were overwritten")
+    return Observed(False, f"Lightning: {last_words(answer['words'], 110)}, when the weights were overwritten")
 
 
 def weights_alone(lab: Lab) -> Observed:
