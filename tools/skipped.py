@@ -6,6 +6,8 @@ those that need a file beside the checkout, show only in the output of `make tes
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -35,8 +37,12 @@ class Skipped:
 def main() -> int:
     """Collect all tests without running them; print those that would be skipped, by reason."""
     plugin = Skipped()
-    options = ["--collect-only", "-qq", "--no-header", "-p", "no:terminal", "--rootdir", str(ROOT), str(ROOT / "tests")]
-    code = pytest.main(options, plugins=[plugin])
+    addopts = "addopts=--strict-markers -p no:cacheprovider"
+    options = ["--collect-only", "-qqq", "-o", addopts, "--rootdir", str(ROOT), str(ROOT / "tests")]
+    with contextlib.redirect_stdout(io.StringIO()) as listing:
+        code = pytest.main(options, plugins=[plugin])
+    if code:
+        print(listing.getvalue())
     for reason, tests in sorted(plugin.by_reason.items()):
         print(f"{len(tests)} skipped: {reason}")
         for test in tests:
