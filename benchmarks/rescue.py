@@ -1,6 +1,6 @@
 """Other systems' checkpoints: how long headers of a 70B model take, and what an import costs beside a plain copy.
 
-    python benchmarks/rescue.py [headers] [import] [saves]
+    python benchmarks/rescue.py [headers] [import]
 
 headers   weights and two moments of a Llama of 70B parameters in rank files of 8 ranks, whose storages are holes:
           written by torch.save without its data. Target: `checkpoint check --level headers` in less than 5 CPU seconds,
@@ -9,7 +9,6 @@ import    a DCP directory of 0.5 GB; a plain copy reads every file and writes it
           wall seconds count, and the median of all pairs. Target: 1.5 times its time, and at most two tensors of memory
           beyond the process before. A copy that verifies as much as an import, and what each pass over the bytes
           costs, are printed beside it.
-saves     the plug-in in a transformers Trainer beside the Trainer's own sharded save, verified. Target: 1.25 times.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -254,28 +252,7 @@ def write_shards(folder: Path, ranks: int, side: int) -> None:
         dist.destroy_process_group()
 
 
-def saves() -> bool:
-    """Measure the plug-in's saves in a Trainer beside the Trainer's own."""
-    script = Path("tests/integrations/trainer_script.py")
-    ratios = []
-    for round_number in range(5):
-        seconds = {}
-        for arm in (["plain"], []) if round_number % 2 else ([], ["plain"]):
-            with tempfile.TemporaryDirectory(prefix="rescue-", dir=".") as folder:
-                seconds["plain" if arm else "ours"] = _seconds_of_saves(script, folder, arm)
-        ratios.append(seconds["ours"] / seconds["plain"])
-    print(f"saves of the plug-in / the Trainer's own: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    return median(ratios) <= 1.25
-
-
-def _seconds_of_saves(script: Path, folder: str, arm: list[str]) -> float:
-    command: list[Any] = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
-                          script, folder, "wide", "timed", *arm]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
-    return float(next(line for line in done.stdout.splitlines() if line.startswith("saves took")).split()[-1])
-
-
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["headers", "import", "saves"]
-    results = [{"headers": headers, "import": imports, "saves": saves}[name]() for name in chosen]
+    chosen = sys.argv[1:] or ["headers", "import"]
+    results = [{"headers": headers, "import": imports}[name]() for name in chosen]
     sys.exit(0 if all(results) else 1)
