@@ -64,7 +64,7 @@ def device_named(name: str) -> Device:
     device = DEVICES.get(name.lower())
     if device is None:
         raise ConfigError(
-            f"--device {name}: its peaks are not stated here. Known are {', '.join(DEVICES)} and cpu; for another one name "
+            f"--device {name}: its peaks are not stated here. There are {', '.join(DEVICES)} and cpu; for another name "
             "the nearest, and say by --memory how much it has."
         )
     return device
