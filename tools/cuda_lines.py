@@ -25,13 +25,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "holdfast"
 LEAST = 0.9
-LEFT_OUT = ("plan/", "cli/", "launch/", "config/")
+LEFT_OUT = ("plan/", "report/", "cli/", "launch/", "config/")
 """The plan's own files, and what no step enters: commands and the launcher look for GPUs, and compute on none."""
 REASONS = {
     "models/layers/attention.py": "torch 2.11, whose kernel wants as many key heads as query heads",
     "training/engines.py": "words of a refusal",
     "rollout/graphs.py": "capture: recording a graph needs a driver",
     "rollout/static.py": "capture: rows whose steps are replayed from a graph",
+    "rollout/vllm_extension.py": "runs in the processes of vLLM",
     "parallel/mesh.py": "NCCL: ranks join through a driver",
     "checkpoint/format/snapshot.py": "random state of a real generator",
     "training/fit.py": "the loop around steps, which asks the driver what it measured",
