@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.rewards.base import FAULTS
 from holdfast.training.policy.groups import GroupFact, rewards_of
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.types import Finish, MiniBatch
+from holdfast.types import Finish, MiniBatch, host_value
 
 _SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}
 _QUANTILES = {"min": 0.0, "p01": 0.01, "median": 0.5, "p99": 0.99, "max": 1.0}
@@ -124,14 +125,16 @@ def log_ratios_of(mini_batch: MiniBatch, logprobs: Sequence[Tensor]) -> NDArray[
         mini_batch: Whose tokens may carry what the policy said before the first of several updates.
         logprobs: What it said in this one, by micro-batch.
     """
-    parts = [np.zeros(0, np.float32)]
+    parts = []
     for batch, now in zip(mini_batch.micro_batches, logprobs, strict=True):
         sampler, proximal = (batch.per_token.get(name) for name in ("sampler_logprobs", "proximal_logprobs"))
         if sampler is None or not batch.scored.numel():
             continue
         then = now if proximal is None else proximal.flatten()[batch.scored]
-        parts.append((then.cpu() - sampler.flatten()[batch.scored].cpu()).float().numpy())
-    log_ratios = np.concatenate(parts)
+        parts.append((then - sampler.flatten()[batch.scored].to(then.device)).float())
+    if not parts:
+        return np.zeros(0, np.float32)
+    log_ratios = host_value(torch.cat(parts), "log-probabilities beside the sampler's")
     return log_ratios[np.isfinite(log_ratios)]
 
 
