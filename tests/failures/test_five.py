@@ -97,10 +97,10 @@ def test_the_reference_is_sharded_like_the_policy_and_starts_as_its_equal(both: 
     assert naive.numbers["during"] == 1.0
     assert not naive.numbers["frozen"]
     assert 1e-4 < naive.numbers["gap"] < 0.1
-    block, root = 9_280, 32 + 2 * 96 * 32  # elements of one of two blocks; final norm, embedding and head
+    block, root, ends = 9_280, 32, 96 * 32  # elements of one of two blocks, the final norm, embedding and head each
     for found in ours.numbers.values():
-        assert found["units"] == 3
-        assert found["during"] == pytest.approx((root + block) / (root + 2 * block), rel=1e-12)
+        assert found["units"] == 5
+        assert found["during"] == pytest.approx((root + block) / (root + 2 * block + 2 * ends), rel=1e-12)
         assert found["gap"] == 0.0
     assert ours.numbers["sharded"]["after"] == 0.0
 

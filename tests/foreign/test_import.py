@@ -130,11 +130,19 @@ def test_plain_transformers_loads_an_export(fixtures: Path, tokens: Path, name: 
     assert (out / "generation_config.json").exists()
 
 
+BF16 = {"model__dtype": "bfloat16", "optim": {"kind": "adamw_bf16", "lr": 0.1}}
+
+
 @pytest.mark.cases("all")
 @pytest.mark.parametrize(
     ("fixture", "changes", "options", "words"),
     [
-        ("lightning-mp-weights", {"model__dtype": "bfloat16"}, [], "model.dtype: float32 would fit"),
+        (
+            "lightning-mp-weights",
+            {"model__dtype": "bfloat16", "optim": {"kind": "adamw_bf16", "lr": 0.1}},
+            [],
+            "model.dtype: float32 would fit",
+        ),
         ("dcp", {"model__freeze": []}, [], "does not state its position"),
         ("verl-fsdp2", {"model__freeze": []}, [], "model.freeze must name the others"),
         ("verl-fsdp2", {"model__dtype": "bfloat16"}, [], "bfloat16"),

@@ -176,7 +176,7 @@ def rank_signs(directory: Path) -> list[RankSign]:
             parts = text.split("|")
             if kind == "phase":
                 note.phase = text.strip()
-            elif len(parts) == 3 and parts[1].isdecimal():
+            elif len(parts) >= 3 and parts[1].isdecimal():
                 note.step = int(parts[1])
     now = time.time()
     return [

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from holdfast.checkpoint.session import Saved
+from holdfast.errors import HoldfastError
 from holdfast.escaping import escaped, escaped_paragraph
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
@@ -196,7 +197,9 @@ class Journal:
         run = self._run
         peaks = run.setting.log.peaks
         if news := peaks.news():
-            self.event(MEMORY, device=run.setting.world.device.type, peaks=news, start=peaks.at_start)
+            # Rank 0 alone writes it, so a directory that is gone is told by the next save, on all ranks alike.
+            with suppress(OSError, HoldfastError):
+                self.event(MEMORY, device=run.setting.world.device.type, peaks=news, start=peaks.at_start)
         for text in run.setting.log.messages:
             self.say(text)
         if run.setting.log.samples and run.setting.world.is_first:
