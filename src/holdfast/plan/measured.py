@@ -14,6 +14,8 @@ from holdfast.training.directory import MEMORY, PLAN, events
 
 _LEAST = {"cuda": 0, "cpu": 2**30}
 """Planned bytes from which on a phase is compared: resident memory of a CPU cannot tell less from allocators' own."""
+_AMPLE = 8
+"""How many times what formulas count is room enough for what they leave out: more copies of the weights, and a cache."""
 _MORE = 1.1
 """How many times as much as planned is told as more: what a plan cannot see is a part of it."""
 
@@ -120,7 +122,8 @@ def verdict(plan: Mapping[str, Any]) -> Finding:
     if plan["fits"]:
         return ok("plan", words)
     if plan["uncounted"] and "turns" not in plan:
-        return warn("plan", f"{words}, without {plan['uncounted']}, which formulas leave out")
+        words = f"{words}, without {plan['uncounted']}, which formulas leave out"
+        return (ok if plan["peak_bytes"] * _AMPLE <= plan["memory_bytes"] else warn)("plan", words)
     enough = [turn for turn in plan.get("turns", []) if turn["fits"]]
     turned = plan["turns"][: plan["turns"].index(enough[0]) + 1] if enough else []
     fix = ", ".join(f"{turn['key']}: {turn['value']}" for turn in turned) or "Start more ranks, or a smaller model"
