@@ -15,7 +15,7 @@ from holdfast.training.directory import MEMORY, PLAN, events
 _LEAST = {"cuda": 0, "cpu": 2**30}
 """Planned bytes from which on a phase is compared: resident memory of a CPU cannot tell less from allocators' own."""
 _AMPLE = 8
-"""How many times what formulas count is room enough for what they leave out: more copies of the weights, and a cache."""
+"""How many times what formulas count is room enough for what they leave out: copies of the weights, and a cache."""
 _MORE = 1.1
 """How many times as much as planned is told as more: what a plan cannot see is a part of it."""
 
