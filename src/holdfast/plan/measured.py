@@ -114,7 +114,7 @@ def look_at_plan(directory: Path) -> Iterator[Finding]:
         yield ok("plan", max(phases, key=lambda phase: phase.measured).words())
 
 
-def verdict(plan: Mapping[str, Any]) -> Finding:
+def plan_verdict(plan: Mapping[str, Any]) -> Finding:
     """Return what a plan that was just made says of a run, and the first thing to turn where it does not fit."""
     how = "executed" if plan["executed"] else "by formulas"
     needed = f"{size_words(plan['peak_bytes'])} of tensors and {size_words(plan['allowance_bytes'])} beside them"
