@@ -286,7 +286,7 @@ def test_the_commands_of_the_page_run_as_they_stand(cluster: Cluster) -> None:
             job = answer.stdout.split()[-1]
             state = cluster.await_state(job, ENDED, 120)
             assert state == "COMPLETED", (folder / f"slurm-{job}.out").read_text()
-        elif "launch" in line:
+        elif "holdfast launch" in line:
             assert answer.stdout.startswith("#!/bin/bash\n#SBATCH")
         else:
             assert answer.stdout.count("done after step 2") == 1
