@@ -80,7 +80,7 @@ PLANTED = (
         "return (tensor.full_tensor(), tensor.full_tensor())[0] if isinstance(tensor, DTensor)", POLICY),
     Bug("a copy for sampling in float32", "training/engines.py",
         "dtype = getattr(torch, sharded.plan.compute_dtype)\n    can", "dtype = torch.float32\n    can", POLICY),
-    Bug("a copy that is not given back", "training/policy/run.py", "self.engine.sleep()", "pass", POLICY),
+    Bug("a copy that is not given back", "training/policy/run.py", "self.engine.sleep()", "False", POLICY),
     Bug("tokens looked at one by one", "rollout/predictor.py",
         "            self._pending.append((tokens, logprobs))\n            if",
         "            self._pending.append((tokens, logprobs))\n            tokens.tolist()\n            if", POLICY),
@@ -185,7 +185,9 @@ def _noticed(bug: Bug, place: Path) -> bool:
     file = copy / SOURCE / bug.path
     text = file.read_text(encoding="utf-8")
     assert bug.old in text, f"{bug.path} has no {bug.old!r} any more"
-    file.write_text(text.replace(bug.old, bug.new, 1), encoding="utf-8")
+    changed = text.replace(bug.old, bug.new, 1)
+    ast.parse(changed)  # a text that is no program is noticed by anybody
+    file.write_text(changed, encoding="utf-8")
     after = executed(copy, bug.runs, place)
     why = next(filter(None, (difference(expected(name), said) for name, said in after.items())), "")
     print(f"{'noticed' if why else 'MISSED '}  {bug.name}: {why or 'nothing differs'}", flush=True)
