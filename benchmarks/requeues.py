@@ -223,7 +223,7 @@ def main() -> int:
                 while base.shown("JobState") not in ENDED:
                     time.sleep(0.3)
                 overrides = [
-                    "steps=40",
+                    "steps=160",
                     "data.batch_size=8",
                     "evaluation.every_steps=null",
                     f"model.path={base.place / 'exports' / 'final'}",
