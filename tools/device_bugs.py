@@ -6,7 +6,9 @@
 A bug is noticed where a run of the lane is not executed any more, or says something else than is written down in
 tests/fake_devices/expected.json, which the lane compares: values that the host waits for, messages, the peak of each
 kind of bytes, and what is made of each dtype. Twenty are written down here; others are drawn by a seeded mutator: it
-drops a `.to(...)`, swaps a dtype, or drops a reshard. The script writes to a copy of `src` in a temporary folder.
+drops a `.to(...)`, swaps a dtype, or drops a reshard. A `.to(...)` that every run of the
+lane that comes by leaves as it was is no bug where it is dropped, and another is drawn: a probe in its place sees that.
+The script writes to a copy of `src` in a temporary folder.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class Bug:
     old: str
     new: str
     runs: tuple[str, ...]
+    probe: str = ""
+    """What stands there instead to see whether a conversion changes anything: it fails by a name where it does."""
 
 
 SFT, REFERENCE, POLICY = ("sft",), ("dpo offloaded reference", "dpo"), ("grpo",)
@@ -100,6 +104,10 @@ DRAWN_FROM = (
     "rollout/inprocess.py", "rollout/cache.py", "rollout/replica.py", "rollout/predictor.py", "objectives/base.py",
 )  # fmt: skip
 """Files of the step. A drawn bug meets all runs of the lane."""
+_MOVED = "holdfast_moved"
+_IS_SAME = "(a.dtype, a.device) == (b.dtype, b.device)"
+_PROBE = f"(lambda a: (lambda b: b if {_IS_SAME} else {_MOVED}())(a{{call}}))({{of}})"
+"""A conversion of `of` that changes nothing, or fails by a name that nobody has."""
 _DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "float64": "float32"}
 
 
@@ -108,13 +116,13 @@ def mutants() -> list[Bug]:
     made = []
     for path in DRAWN_FROM:
         text = (ROOT / SOURCE / path).read_text(encoding="utf-8")
-        for line, old, new in _changes(text):
-            made.append(Bug(f"{path}:{line} {old!r} becomes {new!r}", path, old, new, ()))
+        for line, old, new, probe in _changes(text):
+            made.append(Bug(f"{path}:{line} {old!r} becomes {new!r}", path, old, new, (), probe))
     return made
 
 
-def _changes(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, what stands there, what shall): the text of a whole line, once in its file."""
+def _changes(text: str) -> Iterator[tuple[int, str, str, str]]:
+    """Yield (line, what stands there, what shall, a probe): the text of a whole line, once in its file."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         change = _change(node, text)
@@ -123,7 +131,8 @@ def _changes(text: str) -> Iterator[tuple[int, str, str]]:
         line = lines[node.lineno - 1]
         old, new = change
         if text.count(line) == 1 and old in line:
-            yield node.lineno, line, line.replace(old, new, 1)
+            probe = _PROBE.format(of=new, call=old.removeprefix(new)) if old.startswith(f"{new}.to(") else ""
+            yield node.lineno, line, line.replace(old, new, 1), line.replace(old, probe, 1) if probe else ""
 
 
 def _change(node: ast.AST, text: str) -> tuple[str, str] | None:
@@ -142,9 +151,10 @@ def _in_a_line(old: str | None, new: str | None) -> tuple[str, str] | None:
     return None if old is None or new is None or "\n" in old else (old, new)
 
 
-def drawn(seed: int, count: int) -> list[Bug]:
-    """Return some of them, one a line of a file."""
-    return random.Random(seed).sample(mutants(), count)
+def drawn(seed: int) -> list[Bug]:
+    """Return all of them in the order in which they are drawn."""
+    bugs = mutants()
+    return random.Random(seed).sample(bugs, len(bugs))
 
 
 def executed(source: Path, runs: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
@@ -169,29 +179,45 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=19)
     parser.add_argument("--count", type=int, default=10)
     options = parser.parse_args()
-    bugs = list(PLANTED) if options.which == "planted" else drawn(options.seed, options.count)
-    with tempfile.TemporaryDirectory(prefix="holdfast-bugs-") as place:
-        make_models(Path(place))
-        noticed = sum(_noticed(bug, Path(place)) for bug in bugs)
-    least = len(bugs) if options.which == "planted" else round(0.9 * len(bugs))
-    print(f"{noticed} of {len(bugs)} noticed, at least {least} are asked for")
+    bugs = list(PLANTED) if options.which == "planted" else drawn(options.seed)
+    count = len(PLANTED) if options.which == "planted" else options.count
+    noticed = missed = 0
+    with tempfile.TemporaryDirectory(prefix="holdfast-bugs-") as folder:
+        place = Path(folder)
+        make_models(place)
+        for bug in bugs:
+            why = _difference(bug, bug.new, place)
+            is_bug = bool(why) or _changes_something(bug, place)
+            noticed, missed = noticed + bool(why), missed + (is_bug and not why)
+            word = "noticed" if why else "MISSED " if is_bug else "no bug "
+            print(f"{word}  {bug.name}: {why or 'nothing differs'}", flush=True)
+            if noticed + missed == count:
+                break
+    least = count if options.which == "planted" else round(0.9 * count)
+    print(f"{noticed} of {count} noticed, at least {least} are asked for")
     return int(noticed < least)
 
 
-def _noticed(bug: Bug, place: Path) -> bool:
+def _changes_something(bug: Bug, place: Path) -> bool:
+    """Return whether a conversion that was dropped does anything in the lane, or no run comes by it."""
+    if not bug.probe or _difference(bug, bug.probe, place):
+        return True
+    return not _difference(bug, bug.probe.replace(_IS_SAME, "False"), place)
+
+
+def _difference(bug: Bug, new: str, place: Path) -> str:
+    """Return what the lane says otherwise with `new` in the place of what stands there; "" if nothing."""
     copy = place / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(ROOT / "src", copy / "src")
     file = copy / SOURCE / bug.path
     text = file.read_text(encoding="utf-8")
     assert bug.old in text, f"{bug.path} has no {bug.old!r} any more"
-    changed = text.replace(bug.old, bug.new, 1)
+    changed = text.replace(bug.old, new, 1)
     ast.parse(changed)  # a text that is no program is noticed by anybody
     file.write_text(changed, encoding="utf-8")
     after = executed(copy, bug.runs, place)
-    why = next(filter(None, (difference(expected(name), said) for name, said in after.items())), "")
-    print(f"{'noticed' if why else 'MISSED '}  {bug.name}: {why or 'nothing differs'}", flush=True)
-    return bool(why)
+    return next(filter(None, (difference(expected(name), said) for name, said in after.items())), "")
 
 
 if __name__ == "__main__":
