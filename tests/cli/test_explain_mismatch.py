@@ -12,6 +12,8 @@ import pytest
 from holdfast.cli.prove import explain, replay
 from holdfast.cli.train import train
 from holdfast.training.policy.recorder import record_path
+from tests.rollout.served import AHEAD, ServedModel, served_tree, serving
+from tests.rollout.test_served_runs import run
 
 RUN = """
 steps: 3
@@ -82,3 +84,19 @@ def test_weights_of_the_step_before_are_named(directory: Path, capsys: pytest.Ca
 
 def test_a_step_is_made_again_as_before(directory: Path) -> None:
     assert replay(directory, 2) == 0
+
+
+def test_a_run_one_step_ahead_is_replayed_and_its_age_is_what_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(ServedModel()) as url:
+        tree = served_tree([url], str(tmp_path), **AHEAD, steps=3)
+        tree["rollout"] |= {"max_staleness": 1, "record": True}
+        run(tmp_path, tree)  # the server ends with it: neither command needs one
+
+    assert replay(tmp_path / "r", 3) == 0
+    assert explain(tmp_path / "r", 1) == 0  # the first step samples from the weights that it trains
+    assert explain(tmp_path / "r", 3) == 1
+
+    words = capsys.readouterr().out.splitlines()[-1]
+    assert words.startswith("stale weights: those of step 1, as rollout.max_staleness: 1 asks for: the difference falls")

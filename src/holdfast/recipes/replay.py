@@ -73,7 +73,10 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
         earlier, before = None, f"step {step - 2}"
         if step > 1 and rebuilt.has(step - 2):
             rebuilt.go_to(step - 2)
-            others.append(replace(fits(sharded, groups, as_it_was)[0], cause=f"stale weights: those of {before}"))
+            stale = f"stale weights: those of {before}"
+            if config.rollout.max_staleness:
+                stale += ", as rollout.max_staleness: 1 asks for"
+            others.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
             earlier = plain_copy(sharded), before
         rebuilt.go_to(step - 1)
         nothing, *ranked = fits(sharded, groups, tried)
@@ -122,11 +125,11 @@ class _Rebuilt:
 def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
     storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
-        # Nothing is sampled here, so nothing need rest meanwhile, and no server need live.
+        # Nothing is sampled here, so nothing need rest meanwhile, no server need live, and no step comes early.
         changed = {
             "run": config.run.model_copy(update={"dir": place}),
             "residency": ResidencyConfig(),
-            "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig()}),
+            "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig(), "max_staleness": 0}),
         }
         apart = _as_recorded(config, record).model_copy(update=changed)
         run = build_policy_run(apart, record.base, world, lambda _: [])
