@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.cli.prove import explain, replay
 from holdfast.cli.train import train
+from holdfast.errors import ConfigError
 from holdfast.training.policy.recorder import record_path
 from tests.rollout.served import AHEAD, ServedModel, served_tree, serving
 from tests.rollout.test_served_runs import run
@@ -99,4 +100,24 @@ def test_a_run_one_step_ahead_is_replayed_and_its_age_is_what_was_asked_for(
     assert explain(tmp_path / "r", 3) == 1
 
     words = capsys.readouterr().out.splitlines()[-1]
-    assert words.startswith("stale weights: those of step 1, as rollout.max_staleness: 1 asks for: the difference falls")
+    assert words.startswith(
+        "stale weights: those of step 1, as rollout.max_staleness: 1 asks for: the difference falls"
+    )
+
+
+def test_a_step_of_which_no_group_was_trained_is_told(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def even(completion, **_):\n    return 1.0\n")
+    text = RUN.replace("{kind: length, target: 6}", "reward.py:even").replace("steps: 3", "steps: 1")
+    (tmp_path / "run.yaml").write_text(text.replace("DIRECTORY", str(tmp_path)) + "groups: {flat: drop}\n")
+    assert train("grpo", tmp_path / "run.yaml", []) == 0
+
+    with pytest.raises(ConfigError, match=r"step-00000001.jsonl.gz has no completion .* or choose another --step"):
+        explain(tmp_path / "recorded", 1)
+    assert replay(tmp_path / "recorded", 1) == 0  # it is made again all the same
+
+
+def test_a_step_whose_engine_told_no_log_probability_is_told(directory: Path) -> None:
+    change(directory, 1, lambda one: one.update(sampler_logprobs=[float("nan")] * len(one["tokens"])))
+
+    with pytest.raises(ConfigError, match=r"has no completion whose log-probabilities the engine told"):
+        explain(directory, 1)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from holdfast.checkpoint.keep.choose import Choice
@@ -23,9 +24,17 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
+from holdfast.training.policy.mismatch import (
+    Fit,
+    at_temperature,
+    causes,
+    completions_of,
+    fits,
+    fits_without,
+    verdict,
+)
 from holdfast.training.policy.other_engines import fits_elsewhere, plain_copy
-from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
+from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record, record_path
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.saving.resume import resume
 
@@ -60,10 +69,16 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
     """Return why the engine's log-probabilities of a recorded step differ from the trainer's, and what was tried.
 
     Raises:
-        ConfigError: As `replay_step`.
+        ConfigError: As `replay_step`; or the step has no log-probability of an engine.
     """
     record = read_record(directory, step)
     groups = record.rollout.groups
+    if not any(np.isfinite(told).any() for _, _, told in completions_of(groups)):
+        raise ConfigError(
+            f"{record_path(directory, step)} has no completion whose log-probabilities the engine told, so there is "
+            "nothing to compare the trainer's with: no group of the step was trained on, or the engine told none. Look "
+            "at groups and rollout/ in metrics.jsonl, or choose another --step."
+        )
     temperature = groups[0].trajectories[0].temperature or 1.0
     tried = causes(temperature)
     as_it_was = dict([next(iter(tried.items()))])
