@@ -1,6 +1,9 @@
 """Requests to an HTTP endpoint that answers JSON, with one limit of time and one of size for the whole answer.
 
 No redirect is followed and no proxy is used: a key goes to the address in the configuration and nowhere else.
+
+Written on `http.client` and not on httpx, whose time-outs are of each read, write and connect: an endpoint that sends a
+byte now and then never meets one, and a rank that waits for it holds all others. Here one alarm ends the whole answer.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import tenacity
 
 from holdfast import patience
 from holdfast.errors import ConfigError
+from holdfast.escaping import escaped
+from holdfast.files import parse_json
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
 _SHOWN = 400
@@ -27,6 +32,10 @@ _SHOWN = 400
 
 class EndpointRefuses(Exception):  # noqa: N818 - the name says what happened
     """The answer is not what was asked for, and asking again would not help."""
+
+
+class EndpointMistaken(EndpointRefuses):
+    """The answer is none to this question, or not of the form that it has; another server may do better."""
 
 
 class EndpointUnwell(Exception):  # noqa: N818 - the name says what happened
@@ -99,9 +108,9 @@ class Endpoint:
         if len(received) > self.most_bytes:
             raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
         try:
-            return json.loads(received) if received or not self.may_be_empty else None
+            return parse_json(received) if received or not self.may_be_empty else None
         except ValueError as error:
-            raise EndpointRefuses(f"answers what is no JSON: {cut(received)}") from error
+            raise EndpointMistaken(f"answers {method} {path} with what is no JSON: {cut(received)}") from error
 
     def _exchange(self, message: _Message) -> tuple[int, bytes]:
         deadline = time.monotonic() + self.timeout_seconds
@@ -185,7 +194,7 @@ def _hang_up(opened: socket.socket) -> None:
 def cut(answer: object) -> str:
     """Return the beginning of what an endpoint said, on one line."""
     text = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
-    text = " ".join(text.split())
+    text = escaped(" ".join(text.split()))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

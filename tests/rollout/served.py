@@ -117,6 +117,7 @@ class ServedModel:
             "block": 16,
             "device": "cpu",
             "experts": False,
+            "workers": 1,
             "version": "0.32.0+cpu",
             "tokenizer": None,
             "template": None,
@@ -205,7 +206,7 @@ def serving(served: ServedModel) -> Iterator[str]:
             return
 
         def _tell(self, status: int, told: Any) -> None:
-            content = json.dumps(told).encode()
+            content = told if isinstance(told, bytes) else json.dumps(told).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

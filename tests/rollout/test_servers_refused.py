@@ -99,7 +99,9 @@ def no_versions(path: str, told: Any) -> Any:
 def test_answers_that_cannot_be_trained_on_end_a_run_before_step_1(tmp_path: Path, answer: Any) -> None:
     with (
         serving(ServedModel(answer=answer)) as url,
-        pytest.raises(RunStopped, match="cannot be proved|without token ids, log-probabilities or the version"),
+        pytest.raises(
+            RunStopped, match=r"with choices\[0\]\.(logprobs|token_ids|weight_versions) (null|missing), where"
+        ),
     ):
         run(tmp_path, served_tree([url], str(tmp_path)))
 

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.http_client import EndpointRefuses
-from holdfast.rollout.servers import reply_of
+from holdfast.rollout.answers import reply_of
 from holdfast.types import Finish
 
 FOLDER = Path(__file__).parent / "vllm_replies"
@@ -54,7 +54,7 @@ def test_a_stop_token_ends_a_completion_and_belongs_to_it() -> None:
 
 
 def test_an_answer_without_log_probabilities_is_refused() -> None:
-    with pytest.raises(EndpointRefuses, match="without token ids, log-probabilities or the version"):
+    with pytest.raises(EndpointRefuses, match=r"/inference/v1/generate with choices\[0\].logprobs null, where"):
         read("no_logprobs")
 
 

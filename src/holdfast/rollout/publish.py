@@ -26,6 +26,7 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.safetensors_files import plan_files, tensor_bytes, write_file
+from holdfast.rollout.answers import RPC, differences_of
 from holdfast.rollout.servers import VLLMServer
 
 _MIB = 2**20
@@ -121,7 +122,7 @@ class Publisher:
         for file, _, _ in self._files(tensors, headers):
             for server in servers:
                 content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
-                differences[server.url] |= server.post("/collective_rpc", content)["results"][0]
+                differences[server.url] |= differences_of(server.post(RPC, content))
         return differences
 
     def _files(

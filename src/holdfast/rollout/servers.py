@@ -1,63 +1,40 @@
 """One server of vLLM, and what is asked of it: token ids in and out, its state, and what it takes in a push.
 
 Nothing here imports vLLM. One request is one completion, with its own seed. What a server answers is checked before it
-counts: 200 with fewer tokens than were asked for, tokens of weights that nobody pushed, and tokens without their
-log-probabilities are all answers that a server gives.
+counts (`answers.py`): 200 with fewer tokens than were asked for, tokens of weights that nobody pushed, and tokens
+without their log-probabilities are all answers that a server gives.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlencode
-
-import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.http_client import Endpoint, EndpointRefuses, EndpointUnwell, api_key, cut
-from holdfast.types import Finish
+from holdfast.http_client import Endpoint, EndpointRefuses, EndpointUnwell, api_key
+from holdfast.rollout.answers import (
+    GENERATE,
+    LARGEST_VOCABULARY,
+    MODELS,
+    RPC,
+    Reply,
+    ServerState,
+    TopRow,
+    next_tops_of,
+    reply_of,
+    state_of,
+    tops_of,
+)
 
 BACKEND = "holdfast"
 """Of the transfer, as `vllm_extension.py` registers it."""
-GENERATE = "/inference/v1/generate"
 _OF_GENERATE = "generate-tokens-"
 """What that route puts before a request's name."""
-_NO_NUMBER = -9999.0
-"""What vLLM writes for minus infinity."""
-_FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 _LOOK_SECONDS = 5.0
 """For a server to say that it is well."""
-
-
-class Reply(NamedTuple):
-    """One completion, as a server told it."""
-
-    tokens: NDArray[np.int64]
-    """[C]"""
-    logprobs: NDArray[np.float32]
-    """[C], NaN where the server told none"""
-    finish: Finish
-    spans: tuple[tuple[int, str], ...]
-    """First token and weights of each part."""
-
-
-class ServerState(NamedTuple):
-    """What a server says of itself."""
-
-    model: str
-    longest: int
-    """Tokens of its context."""
-    identity: str
-    """Of its process."""
-    facts: Mapping[str, Any]
-
-
-TopRow = Mapping[int, float]
-"""Log-probabilities by token, of the most probable ones of a place."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +47,8 @@ class VLLMServer:
     control: Endpoint
     """For pushes."""
     model: str = ""
+    vocabulary: int = LARGEST_VOCABULARY
+    """Tokens that there are; a completion with another one is none."""
 
     @classmethod
     def of(cls, url: str, section: VLLMEngineConfig, name: str = "rollout.engine") -> VLLMServer:
@@ -94,17 +73,9 @@ class VLLMServer:
         Raises:
             EndpointRefuses, EndpointUnwell: It does not, or it is no vLLM that was started for us.
         """
-        listed = self.control.ask("GET", "/v1/models")
-        told = self.control.ask("POST", "/collective_rpc", {"method": "holdfast_identity"})
-        try:
-            models = {str(item["id"]): item for item in listed["data"] if item.get("parent") is None}
-            facts = told["results"][0]
-            name = self.model or next(iter(models))
-            if name not in models:
-                raise EndpointRefuses(f"serves {', '.join(models)}, and no {name}")
-            return ServerState(name, int(facts["longest"]), str(facts["identity"]), facts)
-        except (LookupError, TypeError, AttributeError, StopIteration) as error:
-            raise EndpointRefuses(f"is no vLLM that takes our weights: it answers {cut(told)}") from error
+        listed = self.control.ask("GET", MODELS)
+        described = self.control.ask("POST", RPC, {"method": "holdfast_identity"})
+        return state_of(listed, described, self.model)
 
     def post(self, path: str, content: Any = None, **query: str) -> Any:
         """Ask what changes the server.
@@ -132,7 +103,7 @@ class VLLMServer:
             "token_ids": list(prompt),
             "sampling_params": sampling,
         }
-        return reply_of(self.endpoint.ask("POST", GENERATE, asked), int(sampling["max_tokens"]))
+        return reply_of(self.endpoint.ask("POST", GENERATE, asked), int(sampling["max_tokens"]), self.vocabulary)
 
     def tops(self, prompt: Sequence[int], count: int) -> list[TopRow]:
         """Return the most probable next tokens behind each token of a prompt, at temperature 1.
@@ -145,22 +116,12 @@ class VLLMServer:
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": count, "detokenize": False, "ignore_eos": True}
         asked = {"model": self.model or None, "token_ids": list(prompt)}
-        try:
-            generated = self.endpoint.ask("POST", GENERATE, asked | {"sampling_params": sampling})
-            told = self.endpoint.ask(
-                "POST", GENERATE, asked | {"sampling_params": {**sampling, "prompt_logprobs": count}}
-            )
-            rows: list[TopRow] = [
-                {int(token): float(entry["logprob"]) for token, entry in row.items()}
-                for row in told["prompt_logprobs"][1:]
-            ]
-            last = generated["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            rows.append({int(entry["token_id"]): float(entry["logprob"]) for entry in last})
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise EndpointRefuses("tells no log-probabilities of a prompt") from error
-        if len(rows) != len(prompt):
-            raise EndpointRefuses(f"tells log-probabilities of {len(rows)} places where {len(prompt)} were asked for")
-        return rows
+        generated = self.endpoint.ask("POST", GENERATE, asked | {"sampling_params": sampling})
+        scored = self.endpoint.ask(
+            "POST", GENERATE, asked | {"sampling_params": {**sampling, "prompt_logprobs": count}}
+        )
+        rows = tops_of(scored, len(prompt), count, self.vocabulary)
+        return [*rows, next_tops_of(generated, count, self.vocabulary)]
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; what they have so far is their answer."""
@@ -192,54 +153,3 @@ def sampling_words(sampling: SamplingConfig, stops: Sequence[int]) -> dict[str, 
         "detokenize": False,
         "skip_special_tokens": False,
     }
-
-
-def reply_of(answer: Any, limit: int) -> Reply:
-    """Read a server's answer.
-
-    Args:
-        answer: As JSON.
-        limit: Most tokens that were asked for.
-
-    Raises:
-        EndpointRefuses: It lacks tokens, log-probabilities or weights, or was cut below the limit.
-    """
-    try:
-        choice = answer["choices"][0]
-        tokens, content = choice["token_ids"], choice["logprobs"]["content"]
-        finish = _FINISHES.get(choice["finish_reason"], Finish.ERROR)
-        spans = tuple((int(span["start"]), str(span["version"])) for span in choice["weight_versions"])
-        scored = [entry["token_id"] for entry in content]
-        logprobs = [_number(entry["logprob"]) for entry in content]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise EndpointRefuses(
-            "answers without token ids, log-probabilities or the version of its weights; start it by `holdfast serve`, "
-            f"or with --enable-scale-out --logprobs-mode processed_logprobs: {cut(answer)}"
-        ) from error
-    _check_reply(finish, tokens, scored, limit)
-    if finish is Finish.ERROR:
-        raise EndpointRefuses(f"ended a completion by {choice['finish_reason']!r}")
-    if tokens and (not spans or spans[0][0] != 0):
-        raise EndpointRefuses("does not say of which weights its first token is")
-    return Reply(np.array(tokens, np.int64), np.array(logprobs, np.float32), finish, spans)
-
-
-def _check_reply(finish: Finish, tokens: Sequence[int], scored: Sequence[int], limit: int) -> None:
-    if scored != tokens:
-        raise EndpointRefuses(
-            f"tells log-probabilities of {len(scored)} tokens, which are not the {len(tokens)} it chose"
-        )
-    if finish is Finish.LENGTH and len(tokens) != limit:
-        raise EndpointRefuses(
-            f"cut a completion at {len(tokens)} tokens where {limit} were asked for: its context is too short "
-            "(--max-model-len)"
-        )
-    if len(tokens) > limit or (not tokens and finish is not Finish.ABORT):
-        raise EndpointRefuses(f"answers {len(tokens)} tokens where 1 to {limit} were asked for")
-
-
-def _number(value: object) -> float:
-    """Return a log-probability, NaN where there is none."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= _NO_NUMBER:
-        return math.nan
-    return float(value)

@@ -20,10 +20,11 @@ from torch import Tensor
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
-from holdfast.http_client import EndpointRefuses, EndpointUnwell
+from holdfast.http_client import EndpointMistaken, EndpointRefuses, EndpointUnwell
+from holdfast.rollout.answers import Reply
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.sampling import Stops
-from holdfast.rollout.servers import Reply, VLLMServer, sampling_words
+from holdfast.rollout.servers import VLLMServer, sampling_words
 from holdfast.types import Finish
 
 _LOOK_SECONDS = 0.2
@@ -48,6 +49,8 @@ class _Fleet:
     """Address -> what was seen."""
     versions: dict[str, int] = field(default_factory=dict)
     """By the name of the weights that were pushed."""
+    warned: set[str] = field(default_factory=set)
+    """Addresses that answered what is no answer."""
     busy: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -56,8 +59,8 @@ class _Fleet:
         with self.lock:
             self.servers, self.dead = list(servers), {}
 
-    def take(self) -> VLLMServer:
-        """Return the living server with the fewest requests.
+    def take(self, avoided: str = "") -> VLLMServer:
+        """Return the living server with the fewest requests, and the one at an address only where no other lives.
 
         Raises:
             RunStopped: None lives.
@@ -69,7 +72,7 @@ class _Fleet:
                     f"No server is left to sample from: {'; '.join(f'{url} {why}' for url, why in self.dead.items())}. "
                     "Start them again; the same command then goes on from the last checkpoint."
                 )
-            server = min(living, key=lambda one: self.busy.get(one.url, 0))
+            server = min(living, key=lambda one: (one.url == avoided, self.busy.get(one.url, 0)))
             self.busy[server.url] = self.busy.get(server.url, 0) + 1
             return server
 
@@ -77,6 +80,13 @@ class _Fleet:
         """Count a request of a server as done."""
         with self.lock:
             self.busy[server.url] -= 1
+
+    def mistaken(self, server: VLLMServer, why: str) -> None:
+        """Say once of each server that it answers what is no answer."""
+        with self.lock:
+            if server.url not in self.warned:
+                self.warned.add(server.url)
+                print(f"warning: the server at {server.url} {why}; another one is asked where there is one", flush=True)
 
     def bury(self, server: VLLMServer, why: str) -> None:
         """Ask a server no more until weights are pushed to it."""
@@ -180,9 +190,9 @@ class VLLMFlight:
     def _completed(self, item: _Item, words: dict[str, Any]) -> Sampled:
         """Return one completion, from whichever server gives it."""
         sampling = words | {"seed": item.request.seeds[item.place] & _LARGEST_SEED}
-        prompt, tries = item.request.prompt.tolist(), 0
+        prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
         while not self._given_up.is_set():
-            server = self._fleet.take()
+            server = self._fleet.take(avoided)
             try:
                 reply = server.complete(item.name, prompt, sampling)
                 if self._given_up.is_set() or reply.finish is not Finish.ABORT:
@@ -199,6 +209,15 @@ class VLLMFlight:
                     ) from error
             except _OtherWeights as error:
                 self._fleet.bury(server, str(error))  # it was started again, or somebody else pushes to it
+            except EndpointMistaken as error:  # one failed request: another server may do better
+                tries, avoided = tries + 1, server.url
+                self._fleet.mistaken(server, str(error))
+                if tries >= self._section.attempts:
+                    raise RunStopped(
+                        f"The server at {server.url} {error}; one completion was asked for {tries} times. Start "
+                        "servers by `holdfast serve`, with the flags that runs need; the same command then goes on "
+                        "from the last checkpoint."
+                    ) from error
             except EndpointRefuses as error:
                 raise RunStopped(f"The server at {server.url} {error}.") from error
             finally:

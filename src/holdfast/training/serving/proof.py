@@ -23,7 +23,8 @@ from holdfast.errors import RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
-from holdfast.rollout.servers import TopRow, VLLMServer
+from holdfast.rollout.answers import TopRow
+from holdfast.rollout.servers import VLLMServer
 from holdfast.training.run import ShardedModel
 from holdfast.types import Batch, Example
 

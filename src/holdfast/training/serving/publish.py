@@ -26,10 +26,11 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.rollout.answers import ServerState
 from holdfast.rollout.nccl import NCCLPublisher, refuse_nccl
 from holdfast.rollout.publish import Publisher
 from holdfast.rollout.sampling import Stops
-from holdfast.rollout.servers import BACKEND, ServerState, VLLMServer
+from holdfast.rollout.servers import BACKEND, VLLMServer
 from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.run import ShardedModel
 from holdfast.training.serving.proof import Proof, Prover, Suspects
@@ -214,7 +215,10 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
         ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
     states = ranks.on_first_rank(lambda: _met(servers, sharded, section))
-    named = [replace(server, model=state.model) for server, state in zip(servers, states, strict=True)]
+    named = [
+        replace(server, model=state.model, vocabulary=int(state.facts["vocabulary"]))
+        for server, state in zip(servers, states, strict=True)
+    ]
     mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
     block, longest = max(int(state.facts["block"]) for state in states), min(state.longest for state in states)
     return ServedEngine(section, named, stops, mark, Prover(section.tolerance, block, longest))
