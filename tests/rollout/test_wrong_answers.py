@@ -112,7 +112,10 @@ def all_of(value: Any) -> Callable[[dict[str, Any]], None]:
     ("answer", "words"),
     [
         (of_a_proof(shorter), "prompt_logprobs[3] an object, where an object of at least 20 tokens is needed"),
-        (of_a_proof(lambda row: row.update(x=row[next(iter(row))])), 'prompt_logprobs[3].key "x", where the id of a token below 64'),
+        (
+            of_a_proof(lambda row: row.update(x=row[next(iter(row))])),
+            'prompt_logprobs[3].key "x", where the id of a token below 64',
+        ),
         (of_a_proof(all_of(0.5)), ".logprob 0.5, where the logarithm of a probability"),
         (of_a_proof(all_of(math.nan)), ".logprob NaN, where the logarithm of a probability"),
         (of_a_proof(all_of("-1.5")), '.logprob "-1.5", where the logarithm of a probability'),

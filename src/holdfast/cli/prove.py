@@ -20,6 +20,7 @@ from typing import Any
 from holdfast.cli.serve import engine_of
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited, resolve_ranks
 
@@ -76,6 +77,7 @@ def prove(
     if not 2 <= kill_at <= steps:
         raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
     loaded = load_run(path, [*overrides, f"steps={steps}"])
+    _refuse_unrecorded(loaded.config)
     ranks = resolve_ranks(loaded.config.launch)
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
@@ -103,6 +105,26 @@ def prove(
     second = _run(plan, broken, {BREAK_VARIABLE: break_} if break_ else {}, expected=0)
     _print_resume(plan, broken, began, first, second)
     return _compare(straight, broken)
+
+
+def _refuse_unrecorded(config: TrainingConfig) -> None:
+    """Refuse a served run whose updates follow from more than is recorded.
+
+    Raises:
+        ConfigError: Its advantage asks for greedy completions, or its verb records none.
+    """
+    if engine_of(config) is None:
+        return
+    if not isinstance(config, GRPOConfig):
+        why = f"a run of `holdfast {config.verb}` records none"
+    elif config.advantage.needs_greedy:
+        why = f"advantage: {config.advantage.kind} compares with greedy completions, which are not among them"
+    else:
+        return
+    raise ConfigError(
+        f"A proof of a run that samples from servers (rollout.engine) trains on recorded completions, and {why}. Prove "
+        "the run with rollout.engine=auto."
+    )
 
 
 def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
