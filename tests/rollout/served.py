@@ -52,8 +52,10 @@ class ServedModel:
     """Spoils answers."""
     garble: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
     """Spoils a bucket behind the checks."""
-    tells: bool = True
-    """Whether layers tell what they compute with."""
+    tells: frozenset[str] | None = None
+    """Tensors whose layers tell what they compute with; None for all."""
+    lost: bool = False
+    """Whether the method that asks layers is not there."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """What happened when, on the monotonic clock."""
     version: str = "none"
@@ -125,7 +127,8 @@ class ServedModel:
 
     def inspect(self, sent: dict[str, torch.Tensor]) -> dict[str, float | None]:
         has = self.model.state_dict()
-        return {name: float((has[name] - value).abs().max()) if self.tells else None for name, value in sent.items()}
+        tells = sent.keys() if self.tells is None else self.tells
+        return {name: float((has[name] - value).abs().max()) if name in tells else None for name, value in sent.items()}
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
@@ -224,6 +227,9 @@ def serving(served: ServedModel) -> Iterator[str]:
                 self._tell(404, {"detail": "Not Found"})
                 return
             asked = json.loads(body) if body else None
+            if served.lost and place.path == "/collective_rpc" and asked["method"] == "holdfast_inspect":
+                self._tell(500, {"error": {"message": "'CPUWorker' object has no attribute 'holdfast_inspect'"}})
+                return
             told = served.post(place.path, parse_qs(place.query), asked)
             self._tell(200, served.answer(place.path, told))
 

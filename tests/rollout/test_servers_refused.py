@@ -147,15 +147,39 @@ def test_a_completion_that_the_context_cut_ends_the_run(tmp_path: Path) -> None:
         run(tmp_path, served_tree([url], str(tmp_path)))
 
 
+def no_inspection(path: str, told: Any) -> Any:
+    """Answer as an extension that knows of no inspection."""
+    is_inspection = path == "/collective_rpc" and "identity" not in told["results"][0]
+    return {"results": ["no such method"]} if is_inspection else told
+
+
 @pytest.mark.parametrize(
-    ("tells", "words"),
+    ("behaviour", "words"),
     [
-        (True, "these tensors are not what was sent: model.layers.0.mlp.up_proj.weight. Nothing was sampled"),
-        (False, "which tensor it is cannot be told"),
+        ({}, "these tensors are not what was sent: model.layers.0.mlp.up_proj.weight. Nothing was sampled"),
+        (
+            {"tells": frozenset()},
+            "which tensor it is cannot be told: no layer there can be asked by itself. Nothing was sampled",
+        ),
+        (
+            {"tells": frozenset({"model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"})},
+            "which tensor it is cannot be told: layers that cannot be asked by themselves have "
+            "model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight, "
+            "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight and 7 more, and all others are",
+        ),
+        (
+            {"answer": no_inspection},
+            "which tensor it is cannot be told: our worker extension there does not say, URL answers /collective_rpc "
+            'with results[0] "no such method", where an object is needed; servers that `holdfast serve` starts have',
+        ),
+        (
+            {"lost": True},
+            "which tensor it is cannot be told: our worker extension there does not say, URL answers 500 ",
+        ),
     ],
 )
-def test_a_tensor_that_changed_behind_the_checks_is_named_where_a_layer_tells(
-    tmp_path: Path, tells: bool, words: str
+def test_a_tensor_that_changed_behind_the_checks_is_named_or_why_it_cannot_be(
+    tmp_path: Path, behaviour: dict[str, Any], words: str
 ) -> None:
     def garble(tensors: dict[str, Any]) -> dict[str, Any]:
         for name, value in tensors.items():
@@ -163,10 +187,11 @@ def test_a_tensor_that_changed_behind_the_checks_is_named_where_a_layer_tells(
                 value[3, 5] += 0.3
         return tensors
 
-    served = ServedModel(garble=garble, tells=tells)
-    with serving(served) as url, pytest.raises(RunStopped, match=f"say other log-probabilities.*{words}"):
+    served = ServedModel(garble=garble, **behaviour)
+    with serving(served) as url, pytest.raises(RunStopped, match="say other log-probabilities") as error:
         run(tmp_path, served_tree([url], str(tmp_path)))
 
+    assert words.replace("URL", url) in str(error.value)
     assert not any(what.startswith("asked") for _, what in served.events)
 
 

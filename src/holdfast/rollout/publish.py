@@ -41,6 +41,16 @@ def digest(tensor: Tensor) -> str:
 
 
 @dataclass
+class Inspected:
+    """What a server says of the tensors that it computes with."""
+
+    differences: dict[str, float | None] = field(default_factory=dict)
+    """By name, how far from what was sent, relative to it; None where no layer of the server can say."""
+    why_not: str = ""
+    """Its address and what it answered instead; "" if it said."""
+
+
+@dataclass
 class Publisher:
     """Pushes to servers from one process of a run; close it at the run's end.
 
@@ -113,17 +123,18 @@ class Publisher:
 
     def inspect(
         self, servers: Sequence[VLLMServer], tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
-    ) -> dict[str, dict[str, float | None]]:
-        """Return by address and tensor how far what a server computes with is from these weights, relative to them.
-
-        None stands where a server cannot say.
-        """
-        differences: dict[str, dict[str, float | None]] = {server.url: {} for server in servers}
+    ) -> dict[str, Inspected]:
+        """Return by address how far what a server computes with is from these weights, or why it does not say."""
+        inspected = {server.url: Inspected() for server in servers}
         for file, _, _ in self._files(tensors, headers):
+            content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
             for server in servers:
-                content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
-                differences[server.url] |= differences_of(server.post(RPC, content))
-        return differences
+                answered = inspected[server.url]
+                try:
+                    answered.differences |= {} if answered.why_not else differences_of(server.post(RPC, content))
+                except (EndpointRefuses, EndpointUnwell) as error:
+                    answered.why_not = f"{server.url} {error}"
+        return inspected
 
     def _files(
         self, tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]

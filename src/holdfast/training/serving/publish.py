@@ -148,8 +148,6 @@ class ServedEngine(VLLMEngine):
             return self._publisher.inspect(
                 [server for server in self.servers if server.url in wrong], tensors, plan.headers
             )
-        except (EndpointRefuses, EndpointUnwell):
-            return {}
         finally:
             for _ in tensors:  # the other ranks are gathering
                 pass
