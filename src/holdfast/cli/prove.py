@@ -32,8 +32,6 @@ PROOF_PHASES = {
     "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
 }
 """What a step passes through, by verb."""
-_MOST_CAUSES = 8
-"""Of a mismatch, in the table."""
 PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
 _STRAIGHT, _KILLED = "straight", "killed"
 _OUTSIDE = (
@@ -236,12 +234,14 @@ def explain(directory: Path, step: int) -> int:
     from holdfast.recipes.replay import explain_mismatch
 
     with joined_world(config.launch) as world:
-        words, fits = explain_mismatch(config, directory, step, world)
+        explanation = explain_mismatch(config, directory, step, world)
     print(f"{'mean':>9} {'largest':>9}  what is assumed of the engine")
-    for fit in fits[:_MOST_CAUSES]:
+    for fit in explanation.fits:
         print(f"{fit.mean:9.2g} {fit.largest:9.2g}  {fit.cause}")
-    print(words)
-    return 0 if words.startswith("nothing") else 1
+    for cause, why in explanation.not_tried.items():
+        print(f"{'-':>9} {'-':>9}  {cause}: not tried, {why}")
+    print(explanation.words)
+    return 0 if explanation.words.startswith("nothing") else 1
 
 
 def _recorded_run(directory: Path) -> GRPOConfig:
