@@ -185,7 +185,7 @@ _FACTS: Mapping[str, Callable[[Field], Any]] = {
 """How each thing is read that a server says of itself."""
 
 
-def state_of(listed: Any, described: Any, model: str = "") -> ServerState:
+def server_state_of(listed: Any, described: Any, model: str = "") -> ServerState:
     """Read what a server says of its models and of itself.
 
     Args:
@@ -298,7 +298,7 @@ def next_tops_of(answer: Any, count: int, vocabulary: int = LARGEST_VOCABULARY) 
     return row
 
 
-def differences_of(answer: Any) -> dict[str, float | None]:
+def inspection_of(answer: Any) -> dict[str, float | None]:
     """Read how far tensors of a server are from those of a bucket; None where it cannot say.
 
     Raises:

@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.safetensors_files import plan_files, tensor_bytes, write_file
-from holdfast.rollout.answers import RPC, differences_of
+from holdfast.rollout.answers import RPC, inspection_of
 from holdfast.rollout.servers import VLLMServer
 
 _MIB = 2**20
@@ -131,7 +131,7 @@ class Publisher:
             for server in servers:
                 answered = inspected[server.url]
                 try:
-                    answered.differences |= {} if answered.why_not else differences_of(server.post(RPC, content))
+                    answered.differences |= {} if answered.why_not else inspection_of(server.post(RPC, content))
                 except (EndpointRefuses, EndpointUnwell) as error:
                     answered.why_not = f"{server.url} {error}"
         return inspected

@@ -25,7 +25,7 @@ from holdfast.rollout.answers import (
     TopRow,
     next_tops_of,
     reply_of,
-    state_of,
+    server_state_of,
     tops_of,
 )
 
@@ -75,7 +75,7 @@ class VLLMServer:
         """
         listed = self.control.ask("GET", MODELS)
         described = self.control.ask("POST", RPC, {"method": "holdfast_identity"})
-        return state_of(listed, described, self.model)
+        return server_state_of(listed, described, self.model)
 
     def post(self, path: str, content: Any = None, **query: str) -> Any:
         """Ask what changes the server.

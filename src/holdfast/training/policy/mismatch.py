@@ -33,7 +33,7 @@ HELPS = 5.0
 _TEMPERATURES = tuple(round(0.1 * number, 1) for number in range(1, 21))
 _TOP_K = (5, 10, 20, 50, 100)
 _TOP_P = (0.8, 0.9, 0.95, 0.99)
-WHOLE = Support()
+EVERY_TOKEN = Support()
 """Every token."""
 
 CauseTried = Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +50,7 @@ class Fit:
     largest: float
 
 
-def at_temperature(temperature: float, support: Support = WHOLE, *, keeps_chosen: bool = False) -> CauseTried:
+def at_temperature(temperature: float, support: Support = EVERY_TOKEN, *, keeps_chosen: bool = False) -> CauseTried:
     """Return what log-probabilities are at a temperature, renormalised over the support that is sampled from.
 
     Args:
@@ -66,7 +66,7 @@ def at_temperature(temperature: float, support: Support = WHOLE, *, keeps_chosen
     return chosen
 
 
-def causes(temperature: float, support: Support = WHOLE, *, renormalised: bool = False) -> dict[str, CauseTried]:
+def causes(temperature: float, support: Support = EVERY_TOKEN, *, renormalised: bool = False) -> dict[str, CauseTried]:
     """Return what is tried on one pass of the trainer; the first is that nothing is wrong.
 
     Args:
@@ -74,7 +74,7 @@ def causes(temperature: float, support: Support = WHOLE, *, renormalised: bool =
         support: What the run's own top_k, top_p and min_p leave.
         renormalised: Whether the trainer scores over that support (`rollout.renormalise`).
     """
-    own = support if renormalised else WHOLE
+    own = support if renormalised else EVERY_TOKEN
     which = "the tokens that rollout.top_k, top_p and min_p leave" if renormalised else "all tokens"
     as_it_was = at_temperature(temperature, own, keeps_chosen=True)
     tried = {f"temperature {temperature:g}, {which}": as_it_was}
@@ -88,7 +88,7 @@ def causes(temperature: float, support: Support = WHOLE, *, renormalised: bool =
     for p in _TOP_P:
         name = f"top_p support: renormalised over the tokens that reach {p:g}"
         tried[name] = at_temperature(temperature, Support(top_p=p))
-    if support != WHOLE:
+    if support != EVERY_TOKEN:
         kind = "top_p support" if support.top_k is None else "top_k support"
         if renormalised:
             tried[f"{kind}: not renormalised, over all tokens"] = at_temperature(temperature)
