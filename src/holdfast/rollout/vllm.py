@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,6 +111,7 @@ class VLLMFlight:
         self._fleet, self._section, self._sampling, self._stops = fleet, section, sampling, stops
         self._items = list(items)
         self._done = {(one.request_id, one.place): one for one in done}
+        self._before_push: list[Sampled] | None = None
         self._given_up = threading.Event()
         words = sampling_words(sampling, sorted(stops.tokens))
         self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
@@ -120,7 +122,18 @@ class VLLMFlight:
         }
 
     def finished(self) -> list[Sampled]:
-        """Return those that are done."""
+        """Return those that are done; while weights are pushed and not yet proved, those that were done before."""
+        return self._finished() if self._before_push is None else self._before_push
+
+    def hold(self) -> None:
+        """Count nothing as finished from here on: what comes may be of weights that fail their proof."""
+        self._before_push = self._finished()
+
+    def release(self) -> None:
+        """Count again what comes: the weights are proved."""
+        self._before_push = None
+
+    def _finished(self) -> list[Sampled]:
         done = {
             (item.request.request_id, item.place): future.result()
             for future, item in self._futures.items()
@@ -147,12 +160,20 @@ class VLLMFlight:
             self.end()
         return self._in_order(self._done | done)
 
-    def end(self) -> None:
-        """Wait for nothing any more."""
+    def settle(self, interrupted: Interrupted) -> None:
+        """Wait for what is on its way, which `collect` returns later, errors included."""
+        self._await(interrupted)
+
+    def give_up(self) -> None:
+        """Ask for nothing any more, and wait for nothing."""
         left = [future for future in self._futures if not future.done()]
         if left:
             self._give_up(left)
-        self._given_up.set()
+        self._given_up.set()  # those that no thread has begun end at once
+
+    def end(self) -> None:
+        """Give up, and see the threads end."""
+        self.give_up()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _in_order(self, done: Mapping[tuple[int, int], Sampled]) -> list[Sampled]:
@@ -258,6 +279,26 @@ class VLLMEngine:
         """Whether requests of this rank are on their way."""
         self._flights = [flight for flight in self._flights if not flight.is_done]
         return bool(self._flights)
+
+    @contextmanager
+    def unproved(self) -> Iterator[None]:
+        """Count nothing as finished that comes within the block, and give up what is on its way if the block fails."""
+        flights = [flight for flight in self._flights if not flight.is_done]
+        for flight in flights:
+            flight.hold()
+        try:
+            yield
+        except BaseException:
+            for flight in flights:
+                flight.give_up()
+            raise
+        for flight in flights:
+            flight.release()
+
+    def settle(self, interrupted: Interrupted) -> None:
+        """Wait for what is on its way from this rank, so that no push meets it."""
+        for flight in self._flights:
+            flight.settle(interrupted)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
         """Refuse: weights come by a push, which `training/serving/publish.py` makes and proves."""

@@ -115,6 +115,13 @@ class ServedEngine(VLLMEngine):
         Raises:
             RunStopped: No server lives, one refuses the weights, or one says other numbers than the trainer.
         """
+        if sharded.holds_averages:
+            # Completions of a step that live through this push would go on from averages, as if from the policy.
+            self.settle(sharded.setting.interrupted)
+        with self.unproved():
+            self._publish(sharded)
+
+    def _publish(self, sharded: ShardedModel) -> None:
         start, ranks = time.perf_counter(), sharded.setting.ranks
         self._pushes += 1
         label = f"{self._mark_of_run}-{self._pushes}"

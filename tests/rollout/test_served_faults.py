@@ -1,0 +1,65 @@
+"""Servers that go wrong in the middle of a run: nothing wrong is saved or trained on, and nothing ends needlessly."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import RunStopped
+from tests.rollout.served import AHEAD, ServedModel, served_tree, serving
+from tests.rollout.test_served_runs import ahead_of, recorded, run
+
+EVALUATED: dict[str, Any] = {"every_steps": 1, "sets": {"e": {"synthetic": {"task": "sort", "rows": 2}}}}
+
+
+def ahead_tree(urls: list[str], directory: str, **sections: Any) -> dict[str, Any]:
+    """Return a run that samples a step ahead, and records."""
+    tree = served_tree(urls, directory, **AHEAD, **sections)
+    tree["rollout"] |= {"max_staleness": 1, "record": True}
+    return tree
+
+
+def test_completions_behind_a_push_that_fails_its_proof_are_not_saved(tmp_path: Path) -> None:
+    spoiled = []
+
+    def garble(tensors: dict[str, Any]) -> dict[str, Any]:
+        if sum(what == "pushed" for _, what in served.events) >= 3:  # of the walk, step 1 and step 2
+            spoiled.append(True)
+            tensors = {name: value + 0.3 for name, value in tensors.items()}
+        return tensors
+
+    def answer(path: str, told: Any) -> Any:
+        if spoiled and "prompt_logprobs" in told:
+            time.sleep(1.5)  # completions that waited through the push end before the proof says what is wrong
+        return told
+
+    served = ServedModel(seconds=0.6, garble=garble, answer=answer)
+    with serving(served) as url:
+        tree = ahead_tree([url], str(tmp_path), evaluation=EVALUATED)
+        with pytest.raises(RunStopped, match="say other log-probabilities than the trainer"):
+            run(tmp_path, tree)
+
+    pushes = [when for when, what in served.events if what == "pushed"]
+    answered = [when for when, what in served.events if what.startswith("answered") and what.endswith("length")]
+    step = max(int(place.name[5:]) for place in (tmp_path / "r" / "checkpoints").glob("step-*"))
+    assert [when for when in answered if when > pushes[-1]]  # there were some
+    assert {version for one in ahead_of(tmp_path, step) for _, version in one["segments"]} == set()
+    assert {one["weights_version"] for one in ahead_of(tmp_path, step)} <= {step - 1}
+    assert len(ahead_of(tmp_path, step)) < 8
+
+
+def test_averages_that_are_evaluated_sample_nothing_that_is_trained_on(tmp_path: Path) -> None:
+    served = ServedModel(seconds=0.6)
+    with serving(served) as url:
+        ema = {"lr": 3e-3, "schedule": "constant", "ema": {"decay": 0.5, "evaluate": True}}
+        tree = ahead_tree([url], str(tmp_path), steps=3, optim=ema, evaluation=EVALUATED)
+
+        run(tmp_path, tree)
+
+    assert [{tuple(map(tuple, one["versions"])) for one in recorded(tmp_path, step)} for step in (2, 3)] == [
+        {((0, 0),)},
+        {((0, 1),)},
+    ]
