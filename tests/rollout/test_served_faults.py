@@ -63,3 +63,27 @@ def test_averages_that_are_evaluated_sample_nothing_that_is_trained_on(tmp_path:
         {((0, 0),)},
         {((0, 1),)},
     ]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_that_samples_from_replaced_weights_is_asked_no_more(tmp_path: Path, staleness: int) -> None:
+    first: list[str] = []
+
+    def answer(path: str, told: Any) -> Any:
+        pushes = [what for _, what in served.events if what == "pushed"]
+        for choice in told.get("choices", ()) if len(pushes) >= 2 else ():
+            first.append(choice["weight_versions"][0]["version"])
+            if len(pushes) >= 4:
+                choice["weight_versions"][0]["version"] = first[0]
+        return told
+
+    served = ServedModel(answer=answer)
+    with serving(served) as url:
+        tree = ahead_tree([url], str(tmp_path))
+        tree["rollout"]["max_staleness"] = staleness
+        with pytest.raises(RunStopped, match=rf"{url} samples from weights called .*, or replaced since"):
+            run(tmp_path, tree)
+
+    assert (tmp_path / "r" / "checkpoints" / "step-00000002").is_dir()  # what came of the right weights was trained on
+    ages = {step - 1 - version for step in (1, 2) for one in recorded(tmp_path, step) for _, version in one["versions"]}
+    assert ages <= {0, staleness}

@@ -40,6 +40,14 @@ class _Item(NamedTuple):
     place: int
 
 
+class _PushedWeights(NamedTuple):
+    """Weights that servers have, or had."""
+
+    order: int
+    """Of pushes; averages and weights of one version are two."""
+    version: int
+
+
 @dataclass
 class _Fleet:
     """The servers that have the present weights; safe to share between threads."""
@@ -47,8 +55,10 @@ class _Fleet:
     servers: list[VLLMServer] = field(default_factory=list)
     dead: dict[str, str] = field(default_factory=dict)
     """Address -> what was seen."""
-    versions: dict[str, int] = field(default_factory=dict)
-    """By the name of the weights that were pushed."""
+    pushes: dict[str, _PushedWeights] = field(default_factory=dict)
+    """By the name of the weights; those that nothing on its way may be of are dropped."""
+    newest: int = 0
+    """Order of the last push."""
     busy: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -56,6 +66,25 @@ class _Fleet:
         """Ask these servers from now on: they took the last push."""
         with self.lock:
             self.servers, self.dead = list(servers), {}
+
+    def expect(self, label: str, version: int, oldest: int) -> None:
+        """Take samples from weights called `label`, and no more from those pushed before the one of order `oldest`."""
+        self.newest += 1
+        living = {name: push for name, push in self.pushes.items() if push.order >= oldest}
+        self.pushes = living | {label: _PushedWeights(self.newest, version)}
+
+    def version(self, label: str, oldest: int) -> int:
+        """Return the version of weights that were pushed under a name.
+
+        Raises:
+            _OtherWeights: None were, or they are older than the push of order `oldest`.
+        """
+        push = self.pushes.get(label)
+        if push is None or push.order < oldest:
+            raise _OtherWeights(
+                f"samples from weights called {label!r}, which this run did not push to it, or replaced since"
+            )
+        return push.version
 
     def take(self) -> VLLMServer:
         """Return the living server with the fewest requests.
@@ -109,6 +138,8 @@ class VLLMFlight:
         done: Sequence[Sampled] = (),
     ) -> None:
         self._fleet, self._section, self._sampling, self._stops = fleet, section, sampling, stops
+        self.oldest = fleet.newest
+        """Order of the push before it began: no completion is of older weights, however long it waits."""
         self._items = list(items)
         self._done = {(one.request_id, one.place): one for one in done}
         self._before_push: list[Sampled] | None = None
@@ -228,9 +259,7 @@ class VLLMFlight:
 
     def _sampled(self, item: _Item, reply: Reply) -> Sampled:
         tokens, logprobs, finish = reply.tokens, reply.logprobs, reply.finish
-        for _, label in reply.spans:
-            if label not in self._fleet.versions:
-                raise _OtherWeights(f"samples from weights called {label!r}, which this run did not push to it")
+        versions = [(start, self._fleet.version(label, self.oldest)) for start, label in reply.spans]
         stops = self._stops.with_texts(self._sampling.stop)
         end = stops.end(tokens.tolist(), 0)
         if end is not None:  # a text that ends a completion is looked for here
@@ -240,7 +269,7 @@ class VLLMFlight:
                 f"A server ended a completion at token {tokens[-1:].tolist()}, which is no end of this run's. Start "
                 "servers by `holdfast serve`, which gives vLLM no other rules of its own."
             )
-        parts = [(start, self._fleet.versions[label]) for start, label in reply.spans if start < max(1, tokens.size)]
+        parts = [(start, version) for start, version in versions if start < max(1, tokens.size)]
         first = parts[0][1] if parts else -1
         changes = tuple(parts) if len({version for _, version in parts}) > 1 else ()
         unscored = int(np.count_nonzero(np.isnan(logprobs)))
@@ -268,7 +297,8 @@ class VLLMEngine:
 
     def expect(self, label: str, version: int) -> None:
         """Take samples from weights called `label`, which are of `version`."""
-        self._fleet.versions[label] = version
+        on_their_way = [flight.oldest for flight in self._flights if not flight.is_done]
+        self._fleet.expect(label, version, min([*on_their_way, self._fleet.newest + 1]))
 
     def follow(self, pushed: Sequence[str]) -> None:
         """Sample from these servers from now on."""
