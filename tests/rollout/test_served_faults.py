@@ -87,3 +87,42 @@ def test_a_server_that_samples_from_replaced_weights_is_asked_no_more(tmp_path: 
     assert (tmp_path / "r" / "checkpoints" / "step-00000002").is_dir()  # what came of the right weights was trained on
     ages = {step - 1 - version for step in (1, 2) for one in recorded(tmp_path, step) for _, version in one["versions"]}
     assert ages <= {0, staleness}
+
+
+def spoil(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return other weights than were sent."""
+    return {name: value + 0.3 for name, value in tensors.items()}
+
+
+def test_weights_of_a_checkpoint_are_proved_where_the_start_alone_is(tmp_path: Path) -> None:
+    def garble(tensors: dict[str, Any]) -> dict[str, Any]:
+        return spoil(tensors) if [what for _, what in again.events if what == "pushed"] else tensors
+
+    with serving(ServedModel()) as url:
+        tree = served_tree([url], str(tmp_path), steps=2)
+        tree["rollout"]["engine"]["prove"] = "start"
+        run(tmp_path, tree)
+    again = ServedModel(garble=garble)
+    with serving(again) as url:
+        tree["rollout"]["engine"]["url"] = [url]
+        with pytest.raises(RunStopped, match="say other log-probabilities than the trainer"):
+            run(tmp_path, tree | {"steps": 3})
+
+    assert len([what for _, what in again.events if what.startswith("asked")]) == 4  # of the walk
+
+
+def test_a_server_that_was_started_again_is_proved_where_the_start_alone_is(tmp_path: Path) -> None:
+    def garble(tensors: dict[str, Any]) -> dict[str, Any]:
+        pushes = len([what for _, what in served.events if what == "pushed"])
+        if pushes == 2:
+            served.facts["identity"] = "another"  # seen before the next push
+        return spoil(tensors) if pushes == 3 else tensors
+
+    served = ServedModel(garble=garble)
+    with serving(served) as url:
+        tree = served_tree([url], str(tmp_path))
+        tree["rollout"]["engine"]["prove"] = "start"
+        with pytest.raises(RunStopped, match="say other log-probabilities than the trainer"):
+            run(tmp_path, tree)
+
+    assert (tmp_path / "r" / "checkpoints" / "step-00000002").is_dir()

@@ -106,6 +106,10 @@ class ServedEngine(VLLMEngine):
         self._publisher = Publisher(Path(section.folder), section.bucket_mib)
         self._nccl = NCCLPublisher() if section.transport == "nccl" else None
         self._prover = prover
+        self._identities: frozenset[str] = frozenset()
+        """Of the server processes that took the last push; on rank 0."""
+        self._proved: frozenset[str] = frozenset()
+        """Of those of which a push was proved; on rank 0."""
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
 
@@ -129,11 +133,12 @@ class ServedEngine(VLLMEngine):
         on_their_way = any(ranks.gather(self.in_flight))
         with ranks.together():
             pushed = self._pushed(sharded, label, on_their_way=on_their_way)
-        servers = ranks.agree(pushed)
+        servers, has_new = ranks.agree((pushed, not self._identities <= self._proved))
         self.follow(servers)
-        if self._is_proved():
+        if has_new or self._is_proved():
             present = [server for server in self.servers if server.url in servers]
             self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong))
+            self._proved |= self._identities
         if self._pushes == 1 and sharded.setting.world.is_first:
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
@@ -185,6 +190,8 @@ class ServedEngine(VLLMEngine):
                 pairs = zip(living, states, strict=True)
                 members = [(one, each.identity, int(each.facts["workers"])) for one, each in pairs]
                 self._nccl.push(members, tensors, plan.headers, label, keep=on_their_way)
+            pairs = zip(living, states, strict=True)
+            self._identities = frozenset(state.identity for server, state in pairs if server.url not in dead)
             return self._left(living, dead)
         finally:
             for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
@@ -204,10 +211,12 @@ class ServedEngine(VLLMEngine):
         return pushed
 
     def _is_proved(self) -> bool:
+        """Say whether the last push is one that is proved, whichever servers took it."""
         every = self._section.prove
-        if every == "start":
-            return self._pushes == 1
-        return every == "every_push" or (self._pushes - 1) % int(every) == 0
+        # The first push is of the walk before step 1, which knows no checkpoint; what a run loads comes with the second.
+        if every == "every_push" or self._pushes <= 2:
+            return True
+        return every != "start" and (self._pushes - 1) % int(every) == 0
 
 
 def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops) -> ServedEngine:
