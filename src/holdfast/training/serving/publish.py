@@ -213,7 +213,7 @@ class ServedEngine(VLLMEngine):
     def _is_proved(self) -> bool:
         """Say whether the last push is one that is proved, whichever servers took it."""
         every = self._section.prove
-        # The first push is of the walk before step 1, which knows no checkpoint; what a run loads comes with the second.
+        # The first push is the walk's before step 1, which knows no checkpoint; what a run loads comes with the second.
         if every == "every_push" or self._pushes <= 2:
             return True
         return every != "start" and (self._pushes - 1) % int(every) == 0
