@@ -58,6 +58,8 @@ class ServedModel:
     """What happened when, on the monotonic clock."""
     version: str = "none"
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    busy: Callable[[str], bool] = lambda path: False
+    """Whether a path answers 503, and does nothing."""
     refused: frozenset[str] = frozenset()
     """Paths that are not there."""
 
@@ -214,13 +216,17 @@ def serving(served: ServedModel) -> Iterator[str]:
         def do_GET(self) -> None:  # its name there
             told = {"data": [{"id": "policy", "parent": None}]} if self.path == "/v1/models" else {}
             known = self.path in {"/v1/models", "/health"} and self.path not in served.refused
-            self._tell(200 if known else 404, served.answer(self.path, told))
+            status = 200 if known else 404
+            self._tell(503 if served.busy(self.path) else status, served.answer(self.path, told))
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             place = urlsplit(self.path)
             if place.path in served.refused:
                 self._tell(404, {"detail": "Not Found"})
+                return
+            if served.busy(place.path):
+                self._tell(503, {"detail": "Service Unavailable"})
                 return
             asked = json.loads(body) if body else None
             told = served.post(place.path, parse_qs(place.query), asked)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from holdfast import patience
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -172,3 +176,76 @@ def test_completions_that_an_earlier_version_saved_are_read_and_dropped(tmp_path
     assert [(one["request_id"], one["place"], one["prompt"]) for one in ahead.finished()()] == [(7, 1, digest)]
     assert ahead.end(ahead.taken_count)[0].startswith("note: 1 completions")
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "event", "count"),
+    [
+        ("/health", "pushed", 2),
+        ("/pause", "pushed", 2),
+        ("/inference/v1/generate", "pushed", 2),  # of the proof
+        ("/inference/v1/generate", "asked", 6),  # of a completion of step 1
+    ],
+)
+def test_half_a_second_without_service_ends_no_run(tmp_path: Path, path: str, event: str, count: int) -> None:
+    seconds = 0.5 * patience.current.http_first_pause_seconds / patience.Patience().http_first_pause_seconds
+    until: list[float] = []
+
+    def busy(asked: str) -> bool:
+        if not until and asked == path and len([what for _, what in served.events if what.startswith(event)]) == count:
+            until.append(time.monotonic() + seconds)
+        return bool(until) and time.monotonic() < until[0]
+
+    served = ServedModel(busy=busy)
+    with serving(served) as url:
+        tree = served_tree([url], str(tmp_path), steps=2)
+        tree["rollout"]["engine"]["attempts"] = 4  # the default
+
+        assert run(tmp_path, tree).step == 2
+
+    assert until
+
+
+def test_service_that_does_not_come_back_ends_a_run_with_its_address(tmp_path: Path) -> None:
+    def busy(asked: str) -> bool:
+        return asked == "/inference/v1/generate" and len([what for _, what in served.events if what == "pushed"]) == 2
+
+    served = ServedModel(busy=busy)
+    with serving(served) as url:
+        tree = served_tree([url], str(tmp_path), steps=2)
+        tree["rollout"]["engine"] |= {"attempts": 2, "prove": "start"}
+        with pytest.raises(RunStopped, match=f"at {url} took the weights, and then answers 503"):
+            run(tmp_path, tree)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_stop_does_not_wait_for_a_server_that_hangs(tmp_path: Path, staleness: int) -> None:
+    hangs, stopped_at = threading.Event(), []
+
+    def stop() -> None:
+        stopped_at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def answer(path: str, told: Any) -> Any:
+        pushes = len([what for _, what in served.events if what == "pushed"])
+        is_sample = any(len(choice["token_ids"]) > 1 for choice in told.get("choices", ()))
+        if pushes >= 4 and (is_sample or path == "/abort_requests"):
+            if killer.ident is None:
+                killer.start()
+            hangs.wait(60)
+        return told
+
+    killer = threading.Timer(0.5, stop)
+    served = ServedModel(answer=answer)
+    with serving(served) as url:
+        tree = ahead_tree([url], str(tmp_path))
+        tree["rollout"]["max_staleness"] = staleness
+        try:
+            outcome = run(tmp_path, tree)
+        finally:
+            seconds = time.monotonic() - stopped_at[0]
+            hangs.set()
+
+    assert outcome.stopped == "stopped by SIGTERM"
+    assert seconds < 5  # a second for requests to be ended, and the save
+    assert (tmp_path / "r" / "checkpoints" / f"step-{outcome.step:08d}").is_dir()

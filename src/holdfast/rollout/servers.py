@@ -1,15 +1,18 @@
-"""One server of vLLM, and what is asked of it: token ids in and out, its state, and what it takes in a push.
+"""Servers of vLLM, and what is asked of one: token ids in and out, its state, and what it takes in a push.
 
 Nothing here imports vLLM. One request is one completion, with its own seed. What a server answers is checked before it
 counts: 200 with fewer tokens than were asked for, tokens of weights that nobody pushed, and tokens without their
 log-probabilities are all answers that a server gives.
+
+Of several, requests go to the living one with the fewest; one that died gets none until weights are pushed to it.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -18,7 +21,8 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.http_client import Endpoint, EndpointRefuses, EndpointUnwell, api_key, cut
+from holdfast.errors import RunStopped
+from holdfast.http_client import Endpoint, EndpointBusy, EndpointRefuses, EndpointUnwell, api_key, cut
 from holdfast.types import Finish
 
 BACKEND = "holdfast"
@@ -31,6 +35,8 @@ _NO_NUMBER = -9999.0
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 _LOOK_SECONDS = 5.0
 """For a server to say that it is well."""
+_ABORT_SECONDS = 1.0
+"""For a server to hear that requests end; one that hangs does not."""
 
 
 class Reply(NamedTuple):
@@ -79,9 +85,10 @@ class VLLMServer:
             ConfigError: The variable of the key is not set.
         """
         key = api_key(section.api_key_variable, name)
-        # Who asks decides where a request goes next, so the endpoint itself tries once.
-        endpoint = Endpoint(url, key, section.timeout_seconds, attempts=1, keeps_open=True)
-        control = Endpoint(url, key, section.timeout_seconds, attempts=1, may_be_empty=True)
+        endpoint = Endpoint(url, key, section.timeout_seconds, section.attempts, keeps_open=True)
+        control = Endpoint(
+            url, key, section.timeout_seconds, section.attempts, tried_again=EndpointBusy, may_be_empty=True
+        )
         return cls(url, endpoint, control, section.model or "")
 
     def is_well(self) -> bool:
@@ -94,8 +101,8 @@ class VLLMServer:
         Raises:
             EndpointRefuses, EndpointUnwell: It does not, or it is no vLLM that was started for us.
         """
-        listed = self.control.ask("GET", "/v1/models")
-        told = self.control.ask("POST", "/collective_rpc", {"method": "holdfast_identity"})
+        listed = self.endpoint.ask("GET", "/v1/models")
+        told = self.endpoint.ask("POST", "/collective_rpc", {"method": "holdfast_identity"})
         try:
             models = {str(item["id"]): item for item in listed["data"] if item.get("parent") is None}
             facts = told["results"][0]
@@ -132,7 +139,8 @@ class VLLMServer:
             "token_ids": list(prompt),
             "sampling_params": sampling,
         }
-        return reply_of(self.endpoint.ask("POST", GENERATE, asked), int(sampling["max_tokens"]))
+        # Who asks decides where a request goes next, so the endpoint itself tries once.
+        return reply_of(replace(self.endpoint, attempts=1).ask("POST", GENERATE, asked), int(sampling["max_tokens"]))
 
     def tops(self, prompt: Sequence[int], count: int) -> list[TopRow]:
         """Return the most probable next tokens behind each token of a prompt, at temperature 1.
@@ -164,10 +172,16 @@ class VLLMServer:
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests; what they have so far is their answer."""
+        content = {"request_ids": [f"{_OF_GENERATE}{name}" for name in names]}
         try:
-            self.post("/abort_requests", {"request_ids": [f"{_OF_GENERATE}{name}" for name in names]})
+            replace(self.control, timeout_seconds=_ABORT_SECONDS, attempts=1).ask("POST", "/abort_requests", content)
         except (EndpointRefuses, EndpointUnwell):
             return  # a server that does not hear us answers nobody either
+
+    def hang_up(self) -> None:
+        """Wait for none of the answers that are on their way."""
+        self.endpoint.hang_up()
+        self.control.hang_up()
 
     def close(self) -> None:
         """Close connections."""
@@ -243,3 +257,88 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= _NO_NUMBER:
         return math.nan
     return float(value)
+
+
+class OtherWeights(Exception):  # noqa: N818 - the name says what happened
+    """A completion of weights that were not pushed."""
+
+
+class _PushedWeights(NamedTuple):
+    """Weights that servers have, or had."""
+
+    order: int
+    """Of pushes; averages and weights of one version are two."""
+    version: int
+
+
+@dataclass
+class Fleet:
+    """The servers that have the present weights; safe to share between threads."""
+
+    servers: list[VLLMServer] = field(default_factory=list)
+    dead: dict[str, str] = field(default_factory=dict)
+    """Address -> what was seen."""
+    pushes: dict[str, _PushedWeights] = field(default_factory=dict)
+    """By the name of the weights; those that nothing on its way may be of are dropped."""
+    newest: int = 0
+    """Order of the last push."""
+    busy: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def renew(self, servers: Sequence[VLLMServer]) -> None:
+        """Ask these servers from now on: they took the last push."""
+        with self.lock:
+            self.servers, self.dead = list(servers), {}
+
+    def expect(self, label: str, version: int, oldest: int) -> None:
+        """Take samples from weights called `label`, and no more from those pushed before the one of order `oldest`."""
+        self.newest += 1
+        living = {name: push for name, push in self.pushes.items() if push.order >= oldest}
+        self.pushes = living | {label: _PushedWeights(self.newest, version)}
+
+    def version(self, label: str, oldest: int) -> int:
+        """Return the version of weights that were pushed under a name.
+
+        Raises:
+            OtherWeights: None were, or they are older than the push of order `oldest`.
+        """
+        push = self.pushes.get(label)
+        if push is None or push.order < oldest:
+            raise OtherWeights(
+                f"samples from weights called {label!r}, which this run did not push to it, or replaced since"
+            )
+        return push.version
+
+    def take(self) -> VLLMServer:
+        """Return the living server with the fewest requests.
+
+        Raises:
+            RunStopped: None lives.
+        """
+        with self.lock:
+            living = [server for server in self.servers if server.url not in self.dead]
+            if not living:
+                raise RunStopped(
+                    f"No server is left to sample from: {'; '.join(f'{url} {why}' for url, why in self.dead.items())}. "
+                    "Start them again; the same command then goes on from the last checkpoint."
+                )
+            server = min(living, key=lambda one: self.busy.get(one.url, 0))
+            self.busy[server.url] = self.busy.get(server.url, 0) + 1
+            return server
+
+    def release(self, server: VLLMServer) -> None:
+        """Count a request of a server as done."""
+        with self.lock:
+            self.busy[server.url] -= 1
+
+    def is_last(self, server: VLLMServer) -> bool:
+        """Say whether no other server lives."""
+        with self.lock:
+            return [one.url for one in self.servers if one.url not in self.dead] == [server.url]
+
+    def bury(self, server: VLLMServer, why: str) -> None:
+        """Ask a server no more until weights are pushed to it."""
+        with self.lock:
+            if server.url not in self.dead:
+                self.dead[server.url] = why
+                print(f"warning: the server at {server.url} {why}; its requests go to the others", flush=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.http_client import EndpointRefuses, EndpointUnwell
+from holdfast.http_client import EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.nccl import NCCLPublisher, refuse_nccl
@@ -254,26 +255,27 @@ def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngi
 
 
 def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
-    """Return the servers that are well; one that we start ourselves is waited for where there is no other.
+    """Return the servers that are well; where none is, they are waited for, longer where we start them ourselves.
 
     Raises:
         RunStopped: None is.
     """
     patience = holdfast.patience.current
     deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
-    while True:
+    for tries in count(1):
         present = [server for server in servers if server.is_well()]
         for server in servers if present else ():
             if server not in present:
                 print(f"warning: no server answers at {server.url}; it gets no weights and no requests", flush=True)
         if present:
             return present
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline and tries >= section.attempts:
             raise RunStopped(
                 f"No server is left to push weights to ({', '.join(server.url for server in servers)}). Start them "
                 "again; the same command then goes on from the last checkpoint."
             )
-        time.sleep(patience.server_look_seconds)
+        time.sleep(pause_seconds(tries))
+    raise AssertionError  # `count` does not end
 
 
 def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineConfig) -> ServerState:
