@@ -17,7 +17,7 @@ from holdfast import patience
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.errors import RunStopped
+from holdfast.errors import ConfigError, RunStopped
 from holdfast.rollout.engine import Request
 from holdfast.rollout.sampling import Stops
 from holdfast.rollout.vllm import VLLMEngine
@@ -249,3 +249,31 @@ def test_a_stop_does_not_wait_for_a_server_that_hangs(tmp_path: Path, staleness:
     assert outcome.stopped == "stopped by SIGTERM"
     assert seconds < 5  # a second for requests to be ended, and the save
     assert (tmp_path / "r" / "checkpoints" / f"step-{outcome.step:08d}").is_dir()
+
+
+@pytest.mark.parametrize("pushes", [0, 2])
+def test_a_server_that_dies_behind_a_look_at_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pushes: int
+) -> None:
+    def busy(asked: str) -> bool:
+        return asked == "/collective_rpc" and len([what for _, what in dying.events if what == "pushed"]) >= pushes
+
+    dying = ServedModel(busy=busy)
+    with serving(ServedModel()) as url, serving(dying) as dead:
+        tree = served_tree([url, dead], str(tmp_path))
+        if pushes:
+            run(tmp_path, tree)
+            assert f"warning: the server at {dead} answers 503" in capsys.readouterr().out
+        else:
+            with pytest.raises(ConfigError, match=f"the server at {dead} answers 503 .*, although it said"):
+                run(tmp_path, tree)
+            assert not (tmp_path / "r").exists()
+
+
+def test_no_server_that_outlives_a_look_at_it_ends_the_run_with_its_address(tmp_path: Path) -> None:
+    def busy(asked: str) -> bool:
+        return asked == "/collective_rpc" and len([what for _, what in served.events if what == "pushed"]) >= 3
+
+    served = ServedModel(busy=busy)
+    with serving(served) as url, pytest.raises(RunStopped, match=f"No server took the weights: {url} answers 503"):
+        run(tmp_path, served_tree([url], str(tmp_path)))

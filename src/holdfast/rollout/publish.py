@@ -102,6 +102,8 @@ class Publisher:
         Raises:
             RunStopped: A server refuses what is sent.
         """
+        if not servers:
+            return {}
         push = _Push(servers)
         push.each(lambda server: _begin(server, headers, keep=keep))
         for file, hashes, is_last in self._files(tensors, headers):

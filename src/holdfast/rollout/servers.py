@@ -35,6 +35,10 @@ _NO_NUMBER = -9999.0
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 _LOOK_SECONDS = 5.0
 """For a server to say that it is well."""
+_FACTS = frozenset({
+    "identity", "backend", "dtype", "longest", "vocabulary", "logprobs", "tied", "block", "device", "experts",
+})  # fmt: skip
+"""What `vllm_extension.py` says of a server, as far as every run asks for it."""
 _ABORT_SECONDS = 1.0
 """For a server to hear that requests end; one that hangs does not."""
 
@@ -101,11 +105,15 @@ class VLLMServer:
         Raises:
             EndpointRefuses, EndpointUnwell: It does not, or it is no vLLM that was started for us.
         """
-        listed = self.endpoint.ask("GET", "/v1/models")
-        told = self.endpoint.ask("POST", "/collective_rpc", {"method": "holdfast_identity"})
+        looks = replace(self.control, tried_again=EndpointUnwell)
+        listed = looks.ask("GET", "/v1/models")
+        told = looks.ask("POST", "/collective_rpc", {"method": "holdfast_identity"})
         try:
             models = {str(item["id"]): item for item in listed["data"] if item.get("parent") is None}
             facts = told["results"][0]
+            missing = sorted(_FACTS - set(facts))
+            if missing:
+                raise EndpointRefuses(f"does not say its {missing[0]}: it was started by another version of Holdfast")
             name = self.model or next(iter(models))
             if name not in models:
                 raise EndpointRefuses(f"serves {', '.join(models)}, and no {name}")

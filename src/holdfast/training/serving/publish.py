@@ -180,19 +180,16 @@ class ServedEngine(VLLMEngine):
                 pass
             return []
         try:
-            living = _living_of(self.servers, self._section)
-            states = [_server_state(server, sharded, self._section) for server in living]
-            for server, state in zip(living, states, strict=True):
-                self._publisher.lease(server, state.identity)
+            states, dead = _states_of(_living_of(self.servers, self._section), sharded, self._section)
+            living = [server for server in self.servers if server.url in states]
+            for server in living:
+                self._publisher.lease(server, states[server.url].identity)
             if self._nccl is None:
-                dead = self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
-            else:
-                dead = {}
-                pairs = zip(living, states, strict=True)
-                members = [(one, each.identity, int(each.facts["workers"])) for one, each in pairs]
+                dead |= self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
+            elif living:
+                members = [_member(server, states[server.url]) for server in living]
                 self._nccl.push(members, tensors, plan.headers, label, keep=on_their_way)
-            pairs = zip(living, states, strict=True)
-            self._identities = frozenset(state.identity for server, state in pairs if server.url not in dead)
+            self._identities = frozenset(state.identity for url, state in states.items() if url not in dead)
             return self._left(living, dead)
         finally:
             for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
@@ -218,6 +215,10 @@ class ServedEngine(VLLMEngine):
         if every == "every_push" or self._pushes <= 2:
             return True
         return every != "start" and (self._pushes - 1) % int(every) == 0
+
+
+def _member(server: VLLMServer, state: ServerState) -> tuple[VLLMServer, str, int]:
+    return server, state.identity, int(state.facts["workers"])
 
 
 def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops) -> ServedEngine:
@@ -251,7 +252,31 @@ def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngi
                 how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
                 raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
             time.sleep(patience.server_look_seconds)
-    return [_server_state(server, sharded, section) for server in servers]
+    states, dead = _states_of(servers, sharded, section)
+    if dead:
+        raise ConfigError(
+            f"rollout.engine.url: {'; '.join(f'the server at {url} {why}' for url, why in dead.items())}, although it "
+            "said that it was well a moment before. Look at its log, and start it again by `holdfast serve RUN.yaml`."
+        )
+    return [states[server.url] for server in servers]
+
+
+def _states_of(
+    servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig
+) -> tuple[dict[str, ServerState], dict[str, str]]:
+    """Return by address what servers say of themselves, and what was seen of those that died meanwhile.
+
+    Raises:
+        ConfigError: One does not fit the run.
+    """
+    states: dict[str, ServerState] = {}
+    dead: dict[str, str] = {}
+    for server in servers:
+        try:
+            states[server.url] = _server_state(server, sharded, section)
+        except EndpointUnwell as error:
+            dead[server.url] = str(error)
+    return states, dead
 
 
 def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
@@ -283,10 +308,11 @@ def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngine
 
     Raises:
         ConfigError: It does not.
+        EndpointUnwell: It does not answer.
     """
     try:
         state = server.state()
-    except (EndpointRefuses, EndpointUnwell) as error:
+    except EndpointRefuses as error:
         raise ConfigError(
             f"rollout.engine.url: {server.url} {error}. Rollouts need a vLLM that tells token ids, log-probabilities "
             "and the version of its weights, and takes ours; `holdfast serve RUN.yaml` starts one. SGLang and others "
