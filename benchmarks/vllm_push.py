@@ -23,7 +23,7 @@ import torch
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.models.weights.conversion import Header
-from holdfast.rollout.publish import Publisher
+from holdfast.rollout.buckets import Publisher
 from holdfast.rollout.servers import VLLMServer
 from holdfast.training.serving.proof import proof_tokens
 

@@ -9,14 +9,17 @@ Of several, requests go to the living one with the fewest; one that died gets no
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from holdfast.config.sections.engine import VLLMEngineConfig
@@ -36,11 +39,17 @@ _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT
 _LOOK_SECONDS = 5.0
 """For a server to say that it is well."""
 _FACTS = frozenset({
-    "identity", "backend", "dtype", "longest", "vocabulary", "logprobs", "tied", "block", "device", "experts",
+    "identity", "holder", "backend", "dtype", "longest", "vocabulary", "logprobs", "tied", "block", "device", "experts",
 })  # fmt: skip
 """What `vllm_extension.py` says of a server, as far as every run asks for it."""
+_LEASE_SECONDS = 30.0
+"""For a server to say who has it; it may be in the middle of a batch."""
 _ABORT_SECONDS = 1.0
 """For a server to hear that requests end; one that hangs does not."""
+
+
+PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
+"""Servers cut the same text (`vllm_extension.py`)."""
 
 
 class Reply(NamedTuple):
@@ -121,6 +130,20 @@ class VLLMServer:
         except (LookupError, TypeError, AttributeError, StopIteration) as error:
             raise EndpointRefuses(f"is no vLLM that takes our weights: it answers {cut(told)}") from error
 
+    def lease(self, holder: Mapping[str, Any], seconds: float, replaces: str | None = None) -> tuple[Any, float]:
+        """Ask that one run alone pushes to the server for some seconds; return who has it, and how long.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: It does not say.
+        """
+        content = {"holder": dict(holder), "seconds": seconds, "replaces": replaces}
+        looks = replace(self.control, timeout_seconds=min(self.control.timeout_seconds, _LEASE_SECONDS))
+        told = looks.ask("POST", "/collective_rpc", {"method": "holdfast_lease", "kwargs": content})
+        try:
+            return told["results"][0]["holder"], float(told["results"][0]["seconds"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise EndpointRefuses(f"does not say who pushes to it: {cut(told)}") from error
+
     def post(self, path: str, content: Any = None, **query: str) -> Any:
         """Ask what changes the server.
 
@@ -194,6 +217,22 @@ class VLLMServer:
     def close(self) -> None:
         """Close connections."""
         self.endpoint.close()
+
+
+@lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks
+def tokenizer_digest(tokenizer: Any) -> str | None:
+    """Return what a server says of the same tokenizer; None of one that no server can tell."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    vocabulary, probe = backend.get_vocab(), backend.encode(PROBE, add_special_tokens=False).ids
+    return str(xxhash.xxh3_128_hexdigest(json.dumps([sorted(vocabulary.items()), probe]).encode()))
+
+
+def template_digest(tokenizer: Any) -> str | None:
+    """Return what a server says of the same chat template; None where there is none, or several."""
+    template = tokenizer.chat_template
+    return str(xxhash.xxh3_128_hexdigest(template.encode())) if isinstance(template, str) else None
 
 
 def sampling_words(sampling: SamplingConfig, stops: Sequence[int]) -> dict[str, Any]:

@@ -7,18 +7,15 @@ live, and whether they are what the run needs.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 import holdfast.patience
@@ -27,16 +24,13 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.rollout.buckets import Leases, Publisher
 from holdfast.rollout.nccl import NCCLPublisher, refuse_nccl
-from holdfast.rollout.publish import Publisher
 from holdfast.rollout.sampling import Stops
-from holdfast.rollout.servers import BACKEND, ServerState, VLLMServer
+from holdfast.rollout.servers import BACKEND, ServerState, VLLMServer, template_digest, tokenizer_digest
 from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.run import ShardedModel
 from holdfast.training.serving.proof import Proof, Prover, Suspects
-
-PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
-"""Servers cut the same text (`rollout/vllm_extension.py`)."""
 
 
 class Outgoing(NamedTuple):
@@ -104,7 +98,7 @@ class ServedEngine(VLLMEngine):
     ) -> None:
         super().__init__(section, servers, stops)
         self._mark_of_run, self._pushes = mark, 0
-        self._publisher = Publisher(Path(section.folder), section.bucket_mib)
+        self._publisher, self._leases = Publisher(Path(section.folder), section.bucket_mib), Leases(mark)
         self._nccl = NCCLPublisher() if section.transport == "nccl" else None
         self._prover = prover
         self._identities: frozenset[str] = frozenset()
@@ -169,7 +163,7 @@ class ServedEngine(VLLMEngine):
     def close(self) -> None:
         """Close connections, and let other runs push."""
         super().close()
-        self._publisher.close()
+        self._leases.give_back()
 
     def _pushed(self, sharded: ShardedModel, label: str, *, on_their_way: bool) -> list[str]:
         """Return the addresses of the servers that took the weights; on rank 0."""
@@ -180,10 +174,8 @@ class ServedEngine(VLLMEngine):
                 pass
             return []
         try:
-            states, dead = _states_of(_living_of(self.servers, self._section), sharded, self._section)
+            states, dead = _states_of(_living_of(self.servers, self._section), sharded, self._section, self._leases)
             living = [server for server in self.servers if server.url in states]
-            for server in living:
-                self._publisher.lease(server, states[server.url].identity)
             if self._nccl is None:
                 dead |= self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
             elif living:
@@ -262,21 +254,41 @@ def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngi
 
 
 def _states_of(
-    servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig
+    servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig, leases: Leases | None = None
 ) -> tuple[dict[str, ServerState], dict[str, str]]:
     """Return by address what servers say of themselves, and what was seen of those that died meanwhile.
 
+    Args:
+        servers: Well a moment ago.
+        sharded, section: What they must fit.
+        leases: Take them for this run; None: look alone.
+
     Raises:
-        ConfigError: One does not fit the run.
+        ConfigError: One does not fit the run, another run has it, or it has two addresses.
     """
     states: dict[str, ServerState] = {}
     dead: dict[str, str] = {}
     for server in servers:
         try:
             states[server.url] = _server_state(server, sharded, section)
+            if leases is not None:
+                leases.take(server)
         except EndpointUnwell as error:
             dead[server.url] = str(error)
+            states.pop(server.url, None)
+    _refuse_twice(states)
     return states, dead
+
+
+def _refuse_twice(states: Mapping[str, ServerState]) -> None:
+    of_identity: dict[str, str] = {}
+    for url, state in states.items():
+        if state.identity in of_identity:
+            raise ConfigError(
+                f"rollout.engine.url: {of_identity[state.identity]} and {url} are addresses of one server. Name every "
+                "server once."
+            )
+        of_identity[state.identity] = url
 
 
 def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
@@ -333,7 +345,7 @@ def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
     dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
     backend = BACKEND if section.transport == "files" else section.transport
-    tokenizer, template = _tokenizer_digest(sharded.origin.tokenizer), _template_digest(sharded.origin.tokenizer)
+    tokenizer, template = tokenizer_digest(sharded.origin.tokenizer), template_digest(sharded.origin.tokenizer)
     return (
         (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
         (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
@@ -369,17 +381,3 @@ def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig
             "rollout.engine: auto",
         ),
     )
-
-
-@lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks
-def _tokenizer_digest(tokenizer: Any) -> str | None:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    vocabulary, probe = backend.get_vocab(), backend.encode(PROBE, add_special_tokens=False).ids
-    return str(xxhash.xxh3_128_hexdigest(json.dumps([sorted(vocabulary.items()), probe]).encode()))
-
-
-def _template_digest(tokenizer: Any) -> str | None:
-    template = tokenizer.chat_template
-    return str(xxhash.xxh3_128_hexdigest(template.encode())) if isinstance(template, str) else None
