@@ -21,9 +21,6 @@ from holdfast.models.weights.conversion import Header
 from holdfast.parallel.mesh import World
 from holdfast.rollout.servers import VLLMServer
 
-BACKEND = "nccl"
-"""As vLLM calls it."""
-
 
 def refuse_nccl(world: World) -> None:
     """Refuse NCCL where it cannot be, on this rank.
