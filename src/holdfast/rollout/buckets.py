@@ -8,10 +8,12 @@ left out and named; one that refuses ends the run. One run pushes to a server at
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -66,16 +68,28 @@ class Leases:
             ConfigError: Another run has it.
             EndpointRefuses, EndpointUnwell: It does not say.
         """
-        seconds = patience.current.lease_stale_seconds
-        holder, left = server.lease(self._holder, seconds)
-        if holder["token"] != self._holder["token"] and died_here(holder):
-            holder, left = server.lease(self._holder, seconds, replaces=holder["token"])
-        if holder["token"] != self._holder["token"]:
-            raise ConfigError(
-                f"rollout.engine.url: another run pushes weights to {server.url} (process {holder['pid']} on "
-                f"{holder['host']}), so samples of this run would come from its weights. Start a server of this run's "
-                f"own, or end the other run; one that was killed on another machine is forgotten in {left:.0f} s."
-            )
+        times, before, replaces = patience.current, math.inf, None
+        while True:
+            holder, left = server.lease(self._holder, times.lease_stale_seconds, replaces)
+            if holder["token"] == self._holder["token"]:
+                break
+            if died_here(holder):
+                replaces = holder["token"]
+            elif holder["machine"] == self._holder["machine"] or left > before:  # it renews it, so it lives
+                raise ConfigError(
+                    f"rollout.engine.url: another run pushes weights to {server.url} (process {holder['pid']} on "
+                    f"{holder['host']}), so samples of this run would come from its weights. Start a server of this "
+                    "run's own, or end the other run."
+                )
+            else:
+                if before == math.inf:
+                    print(
+                        f"process {holder['pid']} on {holder['host']} pushed weights to {server.url}: waiting up to "
+                        f"{left:.0f} s for a sign that it lives",
+                        flush=True,
+                    )
+                before = left
+                time.sleep(times.lease_look_seconds)
         self._servers[server.url] = server
         if self._thread.ident is None:
             atexit.register(self.give_back)
