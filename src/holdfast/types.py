@@ -236,10 +236,10 @@ class StepEvent:
     metrics: Mapping[str, float]
 
 
-Answer = Callable[["Tensor", str], "NDArray[Any]"]
+HostAnswer = Callable[["Tensor", str], "NDArray[Any]"]
 """(a tensor without numbers, what its numbers are for) -> numbers of its shape"""
 
-_answers: list[Answer] = []
+_answers: list[HostAnswer] = []
 
 
 def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
@@ -257,7 +257,7 @@ def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
 
 
 @contextmanager
-def answered_by(answer: Answer) -> Iterator[None]:
+def answered_by(answer: HostAnswer) -> Iterator[None]:
     """Let somebody else answer within the block; for tensors that hold no numbers."""
     _answers.append(answer)
     try:

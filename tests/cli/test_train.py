@@ -66,7 +66,7 @@ def test_a_run_starts_where_an_evaluation_was_before_it(warm: WarmPython, tmp_pa
 
 
 def test_names_that_are_repeated_where_torch_must_not_be_imported_are_the_same() -> None:
-    assert (prove.KILL_VARIABLE, prove.BREAK_VARIABLE) == (mesh.KILL_VARIABLE, mesh.BREAK_VARIABLE)
+    assert (prove._KILL_VARIABLE, prove._BREAK_VARIABLE) == (mesh.KILL_VARIABLE, mesh.BREAK_VARIABLE)
     assert directory.CHECKPOINTS == layout.FOLDER
 
 

@@ -248,6 +248,21 @@ def test_a_run_directory_that_the_second_host_does_not_see_is_refused_before_ste
     assert not (runs / "run").exists()
 
 
+def test_a_folder_of_checkpoints_that_the_second_host_does_not_see_is_refused_before_step_1(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """The run's directory is shared, and the disk behind its checkpoints is not."""
+    place = tmp_path / "disk"
+    hosts.second.own = place
+
+    agents = start(hosts, tmp_path, "steps=3", f"run.dir={tmp_path / 'runs'}", f"checkpoint.storage={place}")
+
+    assert [agent.wait(timeout=180) for agent in agents] == [2, 2]
+    assert "rank 1 on b" in screen(tmp_path, "a"), screen(tmp_path, "a")
+    assert "Traceback" not in screen(tmp_path, "a") + screen(tmp_path, "b")
+    assert not list(place.rglob("step-*"))
+
+
 def test_two_hosts_without_a_shared_disk_save_in_an_object_store(hosts: Hosts, tmp_path: Path) -> None:
     server = hosts.first.start(
         *(sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5555"), log=tmp_path / "store.out"

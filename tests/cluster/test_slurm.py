@@ -243,6 +243,24 @@ def test_a_node_that_vanishes_is_named_and_the_job_goes_on_when_it_is_back(clust
     assert "Traceback" not in cluster.output(job)
 
 
+def test_the_first_node_vanishes_and_the_scheduler_starts_the_job_again(cluster: Cluster) -> None:
+    job = submitted(cluster, "first-vanished", "steps=150", "launch.ranks=2")
+    await_step(cluster, job, "first-vanished", 5)
+
+    cluster.kill_node("n1")  # of the batch script, the rendezvous and rank 0
+
+    deadline = time.monotonic() + 120
+    while "down" not in cluster.run("sinfo", "--noheader", "--nodes=n1", "--format=%T").stdout:
+        assert time.monotonic() < deadline, cluster.output(job)
+        time.sleep(0.5)
+    cluster.start_node("n1")
+    assert cluster.await_state(job, ENDED, 300) == "COMPLETED", cluster.output(job)
+    log = (cluster.base / "first-vanished" / "logs" / "rank-2.log").read_text()
+    assert "n1" in log, log
+    assert "Traceback" not in cluster.output(job) + log
+    assert saved_steps(cluster, "first-vanished")[-1] == 150
+
+
 def test_gpus_that_are_not_there_are_one_paragraph(cluster: Cluster) -> None:
     values = ["launch.ranks=2", "launch.device=cuda", f"run.dir={cluster.base}", "run.name=gpus"]
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
 from holdfast.checkpoint.keep import find
-from holdfast.cli.checkpoint import app
+from holdfast.cli.checkpoint import checkpoint_app
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
@@ -173,7 +173,9 @@ def test_adapters_of_a_checkpoint_alone_are_the_run_s_export_and_peft_computes_w
 ) -> None:
     pools(2).run(run, saved(tmp_path, llama, 2, frozen=frozen))
 
-    done = CliRunner().invoke(app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")])
+    done = CliRunner().invoke(
+        checkpoint_app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")]
+    )
 
     assert done.exit_code == 0, done.output
     one, two = tmp_path / "again", tmp_path / "r/exports/final-adapter"
@@ -257,7 +259,9 @@ def test_what_is_trained_whole_beside_adapters_is_in_the_adapter_directory_and_i
     first = load_file(base / "model.safetensors")
     assert all(not torch.equal(there[f"{name}.weight"], first[f"{name}.weight"]) for name in whole)
 
-    done = CliRunner().invoke(app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")])
+    done = CliRunner().invoke(
+        checkpoint_app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")]
+    )
     assert done.exit_code == 0, done.output
     for path in place.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
 
 UPDATE = "sums and gradient norm of an update"
 DRAWN = "drawn tokens"
+SAMPLED = "log-probabilities beside the sampler's"
 LOADS = "loads of experts"
 CHECKS = "transformers checks its inputs in get_placeholder_mask"
 OF_ADVANTAGES = ["values and rewards of tokens, for advantages"] * 2 + ["sequences of tokens, for advantages"]
@@ -25,22 +26,23 @@ WAITS: dict[str, list[str]] = {
     "sft experts, loads of the update": [LOADS, UPDATE],
     "sft images": [CHECKS, CHECKS, UPDATE],
     "kto": ["divergence of single answers", UPDATE],
-    "grpo": [*ROLLOUT, UPDATE],
-    "grpo reference": [*ROLLOUT, UPDATE],
-    "grpo experts": [*ROLLOUT, LOADS, UPDATE],
+    "grpo": [*ROLLOUT, UPDATE, SAMPLED],
+    "grpo reference": [*ROLLOUT, UPDATE, SAMPLED],
+    "grpo experts": [*ROLLOUT, LOADS, UPDATE, SAMPLED],
     "grpo experts replayed": [
-        "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 3, LOADS, UPDATE
+        "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 3, LOADS, UPDATE, SAMPLED
     ],
-    "grpo offloaded": [*ROLLOUT, UPDATE],
-    "grpo truncated sampling": [*ROLLOUT, UPDATE],
+    "grpo offloaded": [*ROLLOUT, UPDATE, SAMPLED],
+    "grpo truncated sampling": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo by covariance": [
         *ROLLOUT,
         *["sequences of tokens, for their masks"] * 2,
         *["proximal_logprobs of tokens, for their masks"] * 2,
         *["advantages of tokens, for their masks"] * 2,
         UPDATE,
+        SAMPLED,
     ],
-    "ppo": [*ROLLOUT, *OF_ADVANTAGES * 2, UPDATE, UPDATE],
+    "ppo": [*ROLLOUT, *OF_ADVANTAGES * 2, UPDATE, UPDATE, SAMPLED],
     "distill on own texts": [DRAWN] * 6 + [UPDATE],
 }  # fmt: skip
 """For what the host waits in a step of at most two micro-batches; of a run that is not named, once for its sums."""

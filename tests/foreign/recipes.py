@@ -302,9 +302,17 @@ def accelerate(out: Path, version: int, way: str, form: str = "frozen") -> None:
     finish(out, truth, [take(step, model, optimizer, schedule) for step in (2, 3)])
 
 
-def trainer(out: Path, way: str, form: str = "full") -> None:
+def trainer(out: Path, way: str, form: str = "full", *, trl: bool = False) -> None:
+    """transformers' Trainer, or TRL's SFTTrainer around it."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    kind: Any = Trainer
+    settings: Any = TrainingArguments
+    if trl:
+        from trl import SFTConfig, SFTTrainer
+
+        kind, settings = SFTTrainer, SFTConfig
 
     first = AcceleratorState.__init__
 
@@ -326,7 +334,7 @@ def trainer(out: Path, way: str, form: str = "full") -> None:
 
     rows = [{"input_ids": batch(row, 0)[0].tolist(), "labels": batch(row, 0)[0].tolist()} for row in range(32)]
 
-    class Seeing(Trainer):
+    class Seeing(kind):  # type: ignore[misc]
         """Remembers what each step saw."""
 
         def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
@@ -337,7 +345,7 @@ def trainer(out: Path, way: str, form: str = "full") -> None:
             return loss
 
     def build(steps: int, schedule: str) -> Any:
-        arguments = TrainingArguments(
+        arguments = settings(
             output_dir=str(out / "run"),
             max_steps=steps,
             save_steps=2,
@@ -356,7 +364,14 @@ def trainer(out: Path, way: str, form: str = "full") -> None:
                 "transformer_layer_cls_to_wrap": [LAYER[form]],
             },
         )
-        return Seeing(model=model_of(form), args=arguments, train_dataset=rows, callbacks=[Watch()])
+        named = {"train_dataset": rows}
+        if trl:
+            from datasets import Dataset
+
+            from holdfast.data.tasks.synthetic import character_tokenizer
+
+            named = {"train_dataset": Dataset.from_list(rows), "processing_class": character_tokenizer()}
+        return Seeing(model=model_of(form), args=arguments, callbacks=[Watch()], **named)
 
     build(2, "constant").train()
     if dist.get_rank() == 0:
@@ -538,6 +553,8 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "trainer-sharded-lora": lambda out: trainer(out, SHARDED, "lora"),
     "trainer-full": lambda out: trainer(out, WHOLE),
     "trainer-full-tied": lambda out: trainer(out, WHOLE, "tied"),
+    "trl-sharded": lambda out: trainer(out, SHARDED, trl=True),
+    "trl-full": lambda out: trainer(out, WHOLE, trl=True),
     "lightning-mp-sharded": lambda out: lightning(out, "mp", "sharded"),
     "lightning-mp-frozen": lambda out: lightning(out, "mp", "sharded", "frozen"),
     "lightning-mp-lora": lambda out: lightning(out, "mp", "sharded", "lora"),
@@ -567,6 +584,7 @@ PACKAGES = {
     "verl": "verl",
     "accelerate": "accelerate",
     "trainer": "transformers",
+    "trl": "trl",
     "lightning": "lightning",
     "titan": "torchtitan",
 }
@@ -593,6 +611,6 @@ if __name__ == "__main__":
         sys.exit()
     destination = Path(sys.argv[2])
     destination.mkdir(parents=True, exist_ok=True)
-    if not sys.argv[1].startswith(("trainer", "accelerate")):
+    if not sys.argv[1].startswith(("trainer", "trl", "accelerate")):
         dist.init_process_group("gloo")
     RECIPES[sys.argv[1]](destination)

@@ -56,6 +56,8 @@ WHOSE = {
     "trainer-sharded-lora": (TRAINER, 2),
     "trainer-full": (TRAINER, 2),
     "trainer-full-tied": (TRAINER, 2),
+    "trl-sharded": (TRAINER, 2),
+    "trl-full": (TRAINER, 2),
     "lightning-mp-sharded": ("Lightning", None),
     "lightning-mp-sharded-4": ("Lightning", None),
     "lightning-mp-frozen": ("Lightning", None),

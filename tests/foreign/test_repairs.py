@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from holdfast.checkpoint.foreign.examine import examine
@@ -51,7 +53,20 @@ def bfloat16_moments(content: Any) -> None:
     for slots in content["state"].values():
         for key in ("exp_avg", "exp_avg_sq"):
             if key in slots:
-                slots[key] = slots[key].to(torch.bfloat16)
+                slots[key] = in_bfloat16(slots[key])
+
+
+def in_bfloat16(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in bfloat16, on the mesh that its file names.
+
+    What DTensor's own `to` returns is on the mesh of an equal tensor that was cast before: on another rank's.
+    """
+    if not isinstance(value, DTensor):
+        return value.to(torch.bfloat16)
+    meta = value._spec.tensor_meta
+    assert meta is not None
+    spec = dataclasses.replace(value._spec, tensor_meta=meta._replace(dtype=torch.bfloat16))
+    return DTensor(value._local_tensor.to(torch.bfloat16), spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
 @pytest.mark.cases("all")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from holdfast.checkpoint.errors import NoCheckpoint
 from holdfast.checkpoint.keep import find
-from holdfast.cli.checkpoint import app as checkpoint_app
+from holdfast.cli.checkpoint import checkpoint_app
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import read_metrics
 from holdfast.optim.averages import Averages

@@ -22,7 +22,7 @@ from holdfast.errors import HoldfastError
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out
 
-WAITED, LOST = "waited until its time was over", "lost another rank"
+WAITED, LOST_A_RANK = "waited until its time was over", "lost another rank"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Session:
         except Exception as error:
             if isinstance(error, HoldfastError) or not broken_by_peer(error):
                 raise
-            self.broken = WAITED if timed_out(error) else LOST
+            self.broken = WAITED if timed_out(error) else LOST_A_RANK
             # Only who waited knows who is late: a rank that died closes its connections, and is heard of elsewhere.
             late = self.late(self.phase) if self.broken == WAITED else "it ended, or waited no longer"
             late = late or "which one, is not known; look at network and disk"

@@ -13,7 +13,9 @@ from holdfast.errors import ConfigError
 if TYPE_CHECKING:
     from torch import dtype as TorchDtype
 
-app = typer.Typer(help="Look at a run's checkpoints, verify, export, keep and delete them.", no_args_is_help=True)
+checkpoint_app = typer.Typer(
+    help="Look at a run's checkpoints, verify, export, keep and delete them.", no_args_is_help=True
+)
 
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False)]
 
@@ -52,7 +54,7 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-@app.command("ls")
+@checkpoint_app.command("ls")
 def list_checkpoints(
     run: PathArgument,
     metric: Annotated[list[str] | None, typer.Option(help="Show this metric; may be repeated.")] = None,
@@ -64,7 +66,7 @@ def list_checkpoints(
         typer.echo(line)
 
 
-@app.command("path")
+@checkpoint_app.command("path")
 def print_path(
     run: PathArgument,
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="The best by a metric of its own step.")] = None,
@@ -88,7 +90,7 @@ def print_path(
     typer.echo(f"{storage.root}/{find.best(storage, best, mode)[0]}")
 
 
-@app.command("show")
+@checkpoint_app.command("show")
 def show(checkpoint: PathArgument) -> None:
     """Print what a checkpoint says of itself: contents, sizes, mesh, versions, metrics, tensors."""
     from holdfast.cli.checkpoint_views import description
@@ -97,7 +99,7 @@ def show(checkpoint: PathArgument) -> None:
         typer.echo(line)
 
 
-@app.command("verify")
+@checkpoint_app.command("verify")
 def verify(
     path: PathArgument,
     level: Annotated[
@@ -113,7 +115,7 @@ def verify(
     raise typer.Exit(0 if whole else 1)
 
 
-@app.command("diff")
+@checkpoint_app.command("diff")
 def diff(
     first: PathArgument,
     second: Annotated[str, typer.Argument(metavar="PATH")],
@@ -140,7 +142,7 @@ def diff(
     raise typer.Exit(1 if difference_count else 0)
 
 
-@app.command("export")
+@checkpoint_app.command("export")
 def export(  # noqa: PLR0913 - each is an option of the command
     checkpoint: PathArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory, or file with --format torch.")],
@@ -182,7 +184,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
     typer.echo(f"{stored.path} is exported to {output}")
 
 
-class ForeignLevel(StrEnum):
+class ForeignLevelOption(StrEnum):
     """How closely another system's checkpoint is looked at."""
 
     headers = "headers"
@@ -194,13 +196,13 @@ ForeignArgument = Annotated[
 ]
 
 
-@app.command("check")
+@checkpoint_app.command("check")
 def check(
     directory: ForeignArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that is known as JSON.")] = False,
     level: Annotated[
-        ForeignLevel, typer.Option(help="headers alone, or every number of the tensors.")
-    ] = ForeignLevel.tensors,
+        ForeignLevelOption, typer.Option(help="headers alone, or every number of the tensors.")
+    ] = ForeignLevelOption.tensors,
     base: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="The model that its adapters began with, to tell how often they were merged."),
@@ -219,7 +221,7 @@ def check(
     raise typer.Exit(1 if checkpoint.of_kind("damage") else 0)
 
 
-@app.command("import")
+@checkpoint_app.command("import")
 def import_checkpoint(  # noqa: PLR0913 - a command's options
     directory: ForeignArgument,
     run: Annotated[
@@ -255,7 +257,7 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
         typer.echo(line)
 
 
-@app.command("average")
+@checkpoint_app.command("average")
 def average(
     checkpoints: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The model directory.")],
@@ -271,7 +273,7 @@ def average(
     typer.echo(f"the mean of {len(stored)} checkpoints is in {output}")
 
 
-@app.command("prune")
+@checkpoint_app.command("prune")
 def prune(
     run: PathArgument,
     keep_last: Annotated[
@@ -295,7 +297,7 @@ def prune(
         typer.echo(line)
 
 
-@app.command("pin")
+@checkpoint_app.command("pin")
 def pin(
     run: PathArgument,
     step: Annotated[int, typer.Argument(min=0, help="The step to keep.")],

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from holdfast.escaping import escaped
 from holdfast.report.curves import Column
-from holdfast.report.metrics import EVALUATION, PHASES, leading
+from holdfast.report.metrics import EVALUATION, TIMING, leading
 from holdfast.report.reading import RunRecord
 from holdfast.report.sections import digits, state_words
 from holdfast.report.settings import NOT_THERE, setting_differences
 
 _STEPS = 5
 """Equal steps whose numbers are shown."""
-_MEASURED = (PHASES, "throughput/", "memory/", "step_time", "ranks/")
+_MEASURED = (TIMING, "throughput/", "memory/", "step_time", "ranks/")
 """Of the machine, which never measures the same twice."""
 
 

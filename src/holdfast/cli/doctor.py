@@ -60,12 +60,12 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
 
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
     from holdfast.cli.data_check import survey_of
-    from holdfast.cli.plan import NoPlan, options_here, planned
+    from holdfast.cli.plan import NoPlan, options_here, planned_apart
     from holdfast.cli.train import check_paths
     from holdfast.plan.findings import Check, fail, ok, warn
     from holdfast.plan.inputs import Looked, checks_of_run
     from holdfast.plan.machine import checks_of_machine
-    from holdfast.plan.measured import verdict
+    from holdfast.plan.measured import plan_verdict
 
     if path is None:
         yield from checks_of_machine(LaunchConfig())
@@ -90,7 +90,7 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
             yield ok("plan", "not executed (--no-code): the configuration names files of yours")
             return
         try:
-            yield verdict(planned(LoadedConfig(config, base), options_here(config.launch, ranks)))
+            yield plan_verdict(planned_apart(LoadedConfig(config, base), options_here(config.launch, ranks)))
         except NoPlan as error:
             yield warn("plan", f"none could be made: {error}")
         except HoldfastError as error:

@@ -43,7 +43,7 @@ def checked(path: Path, level: ForeignLevel, base: Path | None = None) -> Foreig
     return checkpoint
 
 
-def summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
+def foreign_summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
     """Return what is known, JSON-ready."""
     position = checkpoint.position
     return {
@@ -83,12 +83,12 @@ def _sizes(tensors: Collection[StoredTensor]) -> dict[str, Any]:
 
 def as_json(checkpoint: ForeignCheckpoint) -> str:
     """Return the summary as JSON."""
-    return json.dumps(summary(checkpoint), indent=2, default=str)
+    return json.dumps(foreign_summary(checkpoint), indent=2, default=str)
 
 
 def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
     """Yield what a person reads."""
-    about = summary(checkpoint)
+    about = foreign_summary(checkpoint)
     ranks = "" if checkpoint.world_size is None else f", {checkpoint.world_size} ranks"
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     yield escaped(f"{checkpoint.path}: {checkpoint.system}{ranks}{step} ({checkpoint.form})")

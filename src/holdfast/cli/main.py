@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.beforehand import OptionalRunFile, Overrides, RunFile, doctor, env, plan
-from holdfast.cli.checkpoint import TrustCode
-from holdfast.cli.checkpoint import app as checkpoint_app
+from holdfast.cli.checkpoint import TrustCode, checkpoint_app
 from holdfast.cli.hints import HintingGroup
 from holdfast.cli.looking import push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError

@@ -45,7 +45,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     directory = run_directory(loaded.config)
     if save:
         check_writable(directory)
-    made = planned(loaded, options)
+    made = planned_apart(loaded, options)
     if save:
         save_plan(directory, made)
     if as_json:
@@ -69,7 +69,7 @@ def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
     return PlanOptions(ranks, name, f"{torch.cuda.mem_get_info(0)[1]}b")
 
 
-def planned(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
+def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
     """Return a plan, made by a process of its own.
 
     Raises:

@@ -31,6 +31,8 @@ PROOF_PHASES = {
     "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
 }
 """What a step passes through, by verb."""
+_KILL_VARIABLE, _BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
+"""As `parallel.mesh` has them; repeated here because that imports torch."""
 _MOST_CAUSES = 8
 """Of a mismatch, in the table."""
 PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
@@ -39,7 +41,6 @@ _OUTSIDE = (
     "sampling is outside of this proof: what a server computes together depends on the clock. The straight run samples "
     "and records; the killed one trains on what was recorded"
 )
-KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """As `parallel.mesh` reads them; repeated here because that module imports torch."""
 
 
@@ -98,9 +99,9 @@ def prove(
         print(_OUTSIDE, flush=True)
     _run(plan, straight, {}, expected=0)
     print(f"killed: SIGKILL to rank {plan.rank} in phase {plan.phase} of step {kill_at}", flush=True)
-    first = _run(plan, broken, {KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
+    first = _run(plan, broken, {_KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
     began = len(_lines(broken))
-    second = _run(plan, broken, {BREAK_VARIABLE: break_} if break_ else {}, expected=0)
+    second = _run(plan, broken, {_BREAK_VARIABLE: break_} if break_ else {}, expected=0)
     _print_resume(plan, broken, began, first, second)
     return _compare(straight, broken)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -29,12 +30,19 @@ def await_first_rank() -> bool:
     """
     step = None if under_torchrun() else current_step()
     if step is not None and step.number > 0:
-        time.sleep(patience.current.first_rank_seconds)  # srun --kill-on-bad-exit ends it meanwhile
+        _await_end()
         return True
     if not under_torchrun() or LAUNCH_DIRECTORY_VARIABLE in os.environ or os.environ["RANK"] == "0":
         return True
-    time.sleep(patience.current.first_rank_seconds)
+    _await_end()
     return os.environ.get("GROUP_RANK") == "0" or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _await_end() -> None:
+    """Wait for torchrun, or srun --kill-on-bad-exit, to end this rank when the first has spoken and ended."""
+    # A rank that leaves with an error is deaf to SIGTERM until it has said why; this one has nothing to say.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(patience.current.first_rank_seconds)
 
 
 def leave(code: int) -> int:

@@ -31,8 +31,8 @@ from holdfast.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS
 from holdfast.plan.memory import Ledger, Peak, watched_storages
 from holdfast.plan.origin import without_files
 from holdfast.plan.records import Execution, HostValue, Place
-from holdfast.plan.steps import Step, step_of
-from holdfast.plan.traffic import Observer, Traffic
+from holdfast.plan.steps import PlannedStep, planned_step
+from holdfast.plan.traffic import TensorObserver, Traffic
 from holdfast.training.build.optimizers import LOW_BIT, build_optimizer
 from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
 from holdfast.types import answered_by
@@ -89,7 +89,7 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
         stack.enter_context(answered_by(counts.answer))
         stack.enter_context(watched_storages(counts.ledger))
         stack.enter_context(contextlib.redirect_stdout(_Nowhere()))
-        step = step_of(setting, counts.ledger, counts.traffic)
+        step = planned_step(setting, counts.ledger, counts.traffic)
         counts.ledger.phase = "step"
         with counts.without_numbers(mode):
             first = _two_steps(counts, step)
@@ -149,7 +149,7 @@ class _Counts:
         self.place, self.ledger = place, Ledger()
         self.traffic = Traffic(lambda: self.ledger.moment)
         self.values: list[HostValue] = []
-        self._observer = Observer(self.ledger, self.traffic, self.answer)
+        self._observer = TensorObserver(self.ledger, self.traffic, self.answer)
 
     @contextlib.contextmanager
     def without_numbers(self, mode: FakeTensorMode) -> Iterator[None]:
@@ -165,7 +165,7 @@ class _Counts:
         return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
 
 
-def _two_steps(counts: _Counts, step: Step) -> dict[tuple[str, str], Peak]:
+def _two_steps(counts: _Counts, step: PlannedStep) -> dict[tuple[str, str], Peak]:
     """Make a first step, and one that comes after others, with a save; return the peaks until the end of the first."""
     _make(step)
     _name_states(counts.ledger, step)
@@ -180,12 +180,14 @@ def _two_steps(counts: _Counts, step: Step) -> dict[tuple[str, str], Peak]:
     return first
 
 
-def _make(step: Step) -> None:
+def _make(step: PlannedStep) -> None:
     step.make()
     step.setting.log.batches.clear()  # as the journal does once a step is written down
 
 
-def _execution(counts: _Counts, step: Step, first: dict[tuple[str, str], Peak], notes: Sequence[str]) -> Execution:
+def _execution(
+    counts: _Counts, step: PlannedStep, first: dict[tuple[str, str], Peak], notes: Sequence[str]
+) -> Execution:
     return Execution(
         place=counts.place,
         plan=step.trained.plan,
@@ -236,7 +238,7 @@ def _refuse_more_ranks_than_rows(config: TrainingConfig, ranks: int) -> None:
         )
 
 
-def _name_states(ledger: Ledger, step: Step) -> None:
+def _name_states(ledger: Ledger, step: PlannedStep) -> None:
     for trained in step.all_trained:
         ledger.name(states_of(trained), OPTIMIZER)
 
@@ -248,14 +250,14 @@ def states_of(trained: Trained, *, averages: bool = True) -> list[Tensor]:
     return [value for value in (*states, *beside) if isinstance(value, Tensor)]
 
 
-def _read(ledger: Ledger, step: Step) -> dict[str, float]:
+def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
     """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
     parts = ledger.peaks["optimizer", step.setting.world.device.type].parts
     states = 2 * (parts.get(PARAMETERS, 0) + parts.get(OPTIMIZER, 0)) + parts.get(GRADIENTS, 0)
     return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
 
-def _save(ledger: Ledger, step: Step) -> None:
+def _save(ledger: Ledger, step: PlannedStep) -> None:
     """Copy a snapshot of every model to the host, as a save does before training goes on."""
     before, ledger.phase = ledger.phase, "save"
     buffers: list[dict[str, Tensor]] = []

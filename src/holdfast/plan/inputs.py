@@ -103,7 +103,7 @@ def look_at_tokenizer(run: Looked) -> Iterator[Finding]:
     yield ok("tokenizer", f"{words}; a text comes back as it was")
 
 
-def look_at_rows(run: Looked) -> Iterator[Finding]:
+def look_at_first_rows(run: Looked) -> Iterator[Finding]:
     """Read the first rows as the run will, and see how batches come out."""
     survey = run.survey(run.config, run.base, FIRST_ROWS)
     if not survey.measured:
@@ -344,7 +344,7 @@ def checks_of_run(run: Looked) -> list[Check]:
         Check("place", place),
         Check(RANKS, ranks),
         Check("tokenizer", lambda: look_at_tokenizer(run)),
-        Check("rows", lambda: look_at_rows(run)),
+        Check("rows", lambda: look_at_first_rows(run)),
     ]
     if isinstance(run.config, GRPOConfig):
         checks.append(Check("rewards", lambda: look_at_rewards(run)))

@@ -140,10 +140,10 @@ def _on_gpus(ranks: int, host: str) -> Finding:
 
 def look_at_ranks(launch: LaunchConfig, place: Storage | None) -> Iterator[Finding]:
     """Let the real ranks meet, add numbers over all of them, and see whether they share the place of the run."""
-    task = Task(launch.model_dump(mode="json"), None if place is None or not place.renames else place.root)
+    task = RankTask(launch.model_dump(mode="json"), None if place is None or not place.renames else place.root)
     start = time.perf_counter()
     if under_torchrun():
-        outcome = meet(task)
+        outcome = meet_ranks(task)
     else:
         with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as folder:
             words = _started(task, Path(folder))
@@ -159,7 +159,7 @@ def look_at_ranks(launch: LaunchConfig, place: Storage | None) -> Iterator[Findi
     )
 
 
-def _started(task: Task, folder: Path) -> str | None:
+def _started(task: RankTask, folder: Path) -> str | None:
     """Start ranks as a run does; return what went wrong with them."""
     task.write(folder)
     command = [sys.executable, "-m", "holdfast.plan.machine", "launch", str(folder)]
@@ -238,7 +238,7 @@ def _remove(storage: Storage, folder: str) -> None:
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """What the ranks do."""
 
     launch: Mapping[str, Any]
@@ -250,12 +250,12 @@ class Task:
         (folder / TASK).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Task:
+    def read(cls, folder: Path) -> RankTask:
         """Return what was written."""
         return cls(**json.loads((folder / TASK).read_text(encoding="utf-8")))
 
 
-def meet(task: Task) -> dict[str, Any]:
+def meet_ranks(task: RankTask) -> dict[str, Any]:
     """Join the other ranks, add numbers, look for a word that rank 0 wrote; return the same on all ranks.
 
     Raises:
@@ -291,13 +291,13 @@ def meet(task: Task) -> dict[str, Any]:
 
 def main(role: str, folder: Path) -> int:
     """Start the ranks, or be one of them; rank 0 leaves what came of it."""
-    task = Task.read(folder)
+    task = RankTask.read(folder)
     if role == "launch":
         launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0})
         command = [sys.executable, "-m", "holdfast.plan.machine", "rank", str(folder)]
         return launch_local(command, resolve_ranks(launch), launch, folder / "run")
     try:
-        outcome = meet(task)
+        outcome = meet_ranks(task)
     except HoldfastError as error:
         print(error, file=sys.stderr, flush=True)
         return error.exit_code

@@ -14,6 +14,8 @@ from holdfast.training.directory import MEMORY, PLAN, events
 
 _LEAST = {"cuda": 0, "cpu": 2**30}
 """Planned bytes from which on a phase is compared: resident memory of a CPU cannot tell less from allocators' own."""
+_AMPLE = 8
+"""How many times what formulas count is room enough for what they leave out: copies of the weights, and a cache."""
 _MORE = 1.1
 """How many times as much as planned is told as more: what a plan cannot see is a part of it."""
 
@@ -112,7 +114,7 @@ def look_at_plan(directory: Path) -> Iterator[Finding]:
         yield ok("plan", max(phases, key=lambda phase: phase.measured).words())
 
 
-def verdict(plan: Mapping[str, Any]) -> Finding:
+def plan_verdict(plan: Mapping[str, Any]) -> Finding:
     """Return what a plan that was just made says of a run, and the first thing to turn where it does not fit."""
     how = "executed" if plan["executed"] else "by formulas"
     needed = f"{size_words(plan['peak_bytes'])} of tensors and {size_words(plan['allowance_bytes'])} beside them"
@@ -120,7 +122,8 @@ def verdict(plan: Mapping[str, Any]) -> Finding:
     if plan["fits"]:
         return ok("plan", words)
     if plan["uncounted"] and "turns" not in plan:
-        return warn("plan", f"{words}, without {plan['uncounted']}, which formulas leave out")
+        words = f"{words}, without {plan['uncounted']}, which formulas leave out"
+        return (ok if plan["peak_bytes"] * _AMPLE <= plan["memory_bytes"] else warn)("plan", words)
     enough = [turn for turn in plan.get("turns", []) if turn["fits"]]
     turned = plan["turns"][: plan["turns"].index(enough[0]) + 1] if enough else []
     fix = ", ".join(f"{turn['key']}: {turn['value']}" for turn in turned) or "Start more ranks, or a smaller model"

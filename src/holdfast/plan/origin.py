@@ -17,7 +17,7 @@ from holdfast.models.build.model import configured
 from holdfast.models.source.configuration import config_from_values
 from holdfast.models.source.origin import load_tokenizer
 
-SHAPES = Path(__file__).with_name("shapes")
+SHAPE_FOLDER = Path(__file__).with_name("shapes")
 """Configurations of models that are planned often, by the hub's name with -- for its slash."""
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 _BUILT_IN = "builtin:characters"
@@ -82,14 +82,14 @@ def _values(config: Any) -> dict[str, Any]:
 def _raw(model: ModelConfig, base: Path) -> tuple[Any, bool]:
     """Return the transformers configuration of a named model, and whether it is one that the package knows."""
     name = str(model.path)
-    known = SHAPES / f"{name.replace('/', '--')}.json"
+    known = SHAPE_FOLDER / f"{name.replace('/', '--')}.json"
     if known.is_file() and not (base / name).is_dir() and not Path(name).is_dir():
         values = json.loads(known.read_text(encoding="utf-8"))
         return config_from_values(values), True
     try:
         return configured(model, base)[0], False
     except ModelError as error:
-        shapes = sorted(path.stem.replace("--", "/") for path in SHAPES.glob("*.json"))
+        shapes = sorted(path.stem.replace("--", "/") for path in SHAPE_FOLDER.glob("*.json"))
         raise ModelError(
             f"{error} A plan needs no weights, but it needs the configuration: put config.json of {name} into a "
             f"directory and name that in model.path. Known without files are {', '.join(shapes)}."

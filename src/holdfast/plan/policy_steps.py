@@ -15,7 +15,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.names import named_parameters
 from holdfast.plan.kinds import CACHE, ROLLOUT_WEIGHTS
 from holdfast.plan.memory import Ledger, follow_model
-from holdfast.plan.steps import Step, reference_of
+from holdfast.plan.steps import PlannedStep, reference_of
 from holdfast.plan.traffic import Traffic
 from holdfast.recipes.grpo import controlled_objective, update
 from holdfast.rollout.cache import ROOM, PromptCache, RowCache
@@ -45,7 +45,7 @@ _SCORING = ("proximal", "reference", "values")
 _TRAINING = ("forward", "backward", "optimizer", "critic")
 
 
-def policy_step(step: Step, config: GRPOConfig) -> Callable[[], object]:
+def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
     """Return what samples for, scores for and updates a policy."""
     run = _run_of(step, config)
     section, group = config.rollout, config.rollout.group_size
@@ -71,7 +71,7 @@ def policy_step(step: Step, config: GRPOConfig) -> Callable[[], object]:
     return make
 
 
-def _run_of(step: Step, config: GRPOConfig) -> PolicyRun:
+def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     trained, objective = step.trained, policy_objective(config, step.setting)
     trained.temperature = config.rollout.temperature
     if config.rollout.replay_routing:
@@ -100,7 +100,7 @@ def _run_of(step: Step, config: GRPOConfig) -> PolicyRun:
     return run
 
 
-def _learn(step: Step, run: PolicyRun, rollout: Rollout) -> object:
+def _learn(step: PlannedStep, run: PolicyRun, rollout: Rollout) -> object:
     """Do what `recipes.grpo.learn` does, for one mini-batch of a pass."""
     objective = controlled_objective(run)
     rollout = with_advantages(run, rollout)
@@ -112,7 +112,7 @@ def _learn(step: Step, run: PolicyRun, rollout: Rollout) -> object:
     return None if is_warming_up(run) else update(run, objective, mini_batches[:1])
 
 
-def _rollout(step: Step, config: GRPOConfig) -> Rollout:
+def _rollout(step: PlannedStep, config: GRPOConfig) -> Rollout:
     """Return completions that all are as long as one may be, those of every rank on this one."""
     prompt, chosen = config.longest_prompt, config.rollout.max_new_tokens
     length, size = prompt + chosen, config.rollout.group_size
@@ -148,7 +148,7 @@ def _rollout(step: Step, config: GRPOConfig) -> Rollout:
 
 
 def sampling_of(
-    step: Step, section: EngineConfig, prompt: int, *, rows: int, group: int, sampler: Sampler | None = None
+    step: PlannedStep, section: EngineConfig, prompt: int, *, rows: int, group: int, sampler: Sampler | None = None
 ) -> Callable[[], object]:
     """Return what decodes this rank's completions.
 
@@ -201,7 +201,7 @@ class PlannedEngine:
     def __init__(self, engine: InProcessEngine, ledger: Ledger, traffic: Traffic, section: EngineConfig) -> None:
         self._engine, self._ledger, self._traffic, self._section = engine, ledger, traffic, section
 
-    def publish(self, sampler: Sampler, step: Step) -> None:
+    def publish(self, sampler: Sampler, step: PlannedStep) -> None:
         """Give the engine its weights, each counted as such when it has come."""
         take = self._engine.update_weights
         parameters = named_parameters(self._engine._replica.model)

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from holdfast.parallel.plan import ShardPlan
-from holdfast.plan.devices import Device
+from holdfast.plan.devices import GIB, Device
 from holdfast.plan.kinds import KINDS, ORDER, PHASES, RESUME
 from holdfast.plan.memory import Peak
 
-GIB = 2**30
-FORMAT = 1
+PLAN_FORMAT = 1
 CONTEXT, NCCL, FRAGMENTATION = 0.7 * GIB, 1.0 * GIB, 0.05
 """What no tensor holds: the context and workspaces of a process, buffers of collectives where there are several ranks,
 and the share of the peak that the allocator cannot use. Stated, since no GPU of ours has measured them."""
@@ -94,14 +93,14 @@ def rows_of(peaks: Mapping[tuple[str, str], Peak], device: str) -> dict[str, Pea
     return {row: rows[row] for row in (*ORDER, *sorted(set(rows) - set(ORDER))) if row in rows}
 
 
-def as_plain(made: Execution, device: Device | None, memory: int) -> dict[str, Any]:
+def plain_plan(made: Execution, device: Device | None, memory: int) -> dict[str, Any]:
     """Return everything that a plan says, JSON-ready; bytes and floating-point operations are of one rank."""
     phases = phases_of(made)
     kind = made.place.device
     total = max((peak.total for peak in phases.values()), default=0)
     spare = allowance(total, made.place.ranks) if kind == "cuda" else 0
     return {
-        "format": FORMAT,
+        "format": PLAN_FORMAT,
         "executed": made.executed,
         "ranks": made.place.ranks,
         "rank": made.place.rank,

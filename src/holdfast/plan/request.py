@@ -31,7 +31,7 @@ from holdfast.plan.execute import execute
 from holdfast.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
 from holdfast.plan.memory import Peak
 from holdfast.plan.origin import without_files
-from holdfast.plan.records import Execution, Place, as_plain
+from holdfast.plan.records import Execution, Place, plain_plan
 from holdfast.training.build.model import make_plan, policy_model
 
 _STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 6.0, "adamw_8bit": 2.1, "adamw_4bit": 1.1, "adamw_fp8": 2.1, "muon": 4.0}
@@ -56,7 +56,7 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     device = None if on_cpu else device_named(request["device"])
     place = Place(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
     base = Path(request["base"])
-    plan = as_plain(_made(config, base, place, no_guard), device, request["memory"])
+    plan = plain_plan(_made(config, base, place, no_guard), device, request["memory"])
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
         plan["turns"] = list(_turns(config, base, place, device, no_guard))
     return plan
@@ -80,7 +80,7 @@ def _turns(
 ) -> list[dict[str, Any]]:
     made = []
     for turn in turns(config, place):
-        plan = as_plain(_made(turn.config, base, place, no_guard), device, place.memory)
+        plan = plain_plan(_made(turn.config, base, place, no_guard), device, place.memory)
         told = {"key": turn.key, "value": turn.value, "cost": turn.cost}
         made.append({**told, "peak_bytes": plan["peak_bytes"], "fits": plan["fits"]})
         if plan["fits"]:

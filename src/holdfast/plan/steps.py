@@ -48,7 +48,7 @@ _SIDE = 1024
 
 
 @dataclass
-class Step:
+class PlannedStep:
     """A model that is trained, those beside it, and what makes a step of them."""
 
     setting: Setting
@@ -88,7 +88,7 @@ class Step:
         return replace(mini_batch, micro_batches=tuple(parts[:2]))
 
 
-def step_of(setting: Setting, ledger: Ledger, traffic: Traffic) -> Step:
+def planned_step(setting: Setting, ledger: Ledger, traffic: Traffic) -> PlannedStep:
     """Build what a run's step needs.
 
     Raises:
@@ -101,7 +101,7 @@ def step_of(setting: Setting, ledger: Ledger, traffic: Traffic) -> Step:
     assert setting.without_numbers is not None
     with setting.without_numbers():
         trained = trained_of(sharded, config.steps)
-    step = Step(setting, ledger, traffic, trained)
+    step = PlannedStep(setting, ledger, traffic, trained)
     step.watch(trained.model)
     match config:
         case GRPOConfig():
@@ -117,7 +117,7 @@ def step_of(setting: Setting, ledger: Ledger, traffic: Traffic) -> Step:
     return step
 
 
-def _supervised(step: Step, config: SFTConfig) -> Callable[[], object]:
+def _supervised(step: PlannedStep, config: SFTConfig) -> Callable[[], object]:
     trained, objective = step.trained, supervised_objective(config.objective, step.setting)
     images = image_side_of(config, trained.origin)
     mini_batch = step.shortened(_rows(step, layout_of(trained, images), images))
@@ -131,7 +131,7 @@ def _supervised(step: Step, config: SFTConfig) -> Callable[[], object]:
     return make
 
 
-def _preferences(step: Step, config: DPOConfig) -> Callable[[], object]:
+def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     trained, section = step.trained, config.preference
     images = image_side_of(config, trained.origin)
     layout = pair_layout(config, trained, images)
@@ -178,7 +178,7 @@ def _with_column(mini_batch: MiniBatch, name: str) -> MiniBatch:
     return replace(mini_batch, micro_batches=tuple(batches))
 
 
-def _distillation(step: Step, config: DistillConfig) -> Callable[[], object]:
+def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], object]:
     student, section = step.trained, teacher_section(config)
     teacher: Any = None
     if section is not None:
@@ -209,7 +209,7 @@ def _distillation(step: Step, config: DistillConfig) -> Callable[[], object]:
     return make
 
 
-def frozen(step: Step, setting: Setting, origin: Blueprint) -> ShardedModel:
+def frozen(step: PlannedStep, setting: Setting, origin: Blueprint) -> ShardedModel:
     """Return a model that is not trained, sharded like the run's own."""
     sharded = build_policy(setting, origin, trained=False)
     sharded.model.eval()
@@ -217,7 +217,7 @@ def frozen(step: Step, setting: Setting, origin: Blueprint) -> ShardedModel:
     return sharded
 
 
-def reference_of(step: Step, section: ReferenceConfig | ServerReferenceConfig, why: str) -> Any:
+def reference_of(step: PlannedStep, section: ReferenceConfig | ServerReferenceConfig, why: str) -> Any:
     """Return the reference policy; None of one behind a server, which takes nothing here."""
     if isinstance(section, ServerReferenceConfig):
         step.notes.append("reference: behind a server, which is not part of this plan")
@@ -228,14 +228,14 @@ def reference_of(step: Step, section: ReferenceConfig | ServerReferenceConfig, w
     return reference
 
 
-def _rows(step: Step, layout: Layout, images: ImageSide | str) -> MiniBatch:
+def _rows(step: PlannedStep, layout: Layout, images: ImageSide | str) -> MiniBatch:
     """Return an update of rows that are all as long as a row may be."""
     config = step.setting.config.data
     example = sequence(config.max_length)
     if isinstance(images, ImageSide):
         example, words = _with_image(example, images, config)
         step.notes.append(words)
-    return assembled(step, [[example]] * config.batch_size, layout)
+    return assembled_batch(step, [[example]] * config.batch_size, layout)
 
 
 def _with_image(example: Example, images: ImageSide, config: TextConfig) -> tuple[Example, str]:
@@ -257,14 +257,14 @@ def _with_image(example: Example, images: ImageSide, config: TextConfig) -> tupl
     return replace(made, sample_id=0), f"images: one of {side}x{side} pixels in every row"
 
 
-def _answers(step: Step, layout: Layout, *, pairs: bool) -> MiniBatch:
+def _answers(step: PlannedStep, layout: Layout, *, pairs: bool) -> MiniBatch:
     """Return an update of pairs, or of single answers; half of each sequence is its prompt."""
     config = step.setting.config.data
     head = config.max_length // 2
     columns = {name: np.zeros(config.max_length, dtype) for name, dtype in layout.columns.items()}
     answer = sequence(config.max_length, head, columns)
     parts = 2 if pairs else 1
-    return assembled(step, [[answer] * parts] * config.batch_size, layout, head=head if pairs else 0)
+    return assembled_batch(step, [[answer] * parts] * config.batch_size, layout, head=head if pairs else 0)
 
 
 def sequence(length: int, prompt: int = 1, columns: dict[str, Any] | None = None) -> Example:
@@ -272,7 +272,9 @@ def sequence(length: int, prompt: int = 1, columns: dict[str, Any] | None = None
     return Example(0, 0, np.zeros(length, np.int64), np.arange(length) >= max(1, prompt), per_token=dict(columns or {}))
 
 
-def assembled(step: Step, draws: Sequence[Sequence[Example]], layout: Layout, *, head: int = 0) -> MiniBatch:
+def assembled_batch(
+    step: PlannedStep, draws: Sequence[Sequence[Example]], layout: Layout, *, head: int = 0
+) -> MiniBatch:
     """Return this rank's micro-batches of an update whose sequences are all at hand."""
     ranks, known, own = step.setting.ranks, [], {}
     for draw, parts in enumerate(draws):

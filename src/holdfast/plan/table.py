@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from holdfast.plan.devices import GIB
 from holdfast.plan.kinds import KINDS, ORDER, PHASES, RESUME
 
-GIB = 2**30
 _SHORT = {
     "parameters": "params",
     "gathered": "gathered",

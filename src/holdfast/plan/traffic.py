@@ -206,7 +206,7 @@ def _asked_by_transformers() -> str | None:
     return f"transformers checks its inputs in {frame.f_code.co_name}"
 
 
-class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Tells a ledger of tensors, and counts work and messages."""
 
     def __init__(self, ledger: Ledger, traffic: Traffic, asked: Callable[[Tensor, str], object]) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from holdfast.escaping import escaped
 from holdfast.report.curves import Column
-from holdfast.report.metrics import EVALUATION, PHASES, evaluations_of, leading, metric_label
+from holdfast.report.metrics import EVALUATION, TIMING, evaluations_of, leading, metric_label
 from holdfast.report.reading import RunRecord
 from holdfast.report.samples import ShownSample
-from holdfast.report.story import KINDS
+from holdfast.report.story import ENTRY_KINDS
 from holdfast.report.thinning import bucket_means, drawn_places
 
 SIGNIFICANT = 7
@@ -67,11 +67,11 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "lost": {
             escaped(name): [_column(part, axes) for part in parts[-_MOST_LOST:]]
             for name, parts in curves.lost.items()
-            if not name.startswith((PHASES, EVALUATION))
+            if not name.startswith((TIMING, EVALUATION))
         },
         "steps": [_axis(axis) for axis in axes],
         "rewinds": [[rewind.to, rewind.last] for rewind in curves.rewinds],
-        "marks": {kind: _marks(run, kind) for kind in KINDS},
+        "marks": {kind: _marks(run, kind) for kind in ENTRY_KINDS},
         "phases": _phases(run),
         "samples": samples_data(run.samples.items),
     }
@@ -106,9 +106,9 @@ def _phases(run: RunRecord) -> dict[str, Any]:
         return {}
     steps, whole = bucket_means(times.steps, times.values, _PHASE_POINTS)
     parts = {
-        name.removeprefix(PHASES): bucket_means(times.steps, _at(times.steps, column), _PHASE_POINTS)[1]
+        name.removeprefix(TIMING): bucket_means(times.steps, _at(times.steps, column), _PHASE_POINTS)[1]
         for name, column in columns.items()
-        if name.startswith(PHASES)
+        if name.startswith(TIMING)
     }
     rest = [
         max(0.0, total - sum(values)) for total, values in zip(whole, zip(*parts.values(), strict=True), strict=False)

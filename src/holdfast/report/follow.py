@@ -40,7 +40,7 @@ class RankSign:
 
 
 @dataclass
-class Look:
+class Glance:
     """What is known of a run now."""
 
     name: str
@@ -78,7 +78,7 @@ class Follower:
         self._lines = LineReader(directory / METRICS, last_bytes=FIRST_BYTES)
         self._seen: tuple[object, ...] = ()
         self._storage: str | None = None
-        self.look = Look(escaped(directory.absolute().name), "", None, State("failed", ""), self._curves)
+        self.look = Glance(escaped(directory.absolute().name), "", None, State("failed", ""), self._curves)
         self._identify()
 
     def _identify(self) -> None:
@@ -99,7 +99,7 @@ class Follower:
         changed, self._seen = seen != self._seen, seen
         return changed
 
-    def update(self) -> Look:
+    def update(self) -> Glance:
         """Read what is new and return what is known.
 
         Raises:

@@ -37,7 +37,7 @@ _LABELS = {
 }
 """In the order in which they are shown."""
 _SUPERVISED_LOSS = Label("Loss", "nats per token")
-PHASES = "timing/"
+TIMING = "timing/"
 EVALUATION = "eval/"
 MOST_CHARTS = 12
 """Charts that stand on the page; every other metric can be chosen in one more."""
@@ -49,8 +49,8 @@ def metric_label(name: str, verb: str = "") -> Label:
         return _SUPERVISED_LOSS
     if name in _LABELS:
         return _LABELS[name]
-    if name.startswith(PHASES):
-        return Label(f"Time in {name.removeprefix(PHASES)}", "seconds")
+    if name.startswith(TIMING):
+        return Label(f"Time in {name.removeprefix(TIMING)}", "seconds")
     return Label(name, "value")
 
 

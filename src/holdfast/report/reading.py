@@ -28,7 +28,7 @@ MEASURED_MEMORY = ("memory/peak_gib", "memory/resident_gib")
 """Metrics in GiB, of which the first that a run has counts."""
 
 
-class Planned(NamedTuple):
+class PlannedPeaks(NamedTuple):
     """What of plan.json a measurement stands beside; nothing where there is no plan."""
 
     bytes_: float | None = None
@@ -59,7 +59,7 @@ class RunRecord:
     """Flat, without what could be secret."""
     parent: Parent | None
     versions: Mapping[str, str]
-    planned: Planned
+    planned: PlannedPeaks
     notes: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
 
@@ -209,14 +209,14 @@ def _state(directory: Path, events: Sequence[Mapping[str, Any]], step: int | Non
         return State("failed", f"how it stands cannot be read: {escaped(str(error))[:200]}")
 
 
-def _planned(path: Path) -> Planned:
+def _planned(path: Path) -> PlannedPeaks:
     try:
         values = read_json(path)
         peak, device = values["peak_bytes"], "cpu" if values["device"] is None else "cuda"
         phases = _bytes_by_name(values["clock_phases"])
     except (OSError, ValueError, KeyError, TypeError):
-        return Planned()
-    return Planned(float(peak), device, phases) if _is_number(peak) else Planned()
+        return PlannedPeaks()
+    return PlannedPeaks(float(peak), device, phases) if _is_number(peak) else PlannedPeaks()
 
 
 def _bytes_by_name(values: object) -> dict[str, float]:

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 
 from holdfast.files import size_words
 from holdfast.report.html import html_table, section, tag, text
-from holdfast.report.metrics import EVALUATION, PHASES, evaluations_of, leading, metric_label
+from holdfast.report.metrics import EVALUATION, TIMING, evaluations_of, leading, metric_label
 from holdfast.report.reading import RunRecord
 from holdfast.report.settings import NOT_THERE, setting_differences
 from holdfast.report.story import Mark
@@ -147,11 +147,11 @@ def times_section(runs: Sequence[RunRecord]) -> str:
         if "step_time" not in columns:
             continue
         steps, whole = len(columns["step_time"].steps), sum(columns["step_time"].values)
-        phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(PHASES)}
+        phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(TIMING)}
         phases["rest of the step"] = max(0.0, whole - sum(phases.values()))
         for name, seconds in sorted(phases.items(), key=lambda pair: -pair[1]):
             share = f"{seconds / whole:.1%}" if whole else NOT_THERE
-            cells = [name.removeprefix(PHASES), f"{1000 * seconds / max(1, steps):,.1f}", share, seconds_words(seconds)]
+            cells = [name.removeprefix(TIMING), f"{1000 * seconds / max(1, steps):,.1f}", share, seconds_words(seconds)]
             rows.append([text(cell) for cell in ([run.name, *cells] if len(runs) > 1 else cells)])
     if not rows:
         return ""

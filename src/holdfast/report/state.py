@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.files import RegularFile, parse_json, read_bytes, read_json
 from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER, METRICS
 
-LEASE = "checkpoints/.lease.json"
+_LEASE = "checkpoints/.lease.json"
 """As `checkpoint.place` has it; repeated here because that imports torch."""
 
 _ENDINGS = ("done", "stop", "failed")
@@ -42,7 +42,7 @@ def state_of(place: Path, events: Sequence[Mapping[str, Any]], step: int | None)
     Raises:
         OSError: Its lease cannot be read, or is not a file.
     """
-    lease = place / LEASE
+    lease = place / _LEASE
     holder = _holder(lease)
     who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
     if holder and _lives(lease, holder):

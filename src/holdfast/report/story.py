@@ -45,7 +45,7 @@ _OTHERS = {
     "back": "went back to an earlier step, as checkpoint.resume.from asked",
     "evaluation_made_later": "made the evaluation that an earlier start had left",
 }
-KINDS = ("failed", "stopped", "resumed", "saved", "evaluated", "alarm", "exported", "other")
+ENTRY_KINDS = ("failed", "stopped", "resumed", "saved", "evaluated", "alarm", "exported", "other")
 
 
 def public_sentence(text: str) -> str:

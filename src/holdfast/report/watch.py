@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from holdfast.escaping import escaped
 from holdfast.files import size_words
 from holdfast.report.curves import Column
-from holdfast.report.follow import Follower, Look
-from holdfast.report.metrics import EVALUATION, PHASES, leading, metric_label
+from holdfast.report.follow import Follower, Glance
+from holdfast.report.metrics import EVALUATION, TIMING, leading, metric_label
 from holdfast.report.sections import age, digits
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _await(follower: Follower, drawn: float) -> None:
             return
 
 
-def screen(look: Look, console: Console) -> RenderableType:
+def screen(look: Glance, console: Console) -> RenderableType:
     """Return what is shown of a run."""
     from rich.console import Group
     from rich.table import Table
@@ -90,7 +90,7 @@ def screen(look: Look, console: Console) -> RenderableType:
     return Group(*head, grid, *_samples(look, width))
 
 
-def _head(look: Look) -> Text:
+def _head(look: Glance) -> Text:
     from rich.text import Text
 
     line = Text(no_wrap=True, overflow="ellipsis")
@@ -102,7 +102,7 @@ def _head(look: Look) -> Text:
     return line
 
 
-def _progress(look: Look, width: int, bars: str) -> Text:
+def _progress(look: Glance, width: int, bars: str) -> Text:
     """Return step, bar and the time that is left at the pace of the last steps."""
     from rich.text import Text
 
@@ -126,7 +126,7 @@ def _progress(look: Look, width: int, bars: str) -> Text:
     return line.append(f"  {tail}" if tail else "")
 
 
-def _left(look: Look) -> float | None:
+def _left(look: Glance) -> float | None:
     times = look.curves.columns.get("step_time")
     if look.state.name != "running" or not look.total or times is None or not times.values:
         return None
@@ -157,7 +157,7 @@ def _cell(text: str, style: str = "") -> Text:
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
-def _curves(look: Look, width: int, bars: str) -> Iterator[RenderableType]:
+def _curves(look: Glance, width: int, bars: str) -> Iterator[RenderableType]:
     """Yield the sparklines, and what the last steps were spent on."""
     columns = look.curves.columns
     names = [name for name in leading(columns) if name in columns][:_MOST_CURVES]
@@ -186,9 +186,9 @@ def _curves(look: Look, width: int, bars: str) -> Iterator[RenderableType]:
 
 def _phases(columns: dict[str, Column], width: int, bars: str) -> Iterator[RenderableType]:
     means = {
-        name.removeprefix(PHASES): fmean(_finite(column.values[-_LAST_STEPS:]) or [0.0])
+        name.removeprefix(TIMING): fmean(_finite(column.values[-_LAST_STEPS:]) or [0.0])
         for name, column in columns.items()
-        if name.startswith(PHASES)
+        if name.startswith(TIMING)
     }
     if not means:
         return
@@ -218,14 +218,14 @@ def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     return "".join(" " if value is None else bars[round((value - low) * scale)] for value in means)
 
 
-def _state_parts(look: Look, width: int) -> Iterator[RenderableType]:
+def _state_parts(look: Glance, width: int) -> Iterator[RenderableType]:
     """Yield ranks, checkpoints and what went wrong."""
-    makers: tuple[Callable[[Look, int], Iterator[RenderableType]], ...] = (_ranks, _checkpoints, _health)
+    makers: tuple[Callable[[Glance, int], Iterator[RenderableType]], ...] = (_ranks, _checkpoints, _health)
     for maker in makers:
         yield from maker(look, width)
 
 
-def _ranks(look: Look, width: int) -> Iterator[RenderableType]:
+def _ranks(look: Glance, width: int) -> Iterator[RenderableType]:
     if not look.ranks:
         return
     yield _title("ranks")
@@ -242,7 +242,7 @@ def _ranks(look: Look, width: int) -> Iterator[RenderableType]:
         yield _cell(f"and {len(look.ranks) - 16} more, {len(silent_ranks) or 'none'} of them silent"[:width])
 
 
-def _checkpoints(look: Look, width: int) -> Iterator[RenderableType]:
+def _checkpoints(look: Glance, width: int) -> Iterator[RenderableType]:
     yield _title("checkpoints")
     there = [line for line in look.checkpoints if line.is_there]
     if not there:
@@ -254,7 +254,7 @@ def _checkpoints(look: Look, width: int) -> Iterator[RenderableType]:
         yield _cell(f"step {line.step}{size}{seconds}  {verified}"[:width])
 
 
-def _health(look: Look, width: int) -> Iterator[RenderableType]:
+def _health(look: Glance, width: int) -> Iterator[RenderableType]:
     trouble = [mark for mark in look.marks if mark.kind in {"failed", "stopped", "resumed", "alarm"}]
     yield _title("health")
     if not trouble:
@@ -265,7 +265,7 @@ def _health(look: Look, width: int) -> Iterator[RenderableType]:
         yield _cell(words if len(words) <= width else words[: width - 1] + "…", style)
 
 
-def _samples(look: Look, width: int) -> Iterator[RenderableType]:
+def _samples(look: Glance, width: int) -> Iterator[RenderableType]:
     if not look.samples:
         return
     yield _title(f"completions of step {look.samples[-1].step}")

@@ -21,7 +21,7 @@ from holdfast.files import open_regular, parse_json
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.types import Finish
 
-FOLDER = "rollouts"
+ROLLOUTS = "rollouts"
 """Of a run's directory."""
 
 _Completions = Mapping[tuple[int, int], Mapping[str, Any]]
@@ -40,7 +40,7 @@ class RecordedEngine:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files = sorted((directory / FOLDER).glob("step-*.jsonl.gz"))
+        self._files = sorted((directory / ROLLOUTS).glob("step-*.jsonl.gz"))
         if not self._files:
             raise ConfigError(
                 f"rollout.engine.path: {directory} has no recorded rollouts; its run needs rollout.record: true."

@@ -239,7 +239,7 @@ Identity = Mapping[str, Mapping[str, str]]
 PLATEAU_FACTOR = "plateau/factor"
 """In a state's `watched`: by how much plateaus have lowered the rate."""
 
-REFERENCE = "reference"
+REFERENCE_POLICY = "reference"
 """Name of a reference policy among the models that checkpoints hold beside the run's own."""
 
 
@@ -376,7 +376,7 @@ class Run:
         companions = {name: Companion(each.model, each.optimizer) for name, each in self.companions.items()}
         if trained.following is not None:
             names = {name for name, value in sharded_parameters(trained.model).items() if value.requires_grad}
-            companions[REFERENCE] = Companion(trained.following.model, None, names | trained.unfreezing.names)
+            companions[REFERENCE_POLICY] = Companion(trained.following.model, None, names | trained.unfreezing.names)
         return companions
 
     @property

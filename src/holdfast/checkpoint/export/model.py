@@ -37,7 +37,7 @@ from holdfast.models.weights.safetensors_files import (
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors
 
-ASSETS = (
+EXPORT_ASSETS = (
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
@@ -221,13 +221,13 @@ def write_assets(folder: Path, origin: Blueprint, dtype: torch.dtype) -> None:
     config.save_pretrained(str(folder))
     origin.tokenizer.save_pretrained(str(folder))
     _forget_loading(folder / "tokenizer_config.json")
-    for name in ASSETS:
+    for name in EXPORT_ASSETS:
         if origin.directory is not None and (origin.directory / name).exists():
             shutil.copyfile(origin.directory / name, folder / name)
     if origin.image_processor is not None and not any((folder / name).exists() for name in PROCESSOR_FILES):
         origin.image_processor.save_pretrained(str(folder))
     generation = copy.deepcopy(getattr(origin.skeleton, "generation_config", None))
-    if generation is not None and not (folder / ASSETS[0]).exists():
+    if generation is not None and not (folder / EXPORT_ASSETS[0]).exists():
         generation.use_cache = True  # off only while training
         generation.save_pretrained(str(folder))
 

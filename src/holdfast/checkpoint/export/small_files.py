@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import RunStopped
 from holdfast.models.build.model import Blueprint
-from holdfast.models.source.origin import PROBE
+from holdfast.models.source.origin import TOKENIZER_PROBE
 
 _OF_LOADING = {"_name_or_path", "transformers_version"}
 
@@ -75,7 +75,7 @@ def _plain(config: Any) -> dict[str, Any]:
 def _marks(tokenizer: Any) -> dict[str, Any]:
     """Return what tells a tokenizer from another one."""
     return {
-        "tokens of a probe text": tokenizer(PROBE)["input_ids"],
+        "tokens of a probe text": tokenizer(TOKENIZER_PROBE)["input_ids"],
         "words": len(tokenizer),
         "special tokens": {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
         "chat template": getattr(tokenizer, "chat_template", None),

@@ -29,7 +29,7 @@ _KNOWN = (
 )
 
 
-class Place(NamedTuple):
+class ForeignPlace(NamedTuple):
     """A path that holds a checkpoint, and what reads it."""
 
     path: Path
@@ -53,7 +53,7 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     return checkpoint
 
 
-def recognise(path: Path) -> Place:
+def recognise(path: Path) -> ForeignPlace:
     """Return where a path's checkpoint is, and its reader.
 
     Raises:
@@ -82,33 +82,33 @@ def recognise(path: Path) -> Place:
     return _below(path, names)
 
 
-def _file(path: Path) -> Place:
+def _file(path: Path) -> ForeignPlace:
     if path.suffix == ".ckpt":
-        return Place(path, read_lightning)
+        return ForeignPlace(path, read_lightning)
     if path.suffix == ".safetensors":
-        return Place(path, read_hugging_face)
+        return ForeignPlace(path, read_hugging_face)
     raise UnreadableForeign(
         f"{path} is one file. Name the directory of a checkpoint, a .ckpt of Lightning, or a file of safetensors."
     )
 
 
-def _systems(path: Path, names: set[str]) -> dict[str, Place]:
+def _systems(path: Path, names: set[str]) -> dict[str, ForeignPlace]:
     """Return every system whose names a directory has."""
-    systems: dict[str, Place] = {}
+    systems: dict[str, ForeignPlace] = {}
     if is_rank_folder(names):
-        systems["verl or EasyR1"] = Place(path, read_rank_files)
+        systems["verl or EasyR1"] = ForeignPlace(path, read_rank_files)
     if is_accelerate(names):
-        systems["accelerate or transformers' Trainer"] = Place(path, read_accelerate)
+        systems["accelerate or transformers' Trainer"] = ForeignPlace(path, read_accelerate)
     elif is_hugging_face(names):
-        systems["Hugging Face"] = Place(path, read_hugging_face)
+        systems["Hugging Face"] = ForeignPlace(path, read_hugging_face)
     if META in names:
-        systems["Lightning"] = Place(path, read_lightning)
+        systems["Lightning"] = ForeignPlace(path, read_lightning)
     elif is_dcp(path):
-        systems["DCP"] = Place(path, read_lightning if path.suffix == ".ckpt" else read_plain)
+        systems["DCP"] = ForeignPlace(path, read_lightning if path.suffix == ".ckpt" else read_plain)
     return systems
 
 
-def _below(path: Path, names: set[str]) -> Place:
+def _below(path: Path, names: set[str]) -> ForeignPlace:
     """Return the checkpoint in a directory of steps, or in a run's.
 
     Raises:

@@ -107,7 +107,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ForeignFinding:
     """One thing that a person should know."""
 
     kind: Kind
@@ -138,13 +138,13 @@ class ForeignCheckpoint:
     """Whether it holds the state of random generators."""
     model_files: Path | None = None
     """Directory with config.json."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ForeignFinding] = field(default_factory=list)
 
     def add(self, kind: Kind, *texts: str, there: bool = True) -> None:
         """Note findings."""
-        self.findings += [Finding(kind, text, there) for text in texts]
+        self.findings += [ForeignFinding(kind, text, there) for text in texts]
 
-    def of_kind(self, kind: Kind) -> Sequence[Finding]:
+    def of_kind(self, kind: Kind) -> Sequence[ForeignFinding]:
         """Return the findings of one kind."""
         return [each for each in self.findings if each.kind == kind]
 

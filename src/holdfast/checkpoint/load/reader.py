@@ -72,7 +72,7 @@ from holdfast.optim.state import OptimizerState
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part, sharded_parameters
 
-Check = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
+StateCheck = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
 """Looks at the state of all and at this rank's own, if it has one, before anything live is touched."""
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
@@ -104,7 +104,7 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     verified: Manifest | None = None,
     averages: Mapping[str, Tensor] | None = None,
     companions: Mapping[str, Companion] | None = None,
-    check: Check = lambda _, __: None,
+    check: StateCheck = lambda _, __: None,
 ) -> LoadedState:
     """Load a checkpoint; every rank calls this.
 
@@ -346,7 +346,7 @@ def _small(
 
 
 def _check_small(
-    where: str, rank_state: dict[str, Any] | None, shared: dict[str, Any], manifest: Manifest, check: Check
+    where: str, rank_state: dict[str, Any] | None, shared: dict[str, Any], manifest: Manifest, check: StateCheck
 ) -> None:
     """Refuse a state that cannot be put back, which hashes say nothing about.
 

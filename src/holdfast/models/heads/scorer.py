@@ -181,7 +181,7 @@ TextTokens = Sequence[int]
 """The tokens of a text."""
 
 
-def bytes_of(section: ModelRewardConfig, base: Path) -> int:
+def weight_bytes(section: ModelRewardConfig, base: Path) -> int:
     """Return what the weights of a reward model take in its dtype; 0 where its files do not say it.
 
     Raises:

@@ -16,7 +16,7 @@ from holdfast.models.source.configuration import refusals
 from holdfast.models.source.places import local_directory
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
+TOKENIZER_PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
 """Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
 
 _ENDINGS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
@@ -212,8 +212,8 @@ def _as_in_its_file(tokenizer: Any, directory: Path) -> Any:
     file = directory / "tokenizer.json"
     if not file.exists():
         return tokenizer
-    written = Tokenizer.from_file(str(file)).encode(PROBE, add_special_tokens=False).ids
-    if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == written:
+    written = Tokenizer.from_file(str(file)).encode(TOKENIZER_PROBE, add_special_tokens=False).ids
+    if tokenizer(TOKENIZER_PROBE, add_special_tokens=False)["input_ids"] == written:
         return tokenizer
     print(
         f"warning: transformers' AutoTokenizer makes a {type(tokenizer).__name__} of {directory}, which splits text "

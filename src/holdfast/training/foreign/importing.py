@@ -38,7 +38,7 @@ from holdfast.models.names import tied_names
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.mesh import World
 from holdfast.training import directory
-from holdfast.training.foreign.states import Planned, described_state, planned_states, rate_of
+from holdfast.training.foreign.states import PlannedTensor, described_state, planned_states, rate_of
 from holdfast.training.foreign.weightless import weightless_run
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState
@@ -105,7 +105,7 @@ def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Impor
         raise ConfigError(f"{place} is there already, and nothing is overwritten. Give another run.name in the file.")
     names = run.trained.unfreezing.parameters
     snapshot = _of_tensors(
-        {MODEL + name: Planned(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()},
+        {MODEL + name: PlannedTensor(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()},
         frozenset(MODEL + name for name, value in names.items() if value.requires_grad),
         run,
     )
@@ -144,7 +144,9 @@ def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
 def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> tuple[Snapshot, list[str]]:
     """Return what will be written; its tensors have no memory until they are."""
     states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
-    planned = {MODEL + name: Planned(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()}
+    planned = {
+        MODEL + name: PlannedTensor(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()
+    }
     planned |= {f"{OPTIM}{name}.{slot}": each for name, slots in states.items() for slot, each in slots.items()}
     seed_rank(run.setting.config.seed, 0, deterministic=run.setting.config.determinism, step=step)
     trained = {name for group in checkpoint.groups for name in group.names} | set(checkpoint.states)
@@ -161,7 +163,7 @@ def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> tuple[Snaps
     return complete, _repairs(checkpoint)
 
 
-def _of_tensors(planned: Mapping[str, Planned], trained: frozenset[str], run: Run) -> Snapshot:
+def _of_tensors(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
     """Return a snapshot of tensors that are read when they are written."""
     return Snapshot(
         tensors={name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in planned.items()},

@@ -25,7 +25,7 @@ _SLOTS = {
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTensor:
     """A tensor that will be written."""
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Planned:
 
 def planned_states(
     checkpoint: ForeignCheckpoint, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, dict[str, Planned]]:
+) -> dict[str, dict[str, PlannedTensor]]:
     """Return the state that a run's optimizer goes on with, by parameter and key; nothing is read yet.
 
     Raises:
@@ -49,7 +49,7 @@ def planned_states(
             "state is kept in another form. Set optim.kind: adamw, or import with --export and begin anew."
         )
     _refuse_other_slots(checkpoint, slots, kind)
-    planned: dict[str, dict[str, Planned]] = {}
+    planned: dict[str, dict[str, PlannedTensor]] = {}
     for name, stored in checkpoint.states.items():
         parameter = parameters.get(name)
         if parameter is None:
@@ -101,17 +101,17 @@ def _is_wide(checkpoint: ForeignCheckpoint) -> bool:
 
 def _slot(
     checkpoint: ForeignCheckpoint, slot: str, stored: Mapping[str, StoredTensor], parameter: nn.Parameter
-) -> Planned:
+) -> PlannedTensor:
     shape, dtype = tuple(parameter.shape), parameter.dtype
     tensor = stored.get(slot)
     if tensor is None:
-        return Planned(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
+        return PlannedTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
     if not tensor.shape:
-        return Planned((), torch.float32, lambda: tensor.read().to(torch.float32).reshape(()))
+        return PlannedTensor((), torch.float32, lambda: tensor.read().to(torch.float32).reshape(()))
     if tensor.dtype == dtype:
-        return Planned(tensor.shape, dtype, tensor.read)
+        return PlannedTensor(tensor.shape, dtype, tensor.read)
     if tensor.dtype is torch.bfloat16 and dtype is torch.float32:  # every bfloat16 is a float32
-        return Planned(tensor.shape, dtype, lambda: tensor.read().to(torch.float32))
+        return PlannedTensor(tensor.shape, dtype, lambda: tensor.read().to(torch.float32))
     raise CheckpointMismatch(
         f"{checkpoint.path}: {slot} is {_word(tensor.dtype)} there, and the parameters of this run are "
         f"{_word(dtype)}: making it {_word(dtype)} would lose digits. Set model.dtype: {_word(tensor.dtype)}."

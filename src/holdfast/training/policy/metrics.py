@@ -134,7 +134,7 @@ def log_ratios_of(mini_batch: MiniBatch, logprobs: Sequence[Tensor]) -> NDArray[
         parts.append((then - sampler.flatten()[batch.scored].to(then.device)).float())
     if not parts:
         return np.zeros(0, np.float32)
-    log_ratios = host_value(torch.cat(parts), "log-probabilities beside the sampler's")
+    log_ratios: NDArray[np.float32] = host_value(torch.cat(parts), "log-probabilities beside the sampler's")
     return log_ratios[np.isfinite(log_ratios)]
 
 

@@ -34,11 +34,11 @@ from holdfast.models.heads.scorer import (
     TextScorer,
     TextTokens,
     batches_of,
-    bytes_of,
     check_layer,
     not_trained_to_score,
     place_of_score,
     scores_of,
+    weight_bytes,
     without_output_layer,
 )
 from holdfast.models.layers.attention import register_attention
@@ -215,7 +215,7 @@ def _check_room(section: ModelRewardConfig, setting: Setting) -> int:
         ConfigError: They, or this rank's share of them, take more memory than there is now.
     """
     config, world = setting.config, setting.world
-    needed = bytes_of(section, setting.base)
+    needed = weight_bytes(section, setting.base)
     device, host = (free_bytes(world), "its device"), (free_host_bytes(world), "its share of the machine's memory")
     parts = 1 if section.place == "whole" else max(1, world.size // config.parallel.replicate)
     match section.place, config.parallel.cpu_offload:

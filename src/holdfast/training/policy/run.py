@@ -131,7 +131,7 @@ class PolicyRun:
         return self.common.companions.get(CRITIC)
 
 
-PARAMETERS, OPTIMIZER = "parameters", "optimizer"
+_PARAMETERS, _OPTIMIZER = "parameters", "optimizer"
 
 
 @contextmanager
@@ -147,17 +147,17 @@ def offloaded(run: PolicyRun) -> Iterator[None]:
         with run.setting.phase("to_host"):  # before the engine's copy takes memory
             if section.optimizer == "host":
                 for each in everyone:
-                    host.offload(OPTIMIZER, _states(each), besides=sharded_parameters(each.model).values())
+                    host.offload(_OPTIMIZER, _states(each), besides=sharded_parameters(each.model).values())
         with run.setting.phase("rollout"):
             run.evaluation.sampler.publish(run.trained)  # what is offloaded cannot be gathered
         with run.setting.phase("to_host"):
             if section.parameters == "host":
-                host.offload(PARAMETERS, _own_parameters(run))
+                host.offload(_PARAMETERS, _own_parameters(run))
                 for each in run.common.companions.values():
-                    host.offload(PARAMETERS, sharded_parameters(each.model).values())
+                    host.offload(_PARAMETERS, sharded_parameters(each.model).values())
         yield
     finally:
-        run.trained.restore(PARAMETERS)
+        run.trained.restore(_PARAMETERS)
 
 
 @contextmanager

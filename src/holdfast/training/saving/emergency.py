@@ -20,7 +20,7 @@ from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointError, SaveFailed
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, random_state
-from holdfast.checkpoint.session import LOST, Saved, Session
+from holdfast.checkpoint.session import LOST_A_RANK, Saved, Session
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import Run
 
@@ -165,7 +165,7 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
             deadline = time.monotonic() + patience_seconds
         elif progress[0][2]:
             session.abandon()
-            session.broken = LOST
+            session.broken = LOST_A_RANK
             where = ", ".join(f"rank {rank} in phase {phase!r}" for rank, (phase, _) in waiting.items())
             raise SaveFailed(
                 f"a save has hung for more than {minutes:g} minutes: {where}. Look at the file system of that rank."
@@ -192,7 +192,7 @@ def collect_together(run: Run, session: Session) -> Saved | None:
     if not failures:
         return saved
     # Ranks that waited know more than those whose connections the waiting ones then closed.
-    first = min(failures, key=lambda words: words[0] == LOST)[1]
+    first = min(failures, key=lambda words: words[0] == LOST_A_RANK)[1]
     if error is not None and str(error) == first:
         raise error
     raise SaveFailed(first)
