@@ -34,6 +34,7 @@ from holdfast.models.weights.safetensors_files import plan_files, tensor_bytes, 
 from holdfast.rollout.servers import VLLMServer
 
 _MIB = 2**20
+_JOIN_SECONDS = 1.0
 _IS_OPEN = "already active"
 """What vLLM says of a session that nobody ended."""
 
@@ -100,7 +101,7 @@ class Leases:
         if self._thread.ident is None or self._ended.is_set():
             return
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)  # it may be asking a server that hangs
         atexit.unregister(self.give_back)
         for server in self._servers.values():
             with suppress(EndpointRefuses, EndpointUnwell):

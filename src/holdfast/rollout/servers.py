@@ -45,7 +45,7 @@ _FACTS = frozenset({
 _LEASE_SECONDS = 30.0
 """For a server to say who has it; it may be in the middle of a batch."""
 _ABORT_SECONDS = 1.0
-"""For a server to hear that requests end; one that hangs does not."""
+"""For a server to hear that requests, or a run, end; one that hangs does not."""
 
 
 PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
@@ -137,7 +137,9 @@ class VLLMServer:
             EndpointRefuses, EndpointUnwell: It does not say.
         """
         content = {"holder": dict(holder), "seconds": seconds, "replaces": replaces}
-        looks = replace(self.control, timeout_seconds=min(self.control.timeout_seconds, _LEASE_SECONDS))
+        # Who gives it back ends, and does not wait for a server that hangs.
+        longest = _LEASE_SECONDS if seconds else _ABORT_SECONDS
+        looks = replace(self.control, timeout_seconds=min(self.control.timeout_seconds, longest))
         told = looks.ask("POST", "/collective_rpc", {"method": "holdfast_lease", "kwargs": content})
         try:
             return told["results"][0]["holder"], float(told["results"][0]["seconds"])
