@@ -27,6 +27,7 @@ from holdfast.escaping import escaped
 from holdfast.files import parse_json
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
+_BUSY = frozenset({429, 503})
 _SHOWN = 400
 
 
@@ -40,6 +41,16 @@ class EndpointMistaken(EndpointRefuses):
 
 class EndpointUnwell(Exception):  # noqa: N818 - the name says what happened
     """The endpoint cannot be reached or is overloaded; it may be well in a moment."""
+
+
+class EndpointBusy(EndpointUnwell):
+    """The endpoint has not begun with the request, and says that it may be asked again: 429 and 503."""
+
+
+def pause_seconds(tries: int) -> float:
+    """Return the pause behind so many tries that failed: twice the one before, up to a longest."""
+    times = patience.current
+    return min(times.http_longest_pause_seconds, times.http_first_pause_seconds * 2.0 ** (tries - 1))
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,12 @@ class Endpoint:
     keeps_open: bool = False
     """Whether a connection serves several requests. One that the server closed meanwhile is replaced without a word,
     and its request sent again, so ask only what may be asked twice."""
+    tried_again: type[EndpointUnwell] = EndpointUnwell
+    """After what `ask` asks again; what must not be done twice is asked again after `EndpointBusy` alone."""
     may_be_empty: bool = False
     """Whether an answer of nothing is one, and stands for None."""
     _idle: list[http.client.HTTPConnection] = field(default_factory=list, repr=False, compare=False)
+    _busy: set[socket.socket] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def longest_seconds(self) -> float:
@@ -77,11 +91,9 @@ class Endpoint:
             stop=tenacity.stop_any(
                 tenacity.stop_after_attempt(self.attempts), tenacity.stop_when_event_set(self.given_up)
             ),
-            wait=tenacity.wait_exponential(
-                patience.current.http_first_pause_seconds, max=patience.current.http_longest_pause_seconds
-            ),
+            wait=lambda state: pause_seconds(state.attempt_number),
             sleep=tenacity.sleep_using_event(self.given_up),
-            retry=tenacity.retry_if_exception_type(EndpointUnwell),
+            retry=tenacity.retry_if_exception_type(self.tried_again),
             reraise=True,
         )
         return again(self._once, method, path, content)
@@ -102,7 +114,7 @@ class Endpoint:
         url = urlsplit(self.url.rstrip("/") + path)
         status, received = self._exchange(_Message(method, url, body, headers))
         if status in _TRIED_AGAIN or status >= 500:
-            raise EndpointUnwell(f"answers {status} {cut(received)}")
+            raise (EndpointBusy if status in _BUSY else EndpointUnwell)(f"answers {status} {cut(received)}")
         if status != 200:
             raise EndpointRefuses(f"answers {status} {cut(received)}")
         if len(received) > self.most_bytes:
@@ -146,6 +158,8 @@ class Endpoint:
         alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
         alarm.daemon = True
         alarm.start()
+        opened = connection.sock  # a connection forgets it when it closes
+        self._busy.add(opened)
         try:
             connection.request(message.method, message.target, message.body, message.headers)
             response = connection.getresponse()
@@ -155,6 +169,7 @@ class Endpoint:
             stays_open = self.keeps_open and response.status < 500 and not response.will_close
         finally:
             alarm.cancel()
+            self._busy.discard(opened)
             if not stays_open:
                 connection.close()
         if time.monotonic() >= deadline:  # what came may be the part before the alarm
@@ -168,6 +183,11 @@ class Endpoint:
         connection = kind(url.hostname or "", url.port, timeout=self.timeout_seconds)
         connection.connect()
         return connection
+
+    def hang_up(self) -> None:
+        """End the wait of every request that is on its way: it is `EndpointUnwell` at once."""
+        for opened in tuple(self._busy):
+            _hang_up(opened)
 
     def close(self) -> None:
         """Close connections that wait for a request."""

@@ -36,11 +36,18 @@ def of_itself(change: Callable[[dict[str, Any]], None]) -> Any:
     """Change what a server says of itself."""
 
     def answer(path: str, told: Any) -> Any:
-        if path == "/collective_rpc":
+        if path == "/collective_rpc" and "identity" in told["results"][0]:
             change(told["results"][0])
         return told
 
     return answer
+
+
+def of_a_lease(path: str, told: Any) -> Any:
+    """Say something else of who pushes."""
+    if path == "/collective_rpc" and "seconds" in told["results"][0]:
+        told["results"][0]["holder"]["token"] = 3
+    return told
 
 
 def instead(path_of_answer: str, content: Any) -> Any:
@@ -79,6 +86,7 @@ def of_completions(change: Callable[[dict[str, Any]], None]) -> Any:
         (of_itself(lambda facts: facts.update(tied="no")), 'results[0].tied "no", where true or false is needed'),
         (of_itself(lambda facts: facts.update(dtype=32)), "results[0].dtype 32, where a text is needed"),
         (of_itself(lambda facts: facts.update(identity="../x")), 'identity "../x", where letters, digits and dashes'),
+        (of_a_lease, "/collective_rpc with results[0].holder.token 3, where a text is needed"),
         (instead("/collective_rpc", {"results": []}), "results a list of 0, where a list of at least 1 is needed"),
         (instead("/collective_rpc", DEEP), "POST /collective_rpc with what is no JSON: [[[["),
         (instead("/v1/models", {"data": {"id": "policy"}}), "/v1/models with data an object, where a list of"),
@@ -276,10 +284,19 @@ def same_state(server: VLLMServer, content: bytes) -> None:
         assert state.model in {each["id"] for each in told["data"]}
 
 
+def same_lease(server: VLLMServer, content: bytes) -> None:
+    holder, seconds = server.lease({"token": "a"}, 60.0)
+    lease = json.loads(content)["results"][0]
+    assert holder == {name: lease["holder"][name] for name in ("token", "host", "pid", "machine")}
+    assert seconds == lease["seconds"]
+    assert not seconds < 0
+
+
 KINDS = {
     "generate": ("/inference/v1/generate", same_completion),
     "stop": ("/inference/v1/generate", same_completion),
     "prompt_logprobs": ("/inference/v1/generate", same_proof),
+    "lease": ("/collective_rpc", same_lease),
     "identity": ("/collective_rpc", same_state),
     "models": ("/v1/models", same_state),
 }

@@ -20,7 +20,8 @@ from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import computes_on_cpu
-from holdfast.launch.servers import Served, Servers
+from holdfast.launch.servers import Served, Servers, keep_logs
+from holdfast.training.directory import run_directory
 
 
 def serve(path: Path, overrides: Sequence[str]) -> int:
@@ -104,8 +105,11 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
             dtype = "float32" if on_cpu else "bfloat16"
         served = Served(section, model, section.model or "policy", dtype, _longest(config), on_cpu, folder)
         print(f"starting {len(section.url)} servers of vLLM ({folder}/server-N.log)", flush=True)
-        with Servers(served):
-            yield
+        try:
+            with Servers(served):
+                yield
+        finally:
+            keep_logs(folder, run_directory(config))
 
 
 def _longest(config: TrainingConfig) -> int:

@@ -168,6 +168,7 @@ TopRow = Mapping[int, float]
 
 _FACTS: Mapping[str, Callable[[Field], Any]] = {
     "identity": Field.file_name,
+    "holder": lambda fact: None if fact.value is None else _holder(fact),
     "backend": Field.text_or_none,
     "dtype": Field.text,
     "longest": Field.positive,
@@ -203,6 +204,25 @@ def server_state_of(listed: Any, described: Any, model: str = "") -> ServerState
     described_facts = Field(RPC, described).key("results").items(1)[0]
     facts = {fact: read(described_facts.key(fact)) for fact, read in _FACTS.items()}
     return ServerState(name, facts["longest"], facts["identity"], facts)
+
+
+def server_lease_of(answer: Any) -> tuple[dict[str, Any], float]:
+    """Read who pushes to a server, and for how many seconds no other may.
+
+    Raises:
+        EndpointMistaken: It answers something else.
+    """
+    lease = Field(RPC, answer).key("results").items(1)[0]
+    seconds = lease.key("seconds")
+    if not math.isfinite(seconds.size()):
+        seconds.refuse("a finite number")
+    return _holder(lease.key("holder")), seconds.size()
+
+
+def _holder(said: Field) -> dict[str, Any]:
+    texts = {name: said.key(name).text() for name in ("token", "host")}
+    machine = [each.text() for each in said.key("machine").items()]
+    return texts | {"pid": said.key("pid").positive(), "machine": machine}
 
 
 def _is_whole_model(listed: Field) -> bool:

@@ -24,7 +24,7 @@ from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.rollout.answers import TopRow
-from holdfast.rollout.publish import Inspected
+from holdfast.rollout.buckets import Inspected
 from holdfast.rollout.servers import VLLMServer
 from holdfast.training.run import ShardedModel
 from holdfast.types import Batch, Example
@@ -64,11 +64,6 @@ class Proof:
     """Largest difference from what the server said after the push before; infinite at the first."""
 
 
-def proof_tokens(block: int) -> int:
-    """Return how many tokens the trainer scores in a proof, where a block of the servers' caches has so many."""
-    return sum(_LENGTHS) + block + _BEYOND_BLOCK
-
-
 class Prover:
     """Compares servers with the trainer after a push; all ranks have one.
 
@@ -80,7 +75,8 @@ class Prover:
 
     def __init__(self, tolerance: float | None, block: int, longest: int) -> None:
         self._tolerance = tolerance
-        self._lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
+        self.lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
+        """Tokens of the fixed sequences."""
         self._before: dict[str, Sequence[Sequence[TopRow]]] = {}
 
     def prove(
@@ -98,7 +94,7 @@ class Prover:
         """
         ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
         dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-        sequences = _sequences(sharded, self._lengths)
+        sequences = _sequences(sharded, self.lengths)
         answers = ranks.on_first_rank(lambda: _ask(servers, sequences))
         differences: dict[str, list[Tensor]] = {url: [] for url in answers}
         look = partial(_compare, answers, sharded, differences) if is_first else _ignore
