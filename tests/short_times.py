@@ -17,6 +17,7 @@ patience.current = replace(
     http_longest_pause_seconds=0.4,
     failure_look_seconds=0.1,
     failure_store_seconds=0.1,
+    server_leave_seconds=1.0,
     lease_look_seconds=0.2,
     emergency_look_seconds=0.1,
     emergency_retry_seconds=0.02,

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 FOLDER = Path(__file__).parents[1] / "tests" / "rollout" / "vllm_replies"
 PROMPT = [5, 9, 17, 33, 12]
 SAMPLING = {"max_tokens": 6, "temperature": 0.7, "seed": 7, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+HOLDER = {"token": "recorded", "host": "here", "pid": 1, "machine": []}
 ASKED: dict[str, tuple[str, str, Any]] = {
     "generate": ("POST", "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": SAMPLING}),
     "stop": (
@@ -42,6 +43,7 @@ ASKED: dict[str, tuple[str, str, Any]] = {
     "unknown_token": ("POST", "/inference/v1/generate", {"token_ids": [5, 99999], "sampling_params": SAMPLING}),
     "models": ("GET", "/v1/models", None),
     "identity": ("POST", "/collective_rpc", {"method": "holdfast_identity"}),
+    "lease": ("POST", "/collective_rpc", {"method": "holdfast_lease", "kwargs": {"holder": HOLDER, "seconds": 0.0}}),
     "unknown_method": ("POST", "/collective_rpc", {"method": "no_such_method"}),
     "update_without_start": ("POST", "/update_weights", {"update_info": {"file": "/nowhere", "hashes": {}}}),
     "version": ("GET", "/version", None),

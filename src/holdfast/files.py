@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -269,3 +269,16 @@ def load_module(file: Path, name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickles look their module up by name
     spec.loader.exec_module(module)
     return module
+
+
+def machine() -> list[str]:
+    """Return what tells where a process number means the same process: host names may be shared, and containers."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = Path("/proc/self/ns/pid")
+    return [boot.read_text().strip(), str(space.readlink())] if boot.exists() and space.is_symlink() else []
+
+
+def died_here(holder: Mapping[str, Any]) -> bool:
+    """Return whether a process that wrote down its `pid` and `machine` was one of this machine, and is gone."""
+    here = machine()
+    return bool(here) and holder.get("machine") == here and not Path(f"/proc/{holder.get('pid')}").exists()

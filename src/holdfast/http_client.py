@@ -1,6 +1,9 @@
 """Requests to an HTTP endpoint that answers JSON, with one limit of time and one of size for the whole answer.
 
 No redirect is followed and no proxy is used: a key goes to the address in the configuration and nowhere else.
+
+Written on `http.client` and not on httpx, whose time-outs are of each read, write and connect: an endpoint that sends a
+byte now and then never meets one, and a rank that waits for it holds all others. Here one alarm ends the whole answer.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ import tenacity
 
 from holdfast import patience
 from holdfast.errors import ConfigError
+from holdfast.escaping import escaped
+from holdfast.files import parse_json
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
+_BUSY = frozenset({429, 503})
 _SHOWN = 400
 
 
@@ -29,8 +35,22 @@ class EndpointRefuses(Exception):  # noqa: N818 - the name says what happened
     """The answer is not what was asked for, and asking again would not help."""
 
 
+class EndpointMistaken(EndpointRefuses):
+    """The answer is none to this question, or not of the form that it has; another server may do better."""
+
+
 class EndpointUnwell(Exception):  # noqa: N818 - the name says what happened
     """The endpoint cannot be reached or is overloaded; it may be well in a moment."""
+
+
+class EndpointBusy(EndpointUnwell):
+    """The endpoint has not begun with the request, and says that it may be asked again: 429 and 503."""
+
+
+def pause_seconds(tries: int) -> float:
+    """Return the pause behind so many tries that failed: twice the one before, up to a longest."""
+    times = patience.current
+    return min(times.http_longest_pause_seconds, times.http_first_pause_seconds * 2.0 ** (tries - 1))
 
 
 @dataclass(frozen=True)
@@ -49,9 +69,12 @@ class Endpoint:
     keeps_open: bool = False
     """Whether a connection serves several requests. One that the server closed meanwhile is replaced without a word,
     and its request sent again, so ask only what may be asked twice."""
+    tried_again: type[EndpointUnwell] = EndpointUnwell
+    """After what `ask` asks again; what must not be done twice is asked again after `EndpointBusy` alone."""
     may_be_empty: bool = False
     """Whether an answer of nothing is one, and stands for None."""
     _idle: list[http.client.HTTPConnection] = field(default_factory=list, repr=False, compare=False)
+    _busy: set[socket.socket] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def longest_seconds(self) -> float:
@@ -68,11 +91,9 @@ class Endpoint:
             stop=tenacity.stop_any(
                 tenacity.stop_after_attempt(self.attempts), tenacity.stop_when_event_set(self.given_up)
             ),
-            wait=tenacity.wait_exponential(
-                patience.current.http_first_pause_seconds, max=patience.current.http_longest_pause_seconds
-            ),
+            wait=lambda state: pause_seconds(state.attempt_number),
             sleep=tenacity.sleep_using_event(self.given_up),
-            retry=tenacity.retry_if_exception_type(EndpointUnwell),
+            retry=tenacity.retry_if_exception_type(self.tried_again),
             reraise=True,
         )
         return again(self._once, method, path, content)
@@ -93,15 +114,15 @@ class Endpoint:
         url = urlsplit(self.url.rstrip("/") + path)
         status, received = self._exchange(_Message(method, url, body, headers))
         if status in _TRIED_AGAIN or status >= 500:
-            raise EndpointUnwell(f"answers {status} {cut(received)}")
+            raise (EndpointBusy if status in _BUSY else EndpointUnwell)(f"answers {status} {cut(received)}")
         if status != 200:
             raise EndpointRefuses(f"answers {status} {cut(received)}")
         if len(received) > self.most_bytes:
             raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
         try:
-            return json.loads(received) if received or not self.may_be_empty else None
+            return parse_json(received) if received or not self.may_be_empty else None
         except ValueError as error:
-            raise EndpointRefuses(f"answers what is no JSON: {cut(received)}") from error
+            raise EndpointMistaken(f"answers {method} {path} with what is no JSON: {cut(received)}") from error
 
     def _exchange(self, message: _Message) -> tuple[int, bytes]:
         deadline = time.monotonic() + self.timeout_seconds
@@ -137,6 +158,8 @@ class Endpoint:
         alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
         alarm.daemon = True
         alarm.start()
+        opened = connection.sock  # a connection forgets it when it closes
+        self._busy.add(opened)
         try:
             connection.request(message.method, message.target, message.body, message.headers)
             response = connection.getresponse()
@@ -146,6 +169,7 @@ class Endpoint:
             stays_open = self.keeps_open and response.status < 500 and not response.will_close
         finally:
             alarm.cancel()
+            self._busy.discard(opened)
             if not stays_open:
                 connection.close()
         if time.monotonic() >= deadline:  # what came may be the part before the alarm
@@ -159,6 +183,11 @@ class Endpoint:
         connection = kind(url.hostname or "", url.port, timeout=self.timeout_seconds)
         connection.connect()
         return connection
+
+    def hang_up(self) -> None:
+        """End the wait of every request that is on its way: it is `EndpointUnwell` at once."""
+        for opened in tuple(self._busy):
+            _hang_up(opened)
 
     def close(self) -> None:
         """Close connections that wait for a request."""
@@ -185,7 +214,7 @@ def _hang_up(opened: socket.socket) -> None:
 def cut(answer: object) -> str:
     """Return the beginning of what an endpoint said, on one line."""
     text = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
-    text = " ".join(text.split())
+    text = escaped(" ".join(text.split()))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

@@ -24,6 +24,8 @@ class Patience:
     """For a server that we start to load its model and answer."""
     server_restart_seconds: float = 180.0
     """For ranks to see a server again that died, where we start servers."""
+    server_leave_seconds: float = 15.0
+    """For a server of a launcher that was killed to leave its port."""
     server_look_seconds: float = 0.5
     """Between two looks whether it does, or still lives."""
 

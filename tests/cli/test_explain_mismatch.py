@@ -11,7 +11,11 @@ import pytest
 
 from holdfast.cli.prove import explain, replay
 from holdfast.cli.train import train
+from holdfast.errors import ConfigError
+from holdfast.training.policy.mismatch import CAUSES
 from holdfast.training.policy.recorder import record_path
+from tests.rollout.served import AHEAD, ServedModel, served_tree, serving
+from tests.rollout.test_served_runs import run
 
 RUN = """
 steps: 3
@@ -52,7 +56,36 @@ def change(directory: Path, step: int, to: Any) -> None:
 def test_a_clean_pair_has_nothing_to_explain(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(directory, 1) == 0
 
-    assert "nothing to explain: engine and trainer differ by" in capsys.readouterr().out
+    *table, words = capsys.readouterr().out.partition("what is assumed of the engine\n")[2].splitlines()
+    assert words.startswith("nothing to explain: engine and trainer differ by")
+    named = [line[21:].partition(":")[0] for line in table[1:]]
+    assert sorted(named) == sorted(CAUSES)  # each once: by its nearest fit, or by why it was not tried
+    assert "        -         -  stale weights: not tried, step 1 has no step before it" in table
+    assert (
+        "        -         -  routing: not tried, the model has no experts, or no token's change by rounding" in table
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": 10}, "top_k support: renormalised over the 10 most probable tokens: the difference falls from"),
+        ({"top_p": 0.9}, "top_p support: renormalised over the tokens that reach 0.9: the difference falls from"),
+        ({"top_k": 7}, "top_k support: renormalised over what rollout.top_k, top_p and min_p leave, as the run asks"),
+        ({"top_k": 7, "top_p": 0.9, "renormalise": True}, "nothing to explain"),
+    ],
+)
+def test_a_support_that_was_sampled_over_is_named_unless_the_trainer_has_it_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], words: str
+) -> None:
+    tree = served_tree([], str(tmp_path), **AHEAD, steps=1)
+    tree["rollout"] |= {"engine": "auto", "record": True, **options}
+    run(tmp_path, tree)
+
+    code = explain(tmp_path / "r", 1)
+
+    assert capsys.readouterr().out.splitlines()[-1].startswith(words)
+    assert code == int(not words.startswith("nothing"))
 
 
 def test_a_temperature_that_the_trainer_does_not_know_is_named(
@@ -82,3 +115,40 @@ def test_weights_of_the_step_before_are_named(directory: Path, capsys: pytest.Ca
 
 def test_a_step_is_made_again_as_before(directory: Path) -> None:
     assert replay(directory, 2) == 0
+
+
+def test_a_run_one_step_ahead_is_replayed_and_its_age_is_what_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(ServedModel()) as url:
+        tree = served_tree([url], str(tmp_path), **AHEAD, steps=3)
+        tree["rollout"] |= {"max_staleness": 1, "record": True}
+        run(tmp_path, tree)  # the server ends with it: neither command needs one
+
+    assert replay(tmp_path / "r", 3) == 0
+    assert explain(tmp_path / "r", 1) == 0  # the first step samples from the weights that it trains
+    assert explain(tmp_path / "r", 3) == 1
+
+    words = capsys.readouterr().out.splitlines()[-1]
+    assert words.startswith(
+        "stale weights: those of step 1, as rollout.max_staleness: 1 asks for: the difference falls"
+    )
+
+
+def test_a_step_of_which_no_group_was_trained_is_told(tmp_path: Path) -> None:
+    (tmp_path / "alike.py").write_text("def alike(completion, **_):\n    return 1.0\n")
+    reward = {"kind": "path", "path": "alike.py:alike"}
+    tree = served_tree([], str(tmp_path), steps=1, reward=reward, groups={"flat": "drop"})
+    tree["rollout"] |= {"engine": "auto", "record": True}
+    run(tmp_path, tree)
+
+    with pytest.raises(ConfigError, match=r"step-00000001.jsonl.gz has no completion .* or choose another --step"):
+        explain(tmp_path / "r", 1)
+    assert replay(tmp_path / "r", 1) == 0  # it is made again all the same
+
+
+def test_a_step_whose_engine_told_no_log_probability_is_told(directory: Path) -> None:
+    change(directory, 1, lambda one: one.update(sampler_logprobs=[float("nan")] * len(one["tokens"])))
+
+    with pytest.raises(ConfigError, match=r"has no completion whose log-probabilities the engine told"):
+        explain(directory, 1)

@@ -54,6 +54,36 @@ def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path
     assert done.out.splitlines()[-1] == "identical"
 
 
+@pytest.mark.parametrize(
+    ("sections", "left_out", "why"),
+    [
+        (
+            {"advantage": "remax"},
+            [],
+            "advantage: remax compares with greedy completions, which are not among them",
+        ),
+        (
+            {"teacher": {"path": "t"}, "distill": {"loss": "sampled_reverse_kl"}},
+            ["reward", "rollout.show", "data.max_prompt_length"],
+            "a run of `holdfast distill` records none",
+        ),
+    ],
+)
+def test_what_nothing_records_is_refused_before_anything_runs(
+    warm: WarmPython, tmp_path: Path, sections: dict[str, Any], left_out: list[str], why: str
+) -> None:
+    tree = served_tree(["http://127.0.0.1:9"], "runs", **sections)
+    for key in left_out:
+        section, _, name = key.rpartition(".")
+        del (tree[section] if section else tree)[name]
+    done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "3")
+
+    assert done.code == 2
+    assert done.err.startswith("A proof of a run that samples from servers (rollout.engine) trains on recorded")
+    assert f"{why}. Prove the run with rollout.engine=auto." in done.err
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.deep
 def test_a_proof_keeps_out_of_the_run_s_own_checkpoints(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
     done = prove(

@@ -208,7 +208,7 @@ FAULTS = [
     ("500", "answers 500"),
     ("hangs", "gave no whole answer within 0.4 s"),
     ("trickles", "gave no whole answer within 0.4 s"),
-    ("html", "answers what is no JSON: <html>a proxy's page</html>"),
+    ("html", "with what is no JSON: <html>a proxy's page</html>"),
     ("other-model", "is another model than it was before step 1: what it says of one text differs by 0.5 nats"),
 ]
 OF_ANSWERS = [

@@ -15,6 +15,7 @@ import pytest
 from holdfast.config.yaml12 import to_yaml
 from tests.fake_devices.cases import tree
 from tests.fake_devices.conftest import ROOT, needs_guard
+from tests.rollout.served import AHEAD, served_tree
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
 
@@ -96,6 +97,21 @@ def test_what_cannot_be_planned_is_told_in_one_paragraph(
     assert len(done.stderr.strip().splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr
     assert done.stdout == ""
+
+
+def test_a_plan_asks_no_server_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    needs_guard()
+    (tmp_path / "run.yaml").write_text(to_yaml(served_tree(["http://127.0.0.1:9"], "runs", **AHEAD)), encoding="utf-8")
+
+    done = plan(tmp_path / "run.yaml", "--ranks", "2", "rollout.max_staleness=1", "rollout.engine.start=true")
+
+    assert done.returncode == 0, done.stderr
+    assert (
+        "note: rollout: servers of vLLM sample (1), on devices of their own: their memory and time are left out, and "
+        "so are pushes of weights to them, which take up to two buckets (0.04 MiB) and the largest tensor of rank 0's "
+        "host memory\n"
+    ) in done.stdout
+    assert "BY FORMULAS" not in done.stdout
 
 
 def test_a_plan_that_cannot_be_saved_says_which_key_is_wrong(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from holdfast.cli.doctor import doctor
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import machine_facts
 from holdfast.plan.machine import bad_pairs
+from tests.rollout.served import REWARD, served_tree
 from tests.training.cases import run, tree
 
 MODEL = tree("")["model"]
@@ -253,6 +254,26 @@ def test_an_endpoint_is_asked_for_its_models(capsys: Any, place: Path, judge: st
     )
     assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
     assert "cannot be reached" in by_name(findings, "endpoints")[1]
+
+
+def test_servers_of_rollouts_are_asked_or_could_be_started(capsys: Any, place: Path, judge: str) -> None:
+    (place / "reward.py").write_text(REWARD)
+    server, nobody = judge.removesuffix("/v1"), "http://127.0.0.1:9"
+    values = served_tree([server, nobody], str(place / "runs"))
+    (place / "served.yaml").write_text(yaml.safe_dump(values))
+
+    code, findings = looked(capsys, place / "served.yaml", runs_code=False, only="endpoints")
+
+    assert code == 1
+    first, second = [each["text"] for each in findings if each["name"] == "endpoints"]
+    assert first.startswith(f"rollout.engine: {server}/v1 serves small")
+    assert second.startswith(f"rollout.engine: {nobody}/v1 cannot be reached")
+
+    values["rollout"]["engine"] |= {"start": True, "python": "no-such-python"}
+    (place / "served.yaml").write_text(yaml.safe_dump(values))
+    code, findings = looked(capsys, place / "served.yaml", runs_code=False, only="endpoints")
+    assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
+    assert "no-such-python is no program here" in by_name(findings, "endpoints")[1]
 
 
 def test_what_a_resume_would_do_is_said(capsys: Any, pools: Any, tmp_path: Path) -> None:

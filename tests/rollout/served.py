@@ -6,6 +6,7 @@ log-probabilities of its samples are an oracle of a push. It can be slow, wrong,
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -13,13 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import torch
+import xxhash
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import holdfast.rollout.servers
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -37,6 +43,18 @@ MODEL: dict[str, Any] = {
 PREFIX = "generate-tokens-"
 
 
+def of_the_extension(first: str, behind: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the names of a part of what workers of vLLM import; its imports of vLLM are left out."""
+    source = Path(holdfast.rollout.servers.__file__).with_name("vllm_extension.py").read_text()
+    part = source[source.index(first) : source.index(behind)]
+    names: dict[str, Any] = {
+        "dataclass": dataclass, "functools": functools, "json": json, "Path": Path, "Tokenizer": Tokenizer,
+        "xxhash": xxhash, "Any": Any, "__name__": __name__, **(more or {}),
+    }  # fmt: skip
+    exec(compile("from __future__ import annotations\n" + part, "extension", "exec"), names)  # noqa: S102
+    return names
+
+
 @dataclass
 class ServedModel:
     """What the server holds, and how it behaves."""
@@ -52,12 +70,16 @@ class ServedModel:
     """Spoils answers."""
     garble: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
     """Spoils a bucket behind the checks."""
-    tells: bool = True
-    """Whether layers tell what they compute with."""
+    tells: frozenset[str] | None = None
+    """Tensors whose layers tell what they compute with; None for all."""
+    lost: bool = False
+    """Whether the method that asks layers is not there."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """What happened when, on the monotonic clock."""
     version: str = "none"
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    busy: Callable[[str], bool] = lambda path: False
+    """Whether a path answers 503, and does nothing."""
     refused: frozenset[str] = frozenset()
     """Paths that are not there."""
 
@@ -65,6 +87,7 @@ class ServedModel:
         config = Qwen3Config(**{k: v for k, v in MODEL.items() if k != "model_type"} | {"tie_word_embeddings": False})
         self.model = Qwen3ForCausalLM(config).eval()
         self.lock = threading.Condition()
+        self.lease = of_the_extension("@dataclass\nclass Lease", "_LEASE = ")["Lease"]()
         self.paused = False
         self.aborted: set[str] = set()
         self.alive = True
@@ -78,6 +101,8 @@ class ServedModel:
         match path:
             case "/collective_rpc" if asked["method"] == "holdfast_inspect":
                 return {"results": [self.inspect(load_file(asked["kwargs"]["file"]))]}
+            case "/collective_rpc" if asked["method"] == "holdfast_lease":
+                return {"results": [self.lease.ask(**asked["kwargs"], now=time.monotonic())]}
             case "/collective_rpc":
                 return {"results": [self.identity()]}
             case "/pause":
@@ -108,6 +133,7 @@ class ServedModel:
     def identity(self) -> dict[str, Any]:
         return {
             "identity": f"served-{id(self)}",
+            "holder": self.lease.living(time.monotonic()),
             "backend": "holdfast",
             "dtype": "torch.float32",
             "longest": 256,
@@ -117,6 +143,7 @@ class ServedModel:
             "block": 16,
             "device": "cpu",
             "experts": False,
+            "workers": 1,
             "version": "0.32.0+cpu",
             "tokenizer": None,
             "template": None,
@@ -124,7 +151,8 @@ class ServedModel:
 
     def inspect(self, sent: dict[str, torch.Tensor]) -> dict[str, float | None]:
         has = self.model.state_dict()
-        return {name: float((has[name] - value).abs().max()) if self.tells else None for name, value in sent.items()}
+        tells = sent.keys() if self.tells is None else self.tells
+        return {name: float((has[name] - value).abs().max()) if name in tells else None for name, value in sent.items()}
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
@@ -205,7 +233,7 @@ def serving(served: ServedModel) -> Iterator[str]:
             return
 
         def _tell(self, status: int, told: Any) -> None:
-            content = json.dumps(told).encode()
+            content = told if isinstance(told, bytes) else json.dumps(told).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -214,7 +242,8 @@ def serving(served: ServedModel) -> Iterator[str]:
         def do_GET(self) -> None:  # its name there
             told = {"data": [{"id": "policy", "parent": None}]} if self.path == "/v1/models" else {}
             known = self.path in {"/v1/models", "/health"} and self.path not in served.refused
-            self._tell(200 if known else 404, served.answer(self.path, told))
+            status = 200 if known else 404
+            self._tell(503 if served.busy(self.path) else status, served.answer(self.path, told))
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -222,7 +251,13 @@ def serving(served: ServedModel) -> Iterator[str]:
             if place.path in served.refused:
                 self._tell(404, {"detail": "Not Found"})
                 return
+            if served.busy(place.path):
+                self._tell(503, {"detail": "Service Unavailable"})
+                return
             asked = json.loads(body) if body else None
+            if served.lost and place.path == "/collective_rpc" and asked["method"] == "holdfast_inspect":
+                self._tell(500, {"error": {"message": "'CPUWorker' object has no attribute 'holdfast_inspect'"}})
+                return
             told = served.post(place.path, parse_qs(place.query), asked)
             self._tell(200, served.answer(place.path, told))
 

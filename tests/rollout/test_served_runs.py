@@ -234,9 +234,13 @@ def test_what_was_not_recorded_is_told(tmp_path: Path) -> None:
             {"rollout": {"max_staleness": 1, "engine": {"kind": "vllm", "url": "http://127.0.0.1:9"}}},
             "1 learns from completions of older weights, which biases every update; weigh tokens by correction",
         ),
+        (
+            {"rollout": {"engine": {"kind": "recorded", "path": "x"}}, "advantage": "remax"},
+            "recorded has what a run sampled, and advantage: remax compares with greedy completions",
+        ),
     ],
 )
-def test_staleness_that_cannot_be_is_told(sections: dict[str, Any], words: str) -> None:
+def test_sampling_that_cannot_be_is_told(sections: dict[str, Any], words: str) -> None:
     tree = served_tree([], "runs") | sections
 
     with pytest.raises(ConfigError, match=words):

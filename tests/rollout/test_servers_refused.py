@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
-from tokenizers import Tokenizer
 
-import holdfast.rollout.servers
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.build.model import blueprint
-from holdfast.rollout.publish import Publisher
+from holdfast.rollout.buckets import Leases
 from holdfast.rollout.servers import VLLMServer
-from tests.rollout.served import ServedModel, served_tree, serving
+from tests.rollout.served import ServedModel, of_the_extension, served_tree, serving
 from tests.rollout.test_served_runs import run
 
 
@@ -64,13 +62,8 @@ def test_a_server_of_the_same_tokenizer_and_template_fits(tmp_path: Path) -> Non
 
 def digests_of_the_extension(place: Path) -> dict[str, str]:
     """Return what a worker of vLLM says of a directory's tokenizer: its file is read, its imports of vLLM left out."""
-    source = Path(holdfast.rollout.servers.__file__).with_name("vllm_extension.py").read_text()
-    functions = source[source.index("@functools.cache\ndef tokenizer_digest") : source.index("PROBES = ")]
-    probe = source[source.index("PROBE = ") : source.index("_IDENTITY")]
-    names: dict[str, Any] = {
-        "functools": functools, "json": json, "Path": Path, "Tokenizer": Tokenizer, "xxhash": xxhash,
-    }  # fmt: skip
-    exec(compile("from __future__ import annotations\n" + probe + functions, "extension", "exec"), names)  # noqa: S102
+    names = of_the_extension("PROBE = ", "_IDENTITY")
+    names |= of_the_extension("@functools.cache\ndef tokenizer_digest", "PROBES = ", names)
     return {name: names[f"{name}_digest"](str(place)) for name in ("tokenizer", "template")}
 
 
@@ -99,7 +92,9 @@ def no_versions(path: str, told: Any) -> Any:
 def test_answers_that_cannot_be_trained_on_end_a_run_before_step_1(tmp_path: Path, answer: Any) -> None:
     with (
         serving(ServedModel(answer=answer)) as url,
-        pytest.raises(RunStopped, match="cannot be proved|without token ids, log-probabilities or the version"),
+        pytest.raises(
+            RunStopped, match=r"with choices\[0\]\.(logprobs|token_ids|weight_versions) (null|missing), where"
+        ),
     ):
         run(tmp_path, served_tree([url], str(tmp_path)))
 
@@ -117,15 +112,29 @@ def test_no_server_is_told_by_its_address(tmp_path: Path) -> None:
         run(tmp_path, served_tree(["http://127.0.0.1:9"], str(tmp_path)))
 
 
-def test_a_server_that_another_run_pushes_to_is_refused(tmp_path: Path) -> None:
+def test_a_server_that_another_run_pushes_to_is_refused_whatever_its_folder(tmp_path: Path) -> None:
     served = ServedModel()
     with serving(served) as url:
         server = VLLMServer.of(url, VLLMEngineConfig(url=[url]))
-        other = Publisher(Path("/dev/shm"), 1.0)  # noqa: S108 - the default of rollout.engine.folder
-        other.lease(server, served.identity()["identity"])
-        with pytest.raises(ConfigError, match=f"another run pushes weights to {url}"):
-            run(tmp_path, served_tree([url], str(tmp_path)))
-        other.close()
+        other = Leases("other")
+        other.take(server)
+        tree = served_tree([url], str(tmp_path))
+        tree["rollout"]["engine"]["folder"] = str(tmp_path)
+        with pytest.raises(ConfigError, match=rf"another run pushes weights to {url} \(process {os.getpid()} on "):
+            run(tmp_path, tree)
+        assert not served.events
+
+        other.give_back()
+        assert run(tmp_path, tree | {"steps": 1}).step == 1
+        assert served.lease.living(time.monotonic()) is None  # given back at the end
+
+
+def test_two_addresses_of_one_server_are_refused(tmp_path: Path) -> None:
+    served = ServedModel()
+    with serving(served) as url:
+        again = url.replace("127.0.0.1", "localhost")
+        with pytest.raises(ConfigError, match=f"{url} and {again} are addresses of one server"):
+            run(tmp_path, served_tree([url, again], str(tmp_path)))
 
     assert not served.events
 
@@ -145,15 +154,39 @@ def test_a_completion_that_the_context_cut_ends_the_run(tmp_path: Path) -> None:
         run(tmp_path, served_tree([url], str(tmp_path)))
 
 
+def no_inspection(path: str, told: Any) -> Any:
+    """Answer as an extension that knows of no inspection."""
+    is_inspection = path == "/collective_rpc" and not {"identity", "holder"} & set(told["results"][0])
+    return {"results": ["no such method"]} if is_inspection else told
+
+
 @pytest.mark.parametrize(
-    ("tells", "words"),
+    ("behaviour", "words"),
     [
-        (True, "these tensors are not what was sent: model.layers.0.mlp.up_proj.weight. Nothing was sampled"),
-        (False, "which tensor it is cannot be told"),
+        ({}, "these tensors are not what was sent: model.layers.0.mlp.up_proj.weight. Nothing was sampled"),
+        (
+            {"tells": frozenset()},
+            "which tensor it is cannot be told: no layer there can be asked by itself. Nothing was sampled",
+        ),
+        (
+            {"tells": frozenset({"model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"})},
+            "which tensor it is cannot be told: layers that cannot be asked by themselves have "
+            "model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight, "
+            "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight and 7 more, and all others are",
+        ),
+        (
+            {"answer": no_inspection},
+            "which tensor it is cannot be told: our worker extension there does not say, URL answers /collective_rpc "
+            'with results[0] "no such method", where an object is needed; servers that `holdfast serve` starts have',
+        ),
+        (
+            {"lost": True},
+            "which tensor it is cannot be told: our worker extension there does not say, URL answers 500 ",
+        ),
     ],
 )
-def test_a_tensor_that_changed_behind_the_checks_is_named_where_a_layer_tells(
-    tmp_path: Path, tells: bool, words: str
+def test_a_tensor_that_changed_behind_the_checks_is_named_or_why_it_cannot_be(
+    tmp_path: Path, behaviour: dict[str, Any], words: str
 ) -> None:
     def garble(tensors: dict[str, Any]) -> dict[str, Any]:
         for name, value in tensors.items():
@@ -161,10 +194,11 @@ def test_a_tensor_that_changed_behind_the_checks_is_named_where_a_layer_tells(
                 value[3, 5] += 0.3
         return tensors
 
-    served = ServedModel(garble=garble, tells=tells)
-    with serving(served) as url, pytest.raises(RunStopped, match=f"say other log-probabilities.*{words}"):
+    served = ServedModel(garble=garble, **behaviour)
+    with serving(served) as url, pytest.raises(RunStopped, match="say other log-probabilities") as error:
         run(tmp_path, served_tree([url], str(tmp_path)))
 
+    assert words.replace("URL", url) in str(error.value)
     assert not any(what.startswith("asked") for _, what in served.events)
 
 

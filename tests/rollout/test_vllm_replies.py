@@ -13,8 +13,9 @@ import pytest
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.http_client import EndpointRefuses
-from holdfast.rollout.servers import reply_of
+from holdfast.rollout.answers import reply_of
 from holdfast.types import Finish
+from tests.rollout.served import ServedModel
 
 FOLDER = Path(__file__).parent / "vllm_replies"
 
@@ -54,7 +55,7 @@ def test_a_stop_token_ends_a_completion_and_belongs_to_it() -> None:
 
 
 def test_an_answer_without_log_probabilities_is_refused() -> None:
-    with pytest.raises(EndpointRefuses, match="without token ids, log-probabilities or the version"):
+    with pytest.raises(EndpointRefuses, match=r"/inference/v1/generate with choices\[0\].logprobs null, where"):
         read("no_logprobs")
 
 
@@ -110,8 +111,18 @@ def test_a_server_says_what_a_run_compares_before_its_first_step() -> None:
     assert facts["logprobs"] == "processed_logprobs"
     assert not facts["tied"]
     assert {"identity", "dtype", "longest", "vocabulary", "block", "device", "experts", "workers"} <= set(facts)
-    assert {"version", "tokenizer", "template"} <= set(facts)
+    assert {"version", "tokenizer", "template", "holder"} <= set(facts)
     assert facts["version"].startswith(VLLMEngineConfig(url=["http://127.0.0.1:8700"]).version)
+
+
+def test_a_server_says_which_run_pushes_to_it() -> None:
+    record = recorded("lease")
+    served = ServedModel()
+
+    told = record["answer"]["results"][0]
+
+    assert told == served.lease.ask(**record["content"]["kwargs"], replaces=None, now=0.0)
+    assert told["holder"] == record["content"]["kwargs"]["holder"]
 
 
 def test_the_most_probable_tokens_of_a_prompt_come_by_id() -> None:

@@ -88,7 +88,7 @@ def told_of(
 ) -> tuple[str, list[Fit]]:
     """Return the sentence, and what was tried, as `explain-mismatch` does."""
     nothing, *ranked = fits(sharded, sampled, causes(1.0))
-    others = fits_without(sharded, sampled, 1.0)
+    others = fits_without(sharded, sampled, at_temperature(1.0))
     others += fits_elsewhere(sharded, sampled, at_temperature(1.0), earlier and (earlier, "step 3"), **more)
     tried = sorted([*ranked, *others], key=lambda fit: fit.mean)
     return verdict(tried, nothing, "float32"), tried

@@ -20,6 +20,7 @@ from typing import Any
 from holdfast.cli.serve import engine_of
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited, resolve_ranks
 
@@ -33,15 +34,12 @@ PROOF_PHASES = {
 """What a step passes through, by verb."""
 _KILL_VARIABLE, _BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """As `parallel.mesh` has them; repeated here because that imports torch."""
-_MOST_CAUSES = 8
-"""Of a mismatch, in the table."""
 PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
 _STRAIGHT, _KILLED = "straight", "killed"
 _OUTSIDE = (
     "sampling is outside of this proof: what a server computes together depends on the clock. The straight run samples "
     "and records; the killed one trains on what was recorded"
 )
-"""As `parallel.mesh` reads them; repeated here because that module imports torch."""
 
 
 class ProofFailed(HoldfastError):  # noqa: N818 - the name says what happened
@@ -77,6 +75,7 @@ def prove(
     if not 2 <= kill_at <= steps:
         raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
     loaded = load_run(path, [*overrides, f"steps={steps}"])
+    _refuse_unrecorded(loaded.config)
     ranks = resolve_ranks(loaded.config.launch)
     chosen = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
@@ -104,6 +103,26 @@ def prove(
     second = _run(plan, broken, {_BREAK_VARIABLE: break_} if break_ else {}, expected=0)
     _print_resume(plan, broken, began, first, second)
     return _compare(straight, broken)
+
+
+def _refuse_unrecorded(config: TrainingConfig) -> None:
+    """Refuse a served run whose updates follow from more than is recorded.
+
+    Raises:
+        ConfigError: Its advantage asks for greedy completions, or its verb records none.
+    """
+    if engine_of(config) is None:
+        return
+    if not isinstance(config, GRPOConfig):
+        why = f"a run of `holdfast {config.verb}` records none"
+    elif config.advantage.needs_greedy:
+        why = f"advantage: {config.advantage.kind} compares with greedy completions, which are not among them"
+    else:
+        return
+    raise ConfigError(
+        f"A proof of a run that samples from servers (rollout.engine) trains on recorded completions, and {why}. Prove "
+        "the run with rollout.engine=auto."
+    )
 
 
 def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
@@ -215,12 +234,14 @@ def explain(directory: Path, step: int) -> int:
     from holdfast.recipes.replay import explain_mismatch
 
     with joined_world(config.launch) as world:
-        words, fits = explain_mismatch(config, directory, step, world)
+        explanation = explain_mismatch(config, directory, step, world)
     print(f"{'mean':>9} {'largest':>9}  what is assumed of the engine")
-    for fit in fits[:_MOST_CAUSES]:
+    for fit in explanation.fits:
         print(f"{fit.mean:9.2g} {fit.largest:9.2g}  {fit.cause}")
-    print(words)
-    return 0 if words.startswith("nothing") else 1
+    for cause, why in explanation.not_tried.items():
+        print(f"{'-':>9} {'-':>9}  {cause}: not tried, {why}")
+    print(explanation.words)
+    return 0 if explanation.words.startswith("nothing") else 1
 
 
 def _recorded_run(directory: Path) -> GRPOConfig:

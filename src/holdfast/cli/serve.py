@@ -20,17 +20,16 @@ from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import computes_on_cpu
-from holdfast.launch.servers import Served, Servers
+from holdfast.launch.servers import Served, Servers, keep_logs
+from holdfast.training.directory import run_directory
 
 
 def serve(path: Path, overrides: Sequence[str]) -> int:
     """Start the servers of a run, and stay until a signal comes; return the exit code."""
+    _refuse_unserved(path, load_run(path, overrides).config)
     loaded = load_run(path, [*overrides, "rollout.engine.start=true"])
     section = engine_of(loaded.config)
-    if section is None:
-        raise ConfigError(
-            f"{path}: rollout.engine names no servers. Write engine: {{kind: vllm, url: http://127.0.0.1:8700}}."
-        )
+    assert section is not None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with beside(loaded):
@@ -39,6 +38,27 @@ def serve(path: Path, overrides: Sequence[str]) -> int:
                 signal.pause()
     except KeyboardInterrupt:
         return 0
+
+
+def _refuse_unserved(path: Path, config: TrainingConfig) -> None:
+    """Refuse a run that has no servers.
+
+    Raises:
+        ConfigError: Its completions come from elsewhere, or it samples none.
+    """
+    if engine_of(config) is not None:
+        return
+    rollout = config.rollout if isinstance(config, GRPOConfig | DistillConfig) else None
+    why = (
+        f"a run of `holdfast {config.verb}` samples nothing"
+        if rollout is None
+        else f"rollout.engine of this run is {rollout.engine.kind}"
+    )
+    raise ConfigError(
+        f"{path}: `holdfast serve` starts the servers of vLLM that a run samples from, and {why}, so there is none to "
+        "start. In a run of `holdfast grpo` or `holdfast distill` write rollout.engine: {kind: vllm, url: "
+        "http://127.0.0.1:8700, python: .venv-vllm/bin/python}; docs/vllm.md says more."
+    )
 
 
 def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:
@@ -85,8 +105,11 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
             dtype = "float32" if on_cpu else "bfloat16"
         served = Served(section, model, section.model or "policy", dtype, _longest(config), on_cpu, folder)
         print(f"starting {len(section.url)} servers of vLLM ({folder}/server-N.log)", flush=True)
-        with Servers(served):
-            yield
+        try:
+            with Servers(served):
+                yield
+        finally:
+            keep_logs(folder, run_directory(config))
 
 
 def _longest(config: TrainingConfig) -> int:

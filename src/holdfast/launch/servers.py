@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -35,6 +36,7 @@ _TAIL = 12
 """Lines of a log that are shown."""
 _TERM_SECONDS = 10.0
 _KILL_SECONDS = 5.0
+_CONNECT_SECONDS = 2.0
 _BATCHED_TOKENS = 16384
 
 
@@ -130,8 +132,10 @@ class Servers:
         """Start all servers, and return when all of them answer.
 
         Raises:
-            ConfigError: One does not start.
+            ConfigError: One does not start, or another one is at its address.
         """
+        for url in self.served.section.url:
+            _refuse_taken(url)
         source = Path(__file__).parents[1] / "rollout" / "vllm_extension.py"
         shutil.copyfile(source, self.served.folder / f"{_EXTENSION}.py")
         self._guard = Guard(f"{_MARK}={self._mark}", self.environ)
@@ -176,8 +180,8 @@ class Servers:
         patience = holdfast.patience.current
         deadline = time.monotonic() + patience.server_start_seconds
         for server in self._servers:
-            while not answers(server.url):
-                code = server.process.poll()
+            # What answers may be another one that was faster to the port, from which ours then ended.
+            while (code := server.process.poll()) is not None or not answers(server.url):
                 if code is not None or time.monotonic() > deadline:
                     what = "did not answer in time" if code is None else f"ended with exit code {code}"
                     raise ConfigError(
@@ -216,6 +220,37 @@ class Servers:
 def _reap(servers: Sequence[_Server]) -> None:
     for server in servers:
         server.process.poll()
+
+
+def _refuse_taken(url: str) -> None:
+    """Refuse an address at which something listens already.
+
+    Raises:
+        ConfigError: Something does.
+    """
+    place, times = urlsplit(url), holdfast.patience.current
+    deadline = time.monotonic() + times.server_leave_seconds
+    while True:
+        try:
+            socket.create_connection((place.hostname or "", place.port or 0), _CONNECT_SECONDS).close()
+        except OSError:
+            return
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(times.server_look_seconds)
+    raise ConfigError(
+        f"rollout.engine.url: a server that this command did not start answers on {url}; it may serve other weights to "
+        "others. End it, name another port, or set rollout.engine.start: false if it was started for this run."
+    )
+
+
+def keep_logs(folder: Path, run_directory: Path) -> None:
+    """Add the logs of servers to those of their run, if it has begun."""
+    for log in sorted(folder.glob("server-*.log")) if run_directory.is_dir() else ():
+        with suppress(OSError):
+            (run_directory / "logs").mkdir(exist_ok=True)
+            with log.open("rb") as source, (run_directory / "logs" / log.name).open("ab") as file:
+                shutil.copyfileobj(source, file)
 
 
 def answers(url: str) -> bool:

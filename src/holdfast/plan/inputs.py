@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.storage import open_storage
 from holdfast.config.base import Section, leaves
+from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.reward import CodeConfig, JudgeConfig, ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
@@ -227,29 +229,43 @@ def without_user(url: str) -> str:
 
 
 def look_at_endpoints(run: Looked) -> Iterator[Finding]:
-    """Ask each endpoint for the names of its models."""
+    """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
     for key, section in endpoints_of(run.config):
-        secret, url = api_key(section.api_key_variable, key), without_user(section.url)
-        endpoint = Endpoint(section.url, secret, patience.current.doctor_endpoint_seconds, attempts=1)
-        start = time.perf_counter()
-        try:
-            listed = endpoint.ask("GET", "/models")
-        except EndpointUnwell as error:
-            yield fail("endpoints", f"{key}: {url} {error}", "Start it, or mend url.")
+        if isinstance(section, VLLMEngineConfig) and section.start:
+            yield _startable(key, section)
             continue
-        except EndpointRefuses as error:
-            grade = warn if isinstance(section, JudgeConfig) else fail
-            yield grade("endpoints", f"{key}: {url}/models {error}", "Mend url, or the key.")
-            continue
-        names = _names(listed)
-        if section.model is not None and names and section.model not in names:
-            yield fail(
-                "endpoints",
-                f"{key}: {url} serves {', '.join(names[:_SHOWN])}",
-                f"{key}.model is {section.model}.",
-            )
-        else:
-            yield ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN]) or 'models'} ({since(start)})")
+        secret = api_key(section.api_key_variable, key)
+        addresses = (
+            [section.url] if isinstance(section.url, str) else [f"{each.rstrip('/')}/v1" for each in section.url]
+        )
+        for url in addresses:
+            yield _asked(key, section, url, secret)
+
+
+def _startable(key: str, section: VLLMEngineConfig) -> Finding:
+    if shutil.which(section.python) is None:
+        return fail(
+            "endpoints",
+            f"{key}: {section.python} is no program here, and servers of vLLM are to be started with it",
+            f"Install vLLM (tools/install_vllm.sh .venv-vllm), and name its Python in {key}.python.",
+        )
+    return ok("endpoints", f"{key}: the run starts its {len(section.url)} servers itself, by {section.python}")
+
+
+def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
+    endpoint = Endpoint(address, secret, patience.current.doctor_endpoint_seconds, attempts=1)
+    start, url = time.perf_counter(), without_user(address)
+    try:
+        listed = endpoint.ask("GET", "/models")
+    except EndpointUnwell as error:
+        return fail("endpoints", f"{key}: {url} {error}", "Start it, or mend url.")
+    except EndpointRefuses as error:
+        grade = warn if isinstance(section, JudgeConfig) else fail
+        return grade("endpoints", f"{key}: {url}/models {error}", "Mend url, or the key.")
+    names = _names(listed)
+    if section.model is not None and names and section.model not in names:
+        return fail("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])}", f"{key}.model is {section.model}.")
+    return ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN]) or 'models'} ({since(start)})")
 
 
 def _names(listed: Any) -> list[str]:

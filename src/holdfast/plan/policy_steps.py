@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.config.sections.rollout import EngineConfig
+from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
+from holdfast.config.sections.rollout import EngineConfig, SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.models.names import named_parameters
 from holdfast.plan.kinds import CACHE, ROLLOUT_WEIGHTS
@@ -19,7 +20,7 @@ from holdfast.plan.steps import PlannedStep, reference_of
 from holdfast.plan.traffic import Traffic
 from holdfast.recipes.grpo import controlled_objective, update
 from holdfast.rollout.cache import ROOM, PromptCache, RowCache
-from holdfast.rollout.engine import Request
+from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.inprocess import InProcessEngine, begun
 from holdfast.rollout.predictor import EagerRows
 from holdfast.training.build.begin import Live
@@ -76,7 +77,7 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     trained.temperature = config.rollout.temperature
     if config.rollout.replay_routing:
         trained.model.replay_routing()
-    sampler = Sampler(open_engine(trained, config.rollout, tells_experts=config.rollout.replay_routing))
+    sampler = _sampler_of(step, config.rollout, tells_experts=config.rollout.replay_routing)
     evaluation = PolicyEvaluation(
         sharded=trained,
         objective=objective,
@@ -160,11 +161,9 @@ def sampling_of(
         group: Completions of each.
         sampler: Of the run, where it has one.
     """
-    sampler = sampler or Sampler(open_engine(step.trained, section))
+    sampler = sampler or _sampler_of(step, section)
     if not isinstance(sampler.engine, InProcessEngine):
-        step.notes.append(
-            "rollout: transformers' generate samples, and is not executed; its copy and cache are left out"
-        )
+        step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
     own = -(-rows // step.setting.ranks.size)
     at_once = max(1, min(own, section.rows // group))
@@ -182,6 +181,48 @@ def sampling_of(
             sampler.release(step.trained)
 
     return make
+
+
+class _Elsewhere:
+    """Stands for an engine outside of the ranks; behind `rollout/engine.py: RolloutEngine`."""
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take none."""
+
+    def submit(self, requests: Sequence[object], sampling: SamplingConfig) -> None:
+        """Sample nothing."""
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:  # noqa: ARG002 - it takes no time
+        """Return nothing."""
+        return []
+
+    def sleep(self) -> bool:
+        """Have nothing to give back."""
+        return False
+
+    def close(self) -> None:
+        """Have nothing to close."""
+
+
+def _sampler_of(step: PlannedStep, section: EngineConfig, *, tells_experts: bool = False) -> Sampler:
+    """Return the sampler of a run; no server is asked, and no code of the user's is run."""
+    if not isinstance(section.engine, LocalEngineConfig):
+        return Sampler(_Elsewhere())
+    return Sampler(open_engine(step.trained, section, tells_experts=tells_experts))
+
+
+def _left_out(section: EngineConfig) -> str:
+    """Say what a plan leaves out where the ranks do not decode themselves."""
+    engine = section.engine
+    if isinstance(engine, VLLMEngineConfig):
+        return (
+            f"servers of vLLM sample ({len(engine.url)}), on devices of their own: their memory and time are left out, "
+            f"and so are pushes of weights to them, which take up to two buckets ({2 * engine.bucket_mib:g} MiB) and "
+            "the largest tensor of rank 0's host memory"
+        )
+    if isinstance(engine, LocalEngineConfig):
+        return "transformers' generate samples, and is not executed; its copy and cache are left out"
+    return f"rollout.engine: {engine.kind} samples, and what it takes is left out"
 
 
 _STEPS = 3

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from holdfast.checkpoint.keep.choose import Choice
@@ -18,14 +20,25 @@ from holdfast.config.sections.engine import LocalEngineConfig
 from holdfast.config.sections.rollout import ResidencyConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
+from holdfast.models.support import Support
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
+from holdfast.training.policy.mismatch import (
+    CAUSES,
+    WHY_NOT,
+    Fit,
+    best_of_each,
+    causes,
+    completions_of,
+    fits,
+    fits_without,
+    verdict,
+)
 from holdfast.training.policy.other_engines import fits_elsewhere, plain_copy
-from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record
+from holdfast.training.policy.recorder import REPLAYED_METRICS, Record, read_record, record_path
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.saving.resume import resume
 
@@ -56,36 +69,64 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
     )
 
 
-def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: World) -> tuple[str, list[Fit]]:
+class Explanation(NamedTuple):
+    """Why an engine's log-probabilities of a step differ from the trainer's."""
+
+    words: str
+    """The sentence that a user reads first."""
+    fits: list[Fit]
+    """That nothing is wrong, and then the nearest of each cause, the nearest first."""
+    not_tried: dict[str, str]
+    """Causes that do not apply to the step, and why."""
+
+
+def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: World) -> Explanation:
     """Return why the engine's log-probabilities of a recorded step differ from the trainer's, and what was tried.
 
     Raises:
-        ConfigError: As `replay_step`.
+        ConfigError: As `replay_step`; or the step has no log-probability of an engine.
     """
     record = read_record(directory, step)
-    groups = record.rollout.groups
-    temperature = groups[0].trajectories[0].temperature or 1.0
-    tried = causes(temperature)
+    groups, rollout = record.rollout.groups, config.rollout
+    if not any(np.isfinite(told).any() for _, _, told in completions_of(groups)):
+        raise ConfigError(
+            f"{record_path(directory, step)} has no completion whose log-probabilities the engine told, so there is "
+            "nothing to compare the trainer's with: no group of the step was trained on, or the engine told none. Look "
+            "at groups and rollout/ in metrics.jsonl, or choose another --step."
+        )
+    support = Support(rollout.top_k, rollout.top_p, rollout.min_p)
+    tried = causes(groups[0].trajectories[0].temperature or 1.0, support, renormalised=rollout.renormalise)
     as_it_was = dict([next(iter(tried.items()))])
+    logprobs_of = next(iter(tried.values()))
     with _rebuilt(config, directory, record, world) as rebuilt:
         sharded = rebuilt.run.trained
         others: list[Fit] = []
         earlier, before = None, f"step {step - 2}"
         if step > 1 and rebuilt.has(step - 2):
             rebuilt.go_to(step - 2)
-            others.append(replace(fits(sharded, groups, as_it_was)[0], cause=f"stale weights: those of {before}"))
+            stale = f"stale weights: those of {before}"
+            if rollout.max_staleness:
+                stale += ", as rollout.max_staleness: 1 asks for"
+            others.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
             earlier = plain_copy(sharded), before
         rebuilt.go_to(step - 1)
         nothing, *ranked = fits(sharded, groups, tried)
-        others += fits_without(sharded, groups, temperature)
-        others += fits_elsewhere(sharded, groups, at_temperature(temperature), earlier)
+        others += fits_without(sharded, groups, logprobs_of)
+        others += fits_elsewhere(sharded, groups, logprobs_of, earlier)
         with torch.no_grad():
             for value in sharded_parameters(sharded.model).values():
                 local_part(value).copy_(local_part(value).bfloat16())
         others.append(replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16"))
         dtype = sharded.plan.compute_dtype
-    causes_tried = sorted([*ranked, *others], key=lambda fit: fit.mean)
-    return verdict(causes_tried, nothing, dtype), [nothing, *causes_tried]
+    best = best_of_each([*ranked, *others])
+    no_earlier = f"there is no checkpoint of {before}" if step > 1 else "step 1 has no step before it"
+    reasons = dict.fromkeys(("stale weights", "prefix cache"), no_earlier) | WHY_NOT
+    seen = {fit.cause.partition(":")[0] for fit in best}
+    return Explanation(
+        verdict(best, nothing, dtype),
+        [nothing, *best],
+        {cause: reasons[cause] for cause in CAUSES if cause not in seen},
+    )
 
 
 @dataclass(frozen=True)
@@ -122,11 +163,11 @@ class _Rebuilt:
 def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
     storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
-        # Nothing is sampled here, so nothing need rest meanwhile, and no server need live.
+        # Nothing is sampled here, so nothing need rest meanwhile, no server need live, and no step comes early.
         changed = {
             "run": config.run.model_copy(update={"dir": place}),
             "residency": ResidencyConfig(),
-            "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig()}),
+            "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig(), "max_staleness": 0}),
         }
         apart = _as_recorded(config, record).model_copy(update=changed)
         run = build_policy_run(apart, record.base, world, lambda _: [])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +21,19 @@ from torch import Tensor
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
-from holdfast.http_client import EndpointRefuses, EndpointUnwell
+from holdfast.http_client import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
+from holdfast.rollout.answers import Reply
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.sampling import Stops
-from holdfast.rollout.servers import Reply, VLLMServer, sampling_words
+from holdfast.rollout.servers import Fleet, OtherWeights, VLLMServer, sampling_words
 from holdfast.types import Finish
 
 _LOOK_SECONDS = 0.2
 """Between two looks whether anybody still wants the completions."""
+_GRACE_SECONDS = 0.5
+"""For requests that were ended to answer with what they have, before they are hung up on."""
+_THREADS_SECONDS = 1.0
+"""For threads to notice that."""
 _LARGEST_SEED = 2**63 - 1
 
 
@@ -37,53 +43,6 @@ class _Item(NamedTuple):
     name: str
     request: Request
     place: int
-
-
-@dataclass
-class _Fleet:
-    """The servers that have the present weights; safe to share between threads."""
-
-    servers: list[VLLMServer] = field(default_factory=list)
-    dead: dict[str, str] = field(default_factory=dict)
-    """Address -> what was seen."""
-    versions: dict[str, int] = field(default_factory=dict)
-    """By the name of the weights that were pushed."""
-    busy: dict[str, int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def renew(self, servers: Sequence[VLLMServer]) -> None:
-        """Ask these servers from now on: they took the last push."""
-        with self.lock:
-            self.servers, self.dead = list(servers), {}
-
-    def take(self) -> VLLMServer:
-        """Return the living server with the fewest requests.
-
-        Raises:
-            RunStopped: None lives.
-        """
-        with self.lock:
-            living = [server for server in self.servers if server.url not in self.dead]
-            if not living:
-                raise RunStopped(
-                    f"No server is left to sample from: {'; '.join(f'{url} {why}' for url, why in self.dead.items())}. "
-                    "Start them again; the same command then goes on from the last checkpoint."
-                )
-            server = min(living, key=lambda one: self.busy.get(one.url, 0))
-            self.busy[server.url] = self.busy.get(server.url, 0) + 1
-            return server
-
-    def release(self, server: VLLMServer) -> None:
-        """Count a request of a server as done."""
-        with self.lock:
-            self.busy[server.url] -= 1
-
-    def bury(self, server: VLLMServer, why: str) -> None:
-        """Ask a server no more until weights are pushed to it."""
-        with self.lock:
-            if server.url not in self.dead:
-                self.dead[server.url] = why
-                print(f"warning: the server at {server.url} {why}; its requests go to the others", flush=True)
 
 
 class VLLMFlight:
@@ -100,7 +59,7 @@ class VLLMFlight:
 
     def __init__(  # noqa: PLR0913 - what is asked, of whom, and how
         self,
-        fleet: _Fleet,
+        fleet: Fleet,
         section: VLLMEngineConfig,
         items: Sequence[_Item],
         sampling: SamplingConfig,
@@ -108,8 +67,13 @@ class VLLMFlight:
         done: Sequence[Sampled] = (),
     ) -> None:
         self._fleet, self._section, self._sampling, self._stops = fleet, section, sampling, stops
+        self.oldest = fleet.newest
+        """Order of the push before it began: no completion is of older weights, however long it waits."""
         self._items = list(items)
         self._done = {(one.request_id, one.place): one for one in done}
+        self._asked: dict[str, VLLMServer] = {}
+        """By address."""
+        self._before_push: list[Sampled] | None = None
         self._given_up = threading.Event()
         words = sampling_words(sampling, sorted(stops.tokens))
         self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
@@ -120,7 +84,18 @@ class VLLMFlight:
         }
 
     def finished(self) -> list[Sampled]:
-        """Return those that are done."""
+        """Return those that are done; while weights are pushed and not yet proved, those that were done before."""
+        return self._finished() if self._before_push is None else self._before_push
+
+    def hold(self) -> None:
+        """Count nothing as finished from here on: what comes may be of weights that fail their proof."""
+        self._before_push = self._finished()
+
+    def release(self) -> None:
+        """Count again what comes: the weights are proved."""
+        self._before_push = None
+
+    def _finished(self) -> list[Sampled]:
         done = {
             (item.request.request_id, item.place): future.result()
             for future, item in self._futures.items()
@@ -142,18 +117,29 @@ class VLLMFlight:
         """
         try:
             self._await(interrupted)
-            done = {(item.request.request_id, item.place): future.result() for future, item in self._futures.items()}
+            done = {
+                (item.request.request_id, item.place): future.result() if future.done() else _aborted(item)
+                for future, item in self._futures.items()
+            }
         finally:
             self.end()
         return self._in_order(self._done | done)
 
-    def end(self) -> None:
-        """Wait for nothing any more."""
+    def settle(self, interrupted: Interrupted) -> None:
+        """Wait for what is on its way, which `collect` returns later, errors included."""
+        self._await(interrupted)
+
+    def give_up(self) -> None:
+        """Ask for nothing any more, and wait for nothing."""
         left = [future for future in self._futures if not future.done()]
         if left:
             self._give_up(left)
-        self._given_up.set()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._given_up.set()  # those that no thread has begun end at once
+
+    def end(self) -> None:
+        """Give up, and see the threads end."""
+        self.give_up()
+        self._threads.shutdown(wait=self.is_done, cancel_futures=True)
 
     def _in_order(self, done: Mapping[tuple[int, int], Sampled]) -> list[Sampled]:
         places = [(item.request.request_id, item.place) for item in self._items]
@@ -162,27 +148,34 @@ class VLLMFlight:
     def _await(self, interrupted: Interrupted) -> None:
         """Wait for all requests, or end them; the first error ends the wait."""
         left = set(self._futures)
-        while left:
+        while left and not self._given_up.is_set():
             done, left = wait(left, timeout=_LOOK_SECONDS)
-            if any(future.exception() is not None for future in done):
-                self._give_up(left)
-                return
-            if left and not self._given_up.is_set() and interrupted():
+            failed = any(future.exception() is not None for future in done if not future.cancelled())
+            if failed or (left and interrupted()):
                 self._give_up(left)
 
-    def _give_up(self, left: Iterable[Future[Sampled]]) -> None:
+    def _give_up(self, left: Collection[Future[Sampled]]) -> None:
+        """End requests, and wait a moment for their threads; a server that does not answer is hung up on."""
         self._given_up.set()
         names = [self._futures[future].name for future in left]
-        for server in self._fleet.servers:
-            if server.url not in self._fleet.dead:
-                server.abort(names)
+        living = [server for server in self._fleet.servers if server.url not in self._fleet.dead]
+        if living:
+            with ThreadPoolExecutor(len(living)) as threads:
+                list(threads.map(lambda server: server.abort(names), living))
+        deadline = time.monotonic() + _GRACE_SECONDS + _THREADS_SECONDS
+        left = wait(left, timeout=_GRACE_SECONDS).not_done
+        while left and time.monotonic() < deadline:
+            for server in self._asked.values():
+                server.hang_up()  # one that was about to ask again has a connection by the next round
+            left = wait(left, timeout=_LOOK_SECONDS).not_done
 
     def _completed(self, item: _Item, words: dict[str, Any]) -> Sampled:
         """Return one completion, from whichever server gives it."""
         sampling = words | {"seed": item.request.seeds[item.place] & _LARGEST_SEED}
-        prompt, tries = item.request.prompt.tolist(), 0
+        prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
         while not self._given_up.is_set():
-            server = self._fleet.take()
+            server = self._fleet.take(avoided)
+            self._asked[server.url] = server
             try:
                 reply = server.complete(item.name, prompt, sampling)
                 if self._given_up.is_set() or reply.finish is not Finish.ABORT:
@@ -190,26 +183,46 @@ class VLLMFlight:
                 raise EndpointUnwell("ended a completion that nobody had given up")  # noqa: TRY301
             except EndpointUnwell as error:
                 tries += 1
-                if not server.is_well():
-                    self._fleet.bury(server, str(error))
-                elif tries >= self._section.attempts:
-                    raise RunStopped(
-                        f"The server at {server.url} {error}, asked {tries} times. Mend it; the same command then goes "
-                        "on from the last checkpoint."
-                    ) from error
-            except _OtherWeights as error:
+                self._bury_or_wait(server, error, tries)
+            except OtherWeights as error:
                 self._fleet.bury(server, str(error))  # it was started again, or somebody else pushes to it
+            except EndpointMistaken as error:  # one failed request: another server may do better
+                tries, avoided = tries + 1, server.url
+                self._fleet.mistaken(server, str(error))
+                if tries >= self._section.attempts:
+                    raise RunStopped(
+                        f"The server at {server.url} {error}; one completion was asked for {tries} times. Start "
+                        "servers by `holdfast serve`, with the flags that runs need; the same command then goes on "
+                        "from the last checkpoint."
+                    ) from error
             except EndpointRefuses as error:
                 raise RunStopped(f"The server at {server.url} {error}.") from error
             finally:
                 self._fleet.release(server)
-        return self._sampled(item, Reply(np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, ()))
+        return _aborted(item)
+
+    def _bury_or_wait(self, server: VLLMServer, error: EndpointUnwell, tries: int) -> None:
+        """Leave a server that died to its others, or pause before the next try; the last one gets all tries.
+
+        Raises:
+            RunStopped: It lives, and all tries have failed.
+        """
+        if self._given_up.is_set():
+            return
+        is_last_try = tries >= self._section.attempts
+        if not server.is_well() and (is_last_try or not self._fleet.is_last(server)):
+            self._fleet.bury(server, str(error))
+        elif is_last_try:
+            raise RunStopped(
+                f"The server at {server.url} {error}, asked {tries} times. Mend it; the same command then goes on from "
+                "the last checkpoint."
+            ) from error
+        else:
+            self._given_up.wait(pause_seconds(tries))
 
     def _sampled(self, item: _Item, reply: Reply) -> Sampled:
         tokens, logprobs, finish = reply.tokens, reply.logprobs, reply.finish
-        for _, label in reply.spans:
-            if label not in self._fleet.versions:
-                raise _OtherWeights(f"samples from weights called {label!r}, which this run did not push to it")
+        versions = [(start, self._fleet.version(label, self.oldest)) for start, label in reply.spans]
         stops = self._stops.with_texts(self._sampling.stop)
         end = stops.end(tokens.tolist(), 0)
         if end is not None:  # a text that ends a completion is looked for here
@@ -219,7 +232,7 @@ class VLLMFlight:
                 f"A server ended a completion at token {tokens[-1:].tolist()}, which is no end of this run's. Start "
                 "servers by `holdfast serve`, which gives vLLM no other rules of its own."
             )
-        parts = [(start, self._fleet.versions[label]) for start, label in reply.spans if start < max(1, tokens.size)]
+        parts = [(start, version) for start, version in versions if start < max(1, tokens.size)]
         first = parts[0][1] if parts else -1
         changes = tuple(parts) if len({version for _, version in parts}) > 1 else ()
         unscored = int(np.count_nonzero(np.isnan(logprobs)))
@@ -238,7 +251,7 @@ class VLLMEngine:
     def __init__(self, section: VLLMEngineConfig, servers: Sequence[VLLMServer], stops: Stops) -> None:
         self._section, self._stops = section, stops
         self.servers = tuple(servers)
-        self._fleet = _Fleet()
+        self._fleet = Fleet()
         self._flights: list[VLLMFlight] = []
         """All that may have requests on their way."""
         self._submitted: list[VLLMFlight] = []
@@ -247,7 +260,8 @@ class VLLMEngine:
 
     def expect(self, label: str, version: int) -> None:
         """Take samples from weights called `label`, which are of `version`."""
-        self._fleet.versions[label] = version
+        on_their_way = [flight.oldest for flight in self._flights if not flight.is_done]
+        self._fleet.expect(label, version, min([*on_their_way, self._fleet.newest + 1]))
 
     def follow(self, pushed: Sequence[str]) -> None:
         """Sample from these servers from now on."""
@@ -258,6 +272,26 @@ class VLLMEngine:
         """Whether requests of this rank are on their way."""
         self._flights = [flight for flight in self._flights if not flight.is_done]
         return bool(self._flights)
+
+    @contextmanager
+    def unproved(self) -> Iterator[None]:
+        """Count nothing as finished that comes within the block, and give up what is on its way if the block fails."""
+        flights = [flight for flight in self._flights if not flight.is_done]
+        for flight in flights:
+            flight.hold()
+        try:
+            yield
+        except BaseException:
+            for flight in flights:
+                flight.give_up()
+            raise
+        for flight in flights:
+            flight.release()
+
+    def settle(self, interrupted: Interrupted) -> None:
+        """Wait for what is on its way from this rank, so that no push meets it."""
+        for flight in self._flights:
+            flight.settle(interrupted)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
         """Refuse: weights come by a push, which `training/serving/publish.py` makes and proves."""
@@ -299,5 +333,7 @@ class VLLMEngine:
             server.close()
 
 
-class _OtherWeights(Exception):  # noqa: N818 - the name says what happened
-    """A completion of weights that were not pushed."""
+def _aborted(item: _Item) -> Sampled:
+    return Sampled(
+        item.request.request_id, item.place, np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, -1
+    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ import vllm
 
 BACKEND = "holdfast"
 PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
-"""The trainer cuts the same text (`training/serving/publish.py`)."""
+"""The trainer cuts the same text (`rollout/servers.py`)."""
 _IDENTITY = uuid.uuid4().hex
 """Of this process: a server that was started again has another one."""
 
@@ -213,6 +214,32 @@ def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float |
     return float((made - sent).abs().max() / sent.abs().max().clamp(min=1e-6))
 
 
+@dataclass
+class Lease:
+    """Which run may push to this server, and until when."""
+
+    holder: dict[str, Any] | None = None
+    until: float = 0.0
+    """On the monotonic clock."""
+
+    def living(self, now: float) -> dict[str, Any] | None:
+        """Return who has the server; None if nobody does, or has not renewed it in time."""
+        return self.holder if now < self.until else None
+
+    def ask(self, holder: dict[str, Any], seconds: float, replaces: str | None, now: float) -> dict[str, Any]:
+        """Give the server to a run for some seconds, unless another one has it; return who has it, and how long.
+
+        No seconds give it back. A run that saw another one die names the token that it replaces.
+        """
+        living = self.living(now)
+        if living is None or living["token"] in {holder["token"], replaces}:
+            self.holder, self.until = holder, now + seconds
+        return {"holder": self.holder, "seconds": self.until - now}
+
+
+_LEASE = Lease()
+
+
 class Extension:
     """What /collective_rpc may call by name, beside the worker's own methods."""
 
@@ -223,12 +250,17 @@ class Extension:
         with safe_open(file, framework="pt") as bucket:
             return {name: difference(model, name, bucket.get_tensor(name)) for name in bucket.keys()}  # noqa: SIM118
 
+    def holdfast_lease(self, holder: dict[str, Any], seconds: float, replaces: str | None = None) -> dict[str, Any]:
+        """Let one run push to this server; return who may."""
+        return _LEASE.ask(holder, seconds, replaces, time.monotonic())
+
     def holdfast_identity(self) -> dict[str, Any]:
         """Return what a trainer asks before its first push."""
         worker: Any = self
         config = worker.model_runner.vllm_config
         return {
             "identity": _IDENTITY,
+            "holder": _LEASE.living(time.monotonic()),
             "backend": config.weight_transfer_config.backend if config.weight_transfer_config else None,
             "dtype": str(config.model_config.dtype),
             "longest": int(config.model_config.max_model_len),

@@ -19,7 +19,7 @@ from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.place.lease import Lease, holder_text, lost, taken, waiting_words
 from holdfast.checkpoint.place.renewal import Renewed, Told, after_silence
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.files import parse_json
+from holdfast.files import died_here, machine, parse_json
 
 
 class ObjectLease(Renewed):
@@ -113,7 +113,7 @@ class ObjectLease(Renewed):
         """Return who holds one of these turns and may live; empty if nobody does."""
         for turn in turns:
             holder = self._holder(turn)
-            if holder and not _died_here(holder) and self._age(turn, holder) < patience.current.lease_stale_seconds:
+            if holder and not died_here(holder) and self._age(turn, holder) < patience.current.lease_stale_seconds:
                 return holder
         return {}
 
@@ -149,19 +149,7 @@ def lease_of(storage: Storage) -> Lease | ObjectLease:
     return Lease(Path(storage.root)) if storage.renames else ObjectLease(storage)
 
 
-def machine() -> list[str]:
-    """Return what tells where a process number means the same process: host names may be shared, and containers."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    space = Path("/proc/self/ns/pid")
-    return [boot.read_text().strip(), str(space.readlink())] if boot.exists() and space.is_symlink() else []
-
-
 def _is_of_here(holder: dict[str, Any]) -> bool:
     """Whether the holder is, or was, a process of this machine."""
     here = machine()
     return bool(here) and holder.get("machine") == here
-
-
-def _died_here(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that is gone."""
-    return _is_of_here(holder) and not Path(f"/proc/{holder.get('pid')}").exists()

@@ -70,7 +70,9 @@ class VLLMEngineConfig(EndpointConfig):
     """Size of a bucket; a larger tensor has one of its own."""
     prove: Annotated[int, Field(ge=1)] | Literal["every_push", "start"] = "every_push"
     """After which pushes log-probabilities of fixed sequences are compared, engine against trainer, on every server:
-    each, every so many, or the first of a start. Hashes of all bytes are compared at every push."""
+    each, every so many, or at a start alone: that of the step walked before step 1, and that of the weights which the
+    run begins or goes on with. What a server gets that was started again is proved too. Hashes of all bytes are
+    compared at every push."""
     tolerance: Positive | None = None
     """Largest difference of a log-probability in nats; default: 1e-4 in float32, and in bfloat16 0.1 for their mean,
     which cannot see small updates."""

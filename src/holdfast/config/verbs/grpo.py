@@ -10,6 +10,7 @@ from pydantic import Field
 from holdfast.config.base import Mistake, OneOrSeveral
 from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConfig, GRPOAdvantageConfig
 from holdfast.config.sections.data import PromptDataConfig
+from holdfast.config.sections.engine import RecordedEngineConfig
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
     ByCovariance,
@@ -167,6 +168,13 @@ class GRPOConfig(TrainingConfig):
             )
         if groups.flat == "resample" and (self.overfit_batches is not None or self.limit_batches is not None):
             yield "groups.flat", "resample draws more prompts than a batch has, which the limits on batches forbid"
+
+        if self.advantage.needs_greedy and isinstance(self.rollout.engine, RecordedEngineConfig):
+            yield (
+                "rollout.engine.kind",
+                f"recorded has what a run sampled, and advantage: {self.advantage.kind} compares with greedy "
+                "completions, which nothing records; use another advantage, or another engine",
+            )
 
     def _learning(self) -> Iterator[Mistake]:
         for name in self.terms_of_ours() if self.objective.kind == "path" else ():

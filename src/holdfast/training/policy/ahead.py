@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -28,32 +28,66 @@ class Ahead:
         self._engine, self._config = engine, config
         self.flight: Flight | None = None
         """Of the next step; it stays until all of it has come."""
-        self._restored: list[Sampled] = []
+        self._restored: list[_Restored] = []
+        """From a checkpoint, of all ranks."""
+        self._prompts: dict[int, str] = {}
+        """Digests of those asked for, by id."""
+        self.saved_count = 0
+        """Completions that the checkpoint had, of all ranks; 0 once a step has begun with them."""
+        self.taken_count = 0
+        """Of these, those that this rank's prompts took."""
 
     def begin(self, requests: Sequence[Request]) -> Flight:
-        """Ask for this rank's completions of a step, unless they are on their way."""
+        """Ask for this rank's completions of a step, unless they are on their way.
+
+        A completion from a checkpoint is taken if it is of the same prompt, token by token: its id alone says which
+        place in the data it had, and the data may be other ones.
+        """
         if self.flight is None:
-            done, self._restored = self._restored, []
+            self._prompts = {request.request_id: _digest(request) for request in requests}
+            done = [
+                each.sampled for each in self._restored if self._prompts.get(each.sampled.request_id) == each.prompt
+            ]
+            self._restored, self.taken_count = [], len(done)
             self.flight = self._engine.begin(requests, self._config.rollout, done)
         return self.flight
 
+    def end(self, taken: int) -> list[str]:
+        """Note that the step's completions have come; return what to tell of those of a checkpoint that nobody took.
+
+        Args:
+            taken: Completions of the checkpoint that ranks took, all together.
+        """
+        dropped, self.saved_count = self.saved_count - taken, 0
+        self.flight, self.taken_count = None, 0
+        if dropped <= 0:
+            return []
+        return [
+            f"note: {dropped} completions that the checkpoint has of this step are of other prompts than the run draws "
+            "now, of other sampling, or without a mark of their prompt; they are sampled again"
+        ]
+
     def finished(self) -> Callable[[], list[dict[str, Any]]]:
         """Return what tells the completions that this rank has of the next step; it may be asked later."""
-        flight, restored = self.flight, self._restored
+        flight, restored, prompts = self.flight, self._restored, self._prompts
         mark = self._mark()
-        return lambda: [_saved(one, mark) for one in (restored if flight is None else flight.finished())]
+        if flight is None:
+            return lambda: [_saved(each.sampled, each.prompt, mark) for each in restored]
+        return lambda: [_saved(one, prompts[one.request_id], mark) for one in flight.finished()]
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Take over what a checkpoint has of the next step, from all ranks."""
         mark = self._mark()
-        self.flight, self._restored = None, [_sampled(one) for one in saved if one["mark"] == mark]
+        marked = [one for one in saved if one["mark"] == mark]
+        self.flight, self._restored = None, [_Restored(one.get("prompt", ""), _sampled(one)) for one in marked]
+        self.saved_count, self.taken_count = len(saved), 0
 
     def largest(self) -> list[dict[str, Any]]:
         """Return as many bytes as a checkpoint may have of completions, over all ranks."""
         rollout = self._config.rollout
         size = rollout.max_new_tokens
         one = Sampled(0, 0, np.zeros(size, np.int64), np.zeros(size, np.float32), Finish.LENGTH, 0)
-        return [_saved(one, self._mark())] * (self._config.data.batch_size * rollout.group_size)
+        return [_saved(one, "0" * 32, self._mark())] * (self._config.data.batch_size * rollout.group_size)
 
     def _mark(self) -> str:
         """Return what decides a completion besides weights and prompt: after a change of it none is taken over."""
@@ -62,9 +96,20 @@ class Ahead:
         return xxhash.xxh3_64_hexdigest(json.dumps([config.seed, sampling], sort_keys=True).encode())
 
 
-def _saved(one: Sampled, mark: str) -> dict[str, Any]:
+class _Restored(NamedTuple):
+    prompt: str
+    """Digest; "" in what earlier versions wrote."""
+    sampled: Sampled
+
+
+def _digest(request: Request) -> str:
+    return xxhash.xxh3_128_hexdigest(request.prompt.astype("<i8").tobytes())
+
+
+def _saved(one: Sampled, prompt: str, mark: str) -> dict[str, Any]:
     return {
         "mark": mark,
+        "prompt": prompt,
         "request_id": one.request_id,
         "place": one.place,
         "tokens": base64.b64encode(one.tokens.astype("<i4").tobytes()).decode(),

@@ -22,6 +22,7 @@ from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
+from holdfast.models.support import Support
 from holdfast.training.run import ShardedModel
 from holdfast.types import Example, Finish, Group, Trajectory
 
@@ -32,6 +33,8 @@ HELPS = 5.0
 _TEMPERATURES = tuple(round(0.1 * number, 1) for number in range(1, 21))
 _TOP_K = (5, 10, 20, 50, 100)
 _TOP_P = (0.8, 0.9, 0.95, 0.99)
+EVERY_TOKEN = Support()
+"""Every token."""
 
 CauseTried = Callable[[Tensor, Tensor], Tensor]
 """From logits [C, V] and chosen tokens [C] to their log-probabilities [C]."""
@@ -47,34 +50,74 @@ class Fit:
     largest: float
 
 
-def at_temperature(temperature: float, top_k: int | None = None, top_p: float = 1.0) -> CauseTried:
-    """Return what log-probabilities are at a temperature, renormalised over the support that is sampled from."""
+def at_temperature(temperature: float, support: Support = EVERY_TOKEN, *, keeps_chosen: bool = False) -> CauseTried:
+    """Return what log-probabilities are at a temperature, renormalised over the support that is sampled from.
+
+    Args:
+        temperature: That divides logits.
+        support: What is left of the vocabulary.
+        keeps_chosen: A chosen token is of the support whatever rounding says, as the trainer has it.
+    """
 
     def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
-        scaled = logits / temperature
-        if top_k is not None and top_k < scaled.shape[-1]:
-            scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[:, -1:], -torch.inf)
-        if top_p < 1:
-            ordered, places = scaled.softmax(-1).sort(-1, descending=True)
-            outside = torch.zeros_like(scaled, dtype=torch.bool)
-            outside.scatter_(1, places, ordered.cumsum(-1) - ordered >= top_p)
-            scaled = scaled.masked_fill(outside, -torch.inf)
-        return scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        left = support.restrict(logits / temperature, tokens if keeps_chosen else None)
+        return left.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
     return chosen
 
 
-def causes(temperature: float) -> dict[str, CauseTried]:
-    """Return what is tried on one pass of the trainer; the first is that nothing is wrong."""
-    tried = {f"temperature {temperature:g}, all tokens": at_temperature(temperature)}
+def causes(temperature: float, support: Support = EVERY_TOKEN, *, renormalised: bool = False) -> dict[str, CauseTried]:
+    """Return what is tried on one pass of the trainer; the first is that nothing is wrong.
+
+    Args:
+        temperature: Of the run.
+        support: What the run's own top_k, top_p and min_p leave.
+        renormalised: Whether the trainer scores over that support (`rollout.renormalise`).
+    """
+    own = support if renormalised else EVERY_TOKEN
+    which = "the tokens that rollout.top_k, top_p and min_p leave" if renormalised else "all tokens"
+    as_it_was = at_temperature(temperature, own, keeps_chosen=True)
+    tried = {f"temperature {temperature:g}, {which}": as_it_was}
     for other in _TEMPERATURES:
         if other != temperature:
-            tried[f"temperature: sampled at {other:g}, scored at {temperature:g}"] = at_temperature(other)
+            name = f"temperature: sampled at {other:g}, scored at {temperature:g}"
+            tried[name] = at_temperature(other, own, keeps_chosen=True)
     for k in _TOP_K:
-        tried[f"support: renormalised over the {k} most probable tokens (top_k)"] = at_temperature(temperature, k)
+        name = f"top_k support: renormalised over the {k} most probable tokens"
+        tried[name] = at_temperature(temperature, Support(top_k=k))
     for p in _TOP_P:
-        tried[f"support: renormalised over the tokens that reach {p:g} (top_p)"] = at_temperature(temperature, None, p)
+        name = f"top_p support: renormalised over the tokens that reach {p:g}"
+        tried[name] = at_temperature(temperature, Support(top_p=p))
+    if support != EVERY_TOKEN:
+        kind = "top_p support" if support.top_k is None else "top_k support"
+        if renormalised:
+            tried[f"{kind}: not renormalised, over all tokens"] = at_temperature(temperature)
+        else:
+            name = f"{kind}: renormalised over what rollout.top_k, top_p and min_p leave, as the run asks for"
+            tried[name] = at_temperature(temperature, support, keeps_chosen=True)
     return tried
+
+
+WHY_NOT = {
+    "stop tokens": "no token ended a completion, or every one did",
+    "re-encoding": "the text of every completion, or of none, is cut into the same tokens again",
+    "routing": "the model has no experts, or no token's change by rounding",
+    "kernel": "transformers has no attention for this model by itself",
+}
+"""Of causes that may not apply to a step: why."""
+CAUSES = (
+    "temperature", "top_k support", "top_p support", "stop tokens", "stale weights", "prefix cache", "dtype", "kernel",
+    "routing", "re-encoding",
+)  # fmt: skip
+"""All that are tried, as the words before the colon of each `Fit.cause`."""
+
+
+def best_of_each(tried: Sequence[Fit]) -> list[Fit]:
+    """Return the nearest fit of each cause, the nearest first."""
+    best: dict[str, Fit] = {}
+    for fit in sorted(tried, key=lambda fit: fit.mean):
+        best.setdefault(fit.cause.partition(":")[0], fit)
+    return list(best.values())
 
 
 def fits(sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseTried]) -> list[Fit]:
@@ -109,10 +152,10 @@ def apart(logprobs: Tensor, told: np.ndarray) -> Tensor:
     return (logprobs.cpu().double() - torch.from_numpy(told).double()).abs()
 
 
-def fits_without(sharded: ShardedModel, groups: Sequence[Group], temperature: float) -> list[Fit]:
+def fits_without(sharded: ShardedModel, groups: Sequence[Group], logprobs_of: CauseTried) -> list[Fit]:
     """Return how near trainer and engine are without the tokens that a cause would spoil, where it would spoil some."""
     cause = "as it was"
-    differences = torch.cat(differences_of(sharded, groups, {cause: at_temperature(temperature)})[cause])
+    differences = torch.cat(differences_of(sharded, groups, {cause: logprobs_of})[cause])
     ends, cut_otherwise = [], []
     for size, trajectory in _chosen(groups):
         chosen = trajectory.tokens[size:].tolist()

@@ -262,12 +262,13 @@ def sample_groups(
         # What ends an engine outside of this process for one rank ends the step on all.
         sampled = setting.ranks.on_all_ranks(lambda: _collected(sharded, sampler, requests, sampling, ahead))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
-        everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled)))
-        if any(gone for gone, _ in everyone):
+        taken = 0 if ahead is None else ahead.taken_count
+        everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled), taken))
+        if any(gone for gone, _, _ in everyone):
             raise StepAbandoned
         if ahead is not None:
-            ahead.flight = None
-        if unscored := sum(count for _, count in everyone):
+            setting.log.messages += ahead.end(sum(count for _, _, count in everyone))
+        if unscored := sum(count for _, count, _ in everyone):
             setting.log.messages.append(
                 f"warning: the engine tells no log-probability of {unscored} sampled tokens; nothing corrects them"
             )

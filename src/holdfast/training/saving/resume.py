@@ -300,6 +300,7 @@ class _SavedCompletion:
     finish: Literal["stop", "length"]
     weights_version: Annotated[int, Field(strict=True, ge=-1)]
     segments: list[tuple[SavedCount, SavedCount]]
+    prompt: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ longer than a block of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,9 @@ from holdfast.errors import RunStopped
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
-from holdfast.rollout.servers import TopRow, VLLMServer
+from holdfast.rollout.answers import TopRow
+from holdfast.rollout.buckets import Inspected
+from holdfast.rollout.servers import VLLMServer
 from holdfast.training.run import ShardedModel
 from holdfast.types import Batch, Example
 
@@ -42,8 +44,8 @@ TokenIds = NDArray[np.int64]
 """[L]"""
 
 
-Suspects = Mapping[str, Mapping[str, float | None]]
-"""By address and tensor: how far it is from what was sent, relative to it; None where the server cannot say."""
+Suspects = Mapping[str, Inspected]
+"""What servers say of their tensors, by address."""
 
 ServerAnswers = Mapping[str, Sequence[Sequence[TopRow]]]
 """By address, sequence and place."""
@@ -62,11 +64,6 @@ class Proof:
     """Largest difference from what the server said after the push before; infinite at the first."""
 
 
-def proof_tokens(block: int) -> int:
-    """Return how many tokens the trainer scores in a proof, where a block of the servers' caches has so many."""
-    return sum(_LENGTHS) + block + _BEYOND_BLOCK
-
-
 class Prover:
     """Compares servers with the trainer after a push; all ranks have one.
 
@@ -78,7 +75,8 @@ class Prover:
 
     def __init__(self, tolerance: float | None, block: int, longest: int) -> None:
         self._tolerance = tolerance
-        self._lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
+        self.lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
+        """Tokens of the fixed sequences."""
         self._before: dict[str, Sequence[Sequence[TopRow]]] = {}
 
     def prove(
@@ -96,7 +94,7 @@ class Prover:
         """
         ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
         dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-        sequences = _sequences(sharded, self._lengths)
+        sequences = _sequences(sharded, self.lengths)
         answers = ranks.on_first_rank(lambda: _ask(servers, sequences))
         differences: dict[str, list[Tensor]] = {url: [] for url in answers}
         look = partial(_compare, answers, sharded, differences) if is_first else _ignore
@@ -136,24 +134,32 @@ def _measure(differences: Tensor, dtype: torch.dtype) -> float:
 
 
 def _names(suspects: Suspects, dtype: torch.dtype) -> str:
-    """Say which tensors a server has otherwise than they were sent."""
+    """Say which tensors a server has otherwise than they were sent, or why that cannot be told."""
     limit = _LAYER_TOLERANCE[dtype]
-    every = {name: value for tensors in suspects.values() for name, value in tensors.items()}
-    different = sorted(
-        {
-            name
-            for tensors in suspects.values()
-            for name, value in tensors.items()
-            if value is not None and not value <= limit
-        }
-    )
-    silent = sum(value is None for value in every.values())
+    sizes = [pair for each in suspects.values() for pair in each.differences.items()]
+    different = {name for name, value in sizes if value is not None and not value <= limit}
     if different:
-        more = f" and {len(different) - _MOST_NAMED} more" if len(different) > _MOST_NAMED else ""
-        return f"these tensors are not what was sent: {', '.join(different[:_MOST_NAMED])}{more}"
-    if not every or silent:
-        return f"which tensor it is cannot be told ({silent or 'all'} of them no layer there tells of)"
+        return f"these tensors are not what was sent: {_some(different)}"
+    silent, every = {name for name, value in sizes if value is None}, {name for name, _ in sizes}
+    mute = [each.why_not for each in suspects.values() if each.why_not]
+    if mute:
+        return (
+            f"which tensor it is cannot be told: our worker extension there does not say, {mute[0]}; servers that "
+            "`holdfast serve` starts have one that does"
+        )
+    if silent == every:
+        return "which tensor it is cannot be told: no layer there can be asked by itself"
+    if silent:
+        return (
+            f"which tensor it is cannot be told: layers that cannot be asked by themselves have {_some(silent)}, and "
+            "all others are what was sent"
+        )
     return "every layer, asked by itself, computes with what was sent, so what is wrong lies between them"
+
+
+def _some(names: Set[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(sorted(names)[:_MOST_NAMED])}{more}"
 
 
 def _words(wrong: Sequence[str], proofs: Sequence[Proof], limit: float, names: str) -> str:

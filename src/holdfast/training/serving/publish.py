@@ -7,35 +7,31 @@ live, and whether they are what the run needs.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.http_client import EndpointRefuses, EndpointUnwell
+from holdfast.http_client import EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.rollout.answers import ServerState
+from holdfast.rollout.buckets import Leases, Publisher
 from holdfast.rollout.nccl import NCCLPublisher, refuse_nccl
-from holdfast.rollout.publish import Publisher
 from holdfast.rollout.sampling import Stops
-from holdfast.rollout.servers import BACKEND, ServerState, VLLMServer
+from holdfast.rollout.servers import BACKEND, VLLMServer, template_digest, tokenizer_digest
 from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.run import ShardedModel
 from holdfast.training.serving.proof import Proof, Prover, Suspects
-
-PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
-"""Servers cut the same text (`rollout/vllm_extension.py`)."""
 
 
 class Outgoing(NamedTuple):
@@ -103,9 +99,13 @@ class ServedEngine(VLLMEngine):
     ) -> None:
         super().__init__(section, servers, stops)
         self._mark_of_run, self._pushes = mark, 0
-        self._publisher = Publisher(Path(section.folder), section.bucket_mib)
+        self._publisher, self._leases = Publisher(Path(section.folder), section.bucket_mib), Leases(mark)
         self._nccl = NCCLPublisher() if section.transport == "nccl" else None
         self._prover = prover
+        self._identities: frozenset[str] = frozenset()
+        """Of the server processes that took the last push; on rank 0."""
+        self._proved: frozenset[str] = frozenset()
+        """Of those of which a push was proved; on rank 0."""
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
 
@@ -115,6 +115,13 @@ class ServedEngine(VLLMEngine):
         Raises:
             RunStopped: No server lives, one refuses the weights, or one says other numbers than the trainer.
         """
+        if sharded.holds_averages:
+            # Completions of a step that live through this push would go on from averages, as if from the policy.
+            self.settle(sharded.setting.interrupted)
+        with self.unproved():
+            self._publish(sharded)
+
+    def _publish(self, sharded: ShardedModel) -> None:
         start, ranks = time.perf_counter(), sharded.setting.ranks
         self._pushes += 1
         label = f"{self._mark_of_run}-{self._pushes}"
@@ -122,11 +129,12 @@ class ServedEngine(VLLMEngine):
         on_their_way = any(ranks.gather(self.in_flight))
         with ranks.together():
             pushed = self._pushed(sharded, label, on_their_way=on_their_way)
-        servers = ranks.agree(pushed)
+        servers, has_new = ranks.agree((pushed, not self._identities <= self._proved))
         self.follow(servers)
-        if self._is_proved():
+        if has_new or self._is_proved():
             present = [server for server in self.servers if server.url in servers]
             self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong))
+            self._proved |= self._identities
         if self._pushes == 1 and sharded.setting.world.is_first:
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
@@ -147,8 +155,6 @@ class ServedEngine(VLLMEngine):
             return self._publisher.inspect(
                 [server for server in self.servers if server.url in wrong], tensors, plan.headers
             )
-        except (EndpointRefuses, EndpointUnwell):
-            return {}
         finally:
             for _ in tensors:  # the other ranks are gathering
                 pass
@@ -156,7 +162,7 @@ class ServedEngine(VLLMEngine):
     def close(self) -> None:
         """Close connections, and let other runs push."""
         super().close()
-        self._publisher.close()
+        self._leases.give_back()
 
     def _pushed(self, sharded: ShardedModel, label: str, *, on_their_way: bool) -> list[str]:
         """Return the addresses of the servers that took the weights; on rank 0."""
@@ -167,17 +173,14 @@ class ServedEngine(VLLMEngine):
                 pass
             return []
         try:
-            living = _living_of(self.servers, self._section)
-            states = [_server_state(server, sharded, self._section) for server in living]
-            for server, state in zip(living, states, strict=True):
-                self._publisher.lease(server, state.identity)
+            states, dead = _states_of(_living_of(self.servers, self._section), sharded, self._section, self._leases)
+            living = [server for server in self.servers if server.url in states]
             if self._nccl is None:
-                dead = self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
-            else:
-                dead = {}
-                pairs = zip(living, states, strict=True)
-                members = [(one, each.identity, int(each.facts["workers"])) for one, each in pairs]
+                dead |= self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
+            elif living:
+                members = [_member(server, states[server.url]) for server in living]
                 self._nccl.push(members, tensors, plan.headers, label, keep=on_their_way)
+            self._identities = frozenset(state.identity for url, state in states.items() if url not in dead)
             return self._left(living, dead)
         finally:
             for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
@@ -197,10 +200,16 @@ class ServedEngine(VLLMEngine):
         return pushed
 
     def _is_proved(self) -> bool:
+        """Say whether the last push is one that is proved, whichever servers took it."""
         every = self._section.prove
-        if every == "start":
-            return self._pushes == 1
-        return every == "every_push" or (self._pushes - 1) % int(every) == 0
+        # The first push is the walk's before step 1, which knows no checkpoint; what a run loads comes with the second.
+        if every == "every_push" or self._pushes <= 2:
+            return True
+        return every != "start" and (self._pushes - 1) % int(every) == 0
+
+
+def _member(server: VLLMServer, state: ServerState) -> tuple[VLLMServer, str, int]:
+    return server, state.identity, int(state.facts["workers"])
 
 
 def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops) -> ServedEngine:
@@ -214,7 +223,10 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
         ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
     states = ranks.on_first_rank(lambda: _met(servers, sharded, section))
-    named = [replace(server, model=state.model) for server, state in zip(servers, states, strict=True)]
+    named = [
+        replace(server, model=state.model, vocabulary=int(state.facts["vocabulary"]))
+        for server, state in zip(servers, states, strict=True)
+    ]
     mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
     block, longest = max(int(state.facts["block"]) for state in states), min(state.longest for state in states)
     return ServedEngine(section, named, stops, mark, Prover(section.tolerance, block, longest))
@@ -234,30 +246,80 @@ def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngi
                 how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
                 raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
             time.sleep(patience.server_look_seconds)
-    return [_server_state(server, sharded, section) for server in servers]
+    states, dead = _states_of(servers, sharded, section)
+    if dead:
+        raise ConfigError(
+            f"rollout.engine.url: {'; '.join(f'the server at {url} {why}' for url, why in dead.items())}, although it "
+            "said that it was well a moment before. Look at its log, and start it again by `holdfast serve RUN.yaml`."
+        )
+    return [states[server.url] for server in servers]
+
+
+def _states_of(
+    servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig, leases: Leases | None = None
+) -> tuple[dict[str, ServerState], dict[str, str]]:
+    """Return by address what servers say of themselves, and what was seen of those that died meanwhile.
+
+    Args:
+        servers: Well a moment ago.
+        sharded, section: What they must fit.
+        leases: Take them for this run; None: look alone.
+
+    Raises:
+        ConfigError: One does not fit the run, another run has it, or it has two addresses.
+    """
+    states: dict[str, ServerState] = {}
+    dead: dict[str, str] = {}
+    for server in servers:
+        try:
+            states[server.url] = _server_state(server, sharded, section)
+            if leases is not None:
+                leases.take(server)
+        except EndpointUnwell as error:
+            dead[server.url] = str(error)
+            states.pop(server.url, None)
+        except EndpointRefuses as error:  # to say who pushes to it
+            raise ConfigError(
+                f"rollout.engine.url: {server.url} {error}. `holdfast serve RUN.yaml` starts one that says "
+                "who pushes to it."
+            ) from error
+    _refuse_twice(states)
+    return states, dead
+
+
+def _refuse_twice(states: Mapping[str, ServerState]) -> None:
+    of_identity: dict[str, str] = {}
+    for url, state in states.items():
+        if state.identity in of_identity:
+            raise ConfigError(
+                f"rollout.engine.url: {of_identity[state.identity]} and {url} are addresses of one server. Name every "
+                "server once."
+            )
+        of_identity[state.identity] = url
 
 
 def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
-    """Return the servers that are well; one that we start ourselves is waited for where there is no other.
+    """Return the servers that are well; where none is, they are waited for, longer where we start them ourselves.
 
     Raises:
         RunStopped: None is.
     """
     patience = holdfast.patience.current
     deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
-    while True:
+    for tries in count(1):
         present = [server for server in servers if server.is_well()]
         for server in servers if present else ():
             if server not in present:
                 print(f"warning: no server answers at {server.url}; it gets no weights and no requests", flush=True)
         if present:
             return present
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline and tries >= section.attempts:
             raise RunStopped(
                 f"No server is left to push weights to ({', '.join(server.url for server in servers)}). Start them "
                 "again; the same command then goes on from the last checkpoint."
             )
-        time.sleep(patience.server_look_seconds)
+        time.sleep(pause_seconds(tries))
+    raise AssertionError  # `count` does not end
 
 
 def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineConfig) -> ServerState:
@@ -265,10 +327,11 @@ def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngine
 
     Raises:
         ConfigError: It does not.
+        EndpointUnwell: It does not answer.
     """
     try:
         state = server.state()
-    except (EndpointRefuses, EndpointUnwell) as error:
+    except EndpointRefuses as error:
         raise ConfigError(
             f"rollout.engine.url: {server.url} {error}. Rollouts need a vLLM that tells token ids, log-probabilities "
             "and the version of its weights, and takes ours; `holdfast serve RUN.yaml` starts one. SGLang and others "
@@ -289,7 +352,7 @@ def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
     dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
     backend = BACKEND if section.transport == "files" else section.transport
-    tokenizer, template = _tokenizer_digest(sharded.origin.tokenizer), _template_digest(sharded.origin.tokenizer)
+    tokenizer, template = tokenizer_digest(sharded.origin.tokenizer), template_digest(sharded.origin.tokenizer)
     return (
         (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
         (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
@@ -325,17 +388,3 @@ def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig
             "rollout.engine: auto",
         ),
     )
-
-
-@lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks
-def _tokenizer_digest(tokenizer: Any) -> str | None:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    vocabulary, probe = backend.get_vocab(), backend.encode(PROBE, add_special_tokens=False).ids
-    return str(xxhash.xxh3_128_hexdigest(json.dumps([sorted(vocabulary.items()), probe]).encode()))
-
-
-def _template_digest(tokenizer: Any) -> str | None:
-    template = tokenizer.chat_template
-    return str(xxhash.xxh3_128_hexdigest(template.encode())) if isinstance(template, str) else None

@@ -2,15 +2,18 @@
 
 A push is: pause, begin, buckets, end with the name of the weights, caches reset, resume. The name is stamped last, and
 a server that refuses anything stays paused: nobody samples from half a model. A server that is found dead on the way is
-left out and named; one that refuses ends the run. One run pushes to a server at a time, by a lock beside the buckets.
+left out and named; one that refuses ends the run. One run pushes to a server at a time: servers keep a lease.
 """
 
 from __future__ import annotations
 
 import atexit
-import fcntl
+import math
 import os
 import secrets
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,13 +25,17 @@ import torch
 import xxhash
 from torch import Tensor
 
+from holdfast import patience
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.files import died_here, machine
 from holdfast.http_client import EndpointRefuses, EndpointUnwell
 from holdfast.models.weights.conversion import Header
 from holdfast.models.weights.safetensors_files import plan_files, tensor_bytes, write_file
+from holdfast.rollout.answers import RPC, inspection_of
 from holdfast.rollout.servers import VLLMServer
 
 _MIB = 2**20
+_JOIN_SECONDS = 1.0
 _IS_OPEN = "already active"
 """What vLLM says of a session that nobody ended."""
 
@@ -40,8 +47,87 @@ def digest(tensor: Tensor) -> str:
 
 
 @dataclass
+class Inspected:
+    """What a server says of the tensors that it computes with."""
+
+    differences: dict[str, float | None] = field(default_factory=dict)
+    """By name, how far from what was sent, relative to it; None where no layer of the server can say."""
+    why_not: str = ""
+    """Its address and what it answered instead; "" if it said."""
+
+
+class Leases:
+    """Servers that this process alone pushes to, from the first `take` until `give_back`.
+
+    A server keeps its lease itself, so it does not matter which way a second run comes. A thread renews them, and a
+    server whose run died is free: at once for a run of the same machine, which sees that, else when the lease has not
+    been renewed for `lease_stale_seconds`.
+
+    Args:
+        token: Of this start of the run, which no other has.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._holder = {"token": token, "host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
+        self._servers: dict[str, VLLMServer] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="holdfast-server-leases", daemon=True)
+
+    def take(self, server: VLLMServer) -> None:
+        """Take or renew the lease of a server.
+
+        Raises:
+            ConfigError: Another run has it.
+            EndpointRefuses, EndpointUnwell: It does not say.
+        """
+        times, before, replaces = patience.current, math.inf, None
+        while True:
+            holder, left = server.lease(self._holder, times.lease_stale_seconds, replaces)
+            if holder["token"] == self._holder["token"]:
+                break
+            if died_here(holder):
+                replaces = holder["token"]
+            elif holder["machine"] == self._holder["machine"] or left > before:  # it renews it, so it lives
+                raise ConfigError(
+                    f"rollout.engine.url: another run pushes weights to {server.url} (process {holder['pid']} on "
+                    f"{holder['host']}), so samples of this run would come from its weights. Start a server of this "
+                    "run's own, or end the other run."
+                )
+            else:
+                if before == math.inf:
+                    print(
+                        f"process {holder['pid']} on {holder['host']} pushed weights to {server.url}: waiting up to "
+                        f"{left:.0f} s for a sign that it lives",
+                        flush=True,
+                    )
+                before = left
+                time.sleep(times.lease_look_seconds)
+        self._servers[server.url] = server
+        if self._thread.ident is None:
+            atexit.register(self.give_back)
+            self._thread.start()
+
+    def give_back(self) -> None:
+        """Let other runs have the servers."""
+        if self._thread.ident is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join(_JOIN_SECONDS)  # it may be asking a server that hangs
+        atexit.unregister(self.give_back)
+        for server in self._servers.values():
+            with suppress(EndpointRefuses, EndpointUnwell):
+                server.lease(self._holder, 0.0)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(patience.current.lease_renew_seconds):
+            for server in tuple(self._servers.values()):
+                with suppress(EndpointRefuses, EndpointUnwell):  # the next push sees what is wrong
+                    server.lease(self._holder, patience.current.lease_stale_seconds)
+
+
+@dataclass(frozen=True)
 class Publisher:
-    """Pushes to servers from one process of a run; close it at the run's end.
+    """Pushes to servers from one process of a run.
 
     Args:
         folder: Where buckets are laid.
@@ -50,36 +136,6 @@ class Publisher:
 
     folder: Path
     bucket_mib: float
-    locks: dict[str, int] = field(default_factory=dict)
-    """Open lock files, by the identity of the server."""
-
-    def lease(self, server: VLLMServer, identity: str) -> None:
-        """Take a server for this run, until this process ends.
-
-        Raises:
-            ConfigError: Another run has it, or the folder cannot be written to.
-        """
-        if identity in self.locks:
-            return
-        path = self.folder / f"holdfast-server-{identity}.lock"
-        try:
-            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"rollout.engine.folder: {self.folder} cannot be written to ({error}).") from error
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(opened, 100, 0).decode(errors="replace").strip() or "unknown"
-            os.close(opened)
-            raise ConfigError(
-                f"rollout.engine.url: another run pushes weights to {server.url} (process {holder}), so samples of "
-                "this run would come from its weights. Start a server of this run's own, or end the other run."
-            ) from error
-        os.ftruncate(opened, 0)
-        os.pwrite(opened, f"{os.getpid()}\n".encode(), 0)
-        if not self.locks:
-            atexit.register(self.close)
-        self.locks[identity] = opened
 
     def push(
         self,
@@ -102,6 +158,8 @@ class Publisher:
         Raises:
             RunStopped: A server refuses what is sent.
         """
+        if not servers:
+            return {}
         push = _Push(servers)
         push.each(lambda server: _begin(server, headers, keep=keep))
         for file, hashes, is_last in self._files(tensors, headers):
@@ -112,17 +170,18 @@ class Publisher:
 
     def inspect(
         self, servers: Sequence[VLLMServer], tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
-    ) -> dict[str, dict[str, float | None]]:
-        """Return by address and tensor how far what a server computes with is from these weights, relative to them.
-
-        None stands where a server cannot say.
-        """
-        differences: dict[str, dict[str, float | None]] = {server.url: {} for server in servers}
+    ) -> dict[str, Inspected]:
+        """Return by address how far what a server computes with is from these weights, or why it does not say."""
+        inspected = {server.url: Inspected() for server in servers}
         for file, _, _ in self._files(tensors, headers):
+            content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
             for server in servers:
-                content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
-                differences[server.url] |= server.post("/collective_rpc", content)["results"][0]
-        return differences
+                answered = inspected[server.url]
+                try:
+                    answered.differences |= {} if answered.why_not else inspection_of(server.post(RPC, content))
+                except (EndpointRefuses, EndpointUnwell) as error:
+                    answered.why_not = f"{server.url} {error}"
+        return inspected
 
     def _files(
         self, tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
@@ -152,14 +211,6 @@ class Publisher:
                 f"{sum(map(tensor_bytes, headers.values())) / _MIB:.0f} MiB of weights could not be written to "
                 f"{file.parent} ({error}). Make room there, or name another rollout.engine.folder."
             ) from error
-
-    def close(self) -> None:
-        """Let other runs have the servers."""
-        for identity, opened in self.locks.items():
-            with suppress(OSError):
-                (self.folder / f"holdfast-server-{identity}.lock").unlink()
-            os.close(opened)
-        self.locks.clear()
 
 
 class _Push:

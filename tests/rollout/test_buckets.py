@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
 
+from holdfast import patience
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.servers import Served, command_of, environment_of
-from holdfast.rollout.publish import Publisher, digest
+from holdfast.rollout.buckets import Leases, digest
 from holdfast.rollout.servers import VLLMServer
+from tests.rollout.served import ServedModel, serving
 
 URL = "http://127.0.0.1:8700"
 
@@ -39,26 +44,48 @@ def test_a_hash_is_of_the_bytes_of_a_tensor() -> None:
     assert digest(tensor) != digest(tensor.t())
 
 
-def test_a_server_is_one_process_s_at_a_time_and_free_when_that_was_killed(tmp_path: Path) -> None:
-    server = VLLMServer.of(URL, VLLMEngineConfig(url=[URL]))
+def test_a_server_is_one_process_s_at_a_time_and_free_when_that_was_killed() -> None:
     script = (
-        "import sys, time; from pathlib import Path; from holdfast.rollout.publish import Publisher;"
+        "import sys, time; from holdfast.rollout.buckets import Leases;"
         "from holdfast.rollout.servers import VLLMServer; from holdfast.config.sections.engine import VLLMEngineConfig;"
-        f"Publisher(Path(sys.argv[1]), 1).lease(VLLMServer.of('{URL}', VLLMEngineConfig(url=['{URL}'])), 'x');"
+        "Leases('x').take(VLLMServer.of(sys.argv[1], VLLMEngineConfig(url=[sys.argv[1]])));"
         "print('has it', flush=True); time.sleep(60)"
     )
-    other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "has it\n"
+    with serving(ServedModel()) as url:
+        server, leases = VLLMServer.of(url, VLLMEngineConfig(url=[url])), Leases("y")
+        other = subprocess.Popen([sys.executable, "-c", script, url], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "has it\n"
 
-    with pytest.raises(ConfigError, match=rf"another run pushes weights to {URL} \(process {other.pid}\)"):
-        Publisher(tmp_path, 1).lease(server, "x")
-    other.kill()
-    other.wait()
-    other.stdout.close()
-    publisher = Publisher(tmp_path, 1)
-    publisher.lease(server, "x")
-    publisher.close()
+        with pytest.raises(ConfigError, match=rf"another run pushes weights to {url} \(process {other.pid} on "):
+            leases.take(server)
+        other.kill()
+        other.wait()
+        other.stdout.close()
+        leases.take(server)
+        leases.give_back()
+
+
+def test_a_lease_of_another_machine_is_waited_for_until_it_ends_or_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ServedModel()
+    elsewhere = {"token": "z", "host": "elsewhere", "pid": 1, "machine": ["other", "other"]}
+    times = replace(patience.current, lease_stale_seconds=0.6, lease_renew_seconds=0.1, lease_look_seconds=0.1)
+    monkeypatch.setattr(patience, "current", times)
+    with serving(served) as url:
+        server, leases = VLLMServer.of(url, VLLMEngineConfig(url=[url])), Leases("y")
+        served.lease.ask(elsewhere, 0.5, None, time.monotonic())
+        renewal = threading.Timer(0.25, lambda: served.lease.ask(elsewhere, 0.5, None, time.monotonic()))
+        renewal.start()
+        with pytest.raises(ConfigError, match="another run pushes weights to .*process 1 on elsewhere"):
+            leases.take(server)
+
+        leases.take(server)  # nobody renews it any more
+        time.sleep(1.0)  # renewed meanwhile
+
+        assert (
+            served.lease.ask(elsewhere, 1.0, None, time.monotonic())["holder"]["token"] == "y"
+        )  # this one was renewed
+        leases.give_back()
 
 
 def test_a_word_is_an_engine_and_a_section_is_one_too() -> None:
