@@ -330,3 +330,15 @@ def test_an_environment_is_told_without_secrets() -> None:
 def test_a_check_that_is_not_there_is_refused_with_those_that_are(capsys: Any, place: Path) -> None:
     with pytest.raises(ConfigError, match=r"--only reward: there is no such check here; there are configuration, "):
         looked(capsys, written(place), only="reward")
+
+
+def test_a_model_that_an_earlier_run_would_write_is_missing_once(capsys: Any, place: Path) -> None:
+    path = written(place, model={"path": "runs/first/exports/final"})
+
+    code, findings = looked(capsys, path, "launch.ranks=1", only="configuration tokenizer plan")
+
+    assert code == 1
+    grade, words = by_name(findings, "configuration")
+    assert grade == "Fail"
+    assert words.endswith("The run in runs/first would write it at its end: start that one first.")
+    assert by_name(findings, "plan") == ("Fail", "not looked at, for what configuration says")

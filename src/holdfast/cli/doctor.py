@@ -15,7 +15,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError
 from holdfast.launch.environment import is_first_rank, machine_facts, resolve_ranks, under_torchrun, world_size
 
 if TYPE_CHECKING:
@@ -93,8 +93,6 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
             yield plan_verdict(planned_apart(LoadedConfig(config, base), options_here(config.launch, ranks)))
         except NoPlan as error:
             yield warn("plan", f"none could be made: {error}")
-        except HoldfastError as error:
-            yield fail("plan", str(error))
 
     ranks = world_size() if under_torchrun() else resolve_ranks(config.launch)
     yield Check("configuration", paths)

@@ -76,8 +76,10 @@ def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
         try:
             yield from check.look()
         except (HoldfastError, NotRegular) as error:
-            first = refused.setdefault(str(error), check.name)
-            yield fail(check.name, str(error) if first == check.name else f"not looked at, for what {first} says")
+            words = str(error)
+            earlier = next((name for sentence, name in refused.items() if words.startswith(sentence)), None)
+            refused.setdefault(words, check.name)
+            yield fail(check.name, words if earlier is None else f"not looked at, for what {earlier} says")
         except OSError as error:
             yield fail(check.name, f"{type(error).__name__}: {error}")
 

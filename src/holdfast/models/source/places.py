@@ -22,5 +22,7 @@ def local_directory(name: str, base: Path) -> Path | None:
         if directory.is_dir():
             return directory
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
-        raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).")
+        run = re.fullmatch(r"(.+)/exports/[\w.-]+/?", name)
+        hint = f" The run in {run[1]} would write it at its end: start that one first." if run else ""
+        raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).{hint}")
     return None
