@@ -70,7 +70,7 @@ def overlap(world: World, directory: Path) -> tuple[list[float], list[float], in
     for saving in (False, True):
         toy = build(world)
         optimizer = optimizer_of(toy)
-        session = session_of(SlowStorage(directory, 0.5), world)
+        session = session_of(SlowStorage(directory, 1.5), world)
         losses.append([])
         for number in range(1, 40):
             losses[-1].append(step(world, toy, optimizer, number))

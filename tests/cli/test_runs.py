@@ -307,7 +307,7 @@ def test_a_run_itself_can_be_named_and_a_missing_directory_is_one_paragraph(
 
 
 def test_what_is_repeated_for_want_of_torch_is_the_same() -> None:
-    assert f"{FOLDER}/{LEASE_NAME}" == state.LEASE
+    assert f"{FOLDER}/{LEASE_NAME}" == state._LEASE
 
 
 def test_checkpoints_in_another_place_are_found(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def test_a_judge_that_stays_overloaded_is_an_error(server: Server, start: Start)
     found = start("", judge(server, attempts=2)).score([sample()])[0]
 
     assert (found.reward, found.fault, len(server.asked)) == (None, "error", 2)
-    assert f"EndpointUnwell: {server.url} answers 503" in found.message
+    assert f"EndpointBusy: {server.url} answers 503" in found.message
 
 
 @pytest.mark.parametrize(
