@@ -32,6 +32,7 @@ REASONS = {
     "training/engines.py": "words of a refusal",
     "rollout/graphs.py": "capture: recording a graph needs a driver",
     "rollout/static.py": "capture: rows whose steps are replayed from a graph",
+    "rollout/nccl.py": "words of a refusal",
     "rollout/vllm_extension.py": "runs in the processes of vLLM",
     "parallel/mesh.py": "NCCL: ranks join through a driver",
     "checkpoint/format/snapshot.py": "random state of a real generator",

@@ -186,6 +186,15 @@ def _refuse_two_devices(func: Any, operands: Any) -> None:
         raise RuntimeError(f"{func} has operands on {' and '.join(sorted(devices))}")
 
 
+_INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+
+
+def _is_indexed_from_host(tensor: Tensor, indices: Any) -> bool:
+    """Return whether places of a tensor on a device are told by tensors on the host: torch copies them, and waits."""
+    places = [leaf.device.type for leaf in tree_leaves(indices) if isinstance(leaf, Tensor)]
+    return tensor.device.type != "cpu" and "cpu" in places
+
+
 def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """Return what a grouped product on the CPU gives; torch's form without numbers knows bfloat16 alone."""
     if left.ndim == right.ndim == 2 and offs is not None:
@@ -224,6 +233,8 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return True
         if func.namespace in _KERNELS:
             _refuse_two_devices(func, (args, kwargs))
+        if func.overloadpacket in _INDEXED and _is_indexed_from_host(args[0], args[1]):
+            self._asked(args[0], "an index that lies on the host")
         if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
             result = _grouped_product(*args, **(kwargs or {}))
         else:
