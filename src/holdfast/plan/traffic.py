@@ -231,10 +231,7 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return args[0]  # without numbers torch would make a second tensor of what is waited for
         if func is torch.ops.aten._local_scalar_dense.default and self._is_answered(args[0]):
             return True
-        if func.namespace in _KERNELS:
-            _refuse_two_devices(func, (args, kwargs))
-        if func.overloadpacket in _INDEXED and _is_indexed_from_host(args[0], args[1]):
-            self._asked(args[0], "an index that lies on the host")
+        self._look_at_devices(func, args, kwargs)
         if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
             result = _grouped_product(*args, **(kwargs or {}))
         else:
@@ -242,6 +239,12 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._see(result)
         self._traffic.see(func, args, kwargs or {}, result)
         return result
+
+    def _look_at_devices(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        if func.namespace in _KERNELS:
+            _refuse_two_devices(func, (args, kwargs))
+        if func.overloadpacket in _INDEXED and _is_indexed_from_host(args[0], args[1]):
+            self._asked(args[0], "an index that lies on the host")
 
     def _is_answered(self, value: Tensor) -> bool:
         """Note a check that a transformers model makes of its inputs, and say that it holds: ours hold what it asks."""
