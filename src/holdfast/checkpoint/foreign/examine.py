@@ -13,12 +13,22 @@ from torch import Tensor
 from holdfast.checkpoint.errors import CheckpointUnreadable
 from holdfast.checkpoint.foreign.alignment import unwrap
 from holdfast.checkpoint.foreign.parameter_names import note_ties, skeleton_of
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
+from holdfast.checkpoint.foreign.record import (
+    MALFORMED,
+    DamagedFile,
+    ForeignCheckpoint,
+    StoredTensor,
+    TensorPiece,
+    counted,
+    never_written,
+)
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 
 ForeignLevel = Literal["headers", "tensors"]
+_OF_EVERY_PARAMETER = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "compensation"}
+"""States that an optimizer has of each parameter; others, such as those of quantised moments, of large ones alone."""
 _FEW = 8
 """Parameters whose small states are compared between ranks without reading all of them."""
 
@@ -30,7 +40,15 @@ def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> N
         checkpoint: As it was opened.
         level: headers, or tensors: then every number is read, one tensor in memory at a time.
     """
+    try:
+        _examine(checkpoint, level)
+    except MALFORMED as error:
+        checkpoint.add("damage", never_written(checkpoint.path.name, error))
+
+
+def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
     _compare_with_configuration(checkpoint)
+    _check_schedule(checkpoint)
     for what, tensor in _all(checkpoint):
         gap = tensor.gap()
         if gap is not None:
@@ -42,6 +60,16 @@ def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> N
             _read(checkpoint, what, tensor)
         _compare_ties(checkpoint)
     _add_losses(checkpoint)
+
+
+def _check_schedule(checkpoint: ForeignCheckpoint) -> None:
+    try:
+        last = (checkpoint.schedule or {}).get("last_epoch")
+        if last is not None:
+            counted(last, "the step of the schedule")
+    except DamagedFile as error:
+        checkpoint.schedule = None
+        checkpoint.add("damage", f"{checkpoint.path.name} {error}")
 
 
 def _all(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
@@ -146,12 +174,22 @@ def _compare_states(checkpoint: ForeignCheckpoint) -> None:
                 checkpoint.add("damage", f"{words}: they are of two models or two steps")
             elif state.shape and state.dtype != weight.dtype:
                 dtypes[slot, _word(state.dtype), _word(weight.dtype)] += 1
+    _compare_slots(checkpoint)
     for (slot, dtype, other), count in dtypes.items():
         checkpoint.add(
             "note",
             f"{slot} of {count} parameters is {dtype}, the weights {other}: torch's own loading of a state makes it "
             f"{other}; here it stays what it is where the optimizer can go on with that",
         )
+
+
+def _compare_slots(checkpoint: ForeignCheckpoint) -> None:
+    """Look for parameters that lack what another one of the same kind of optimizer has."""
+    kinds = {frozenset(slots) for slots in checkpoint.states.values()}
+    for name, slots in checkpoint.states.items():
+        lacking = {slot for kind in kinds if kind > slots.keys() for slot in kind - slots.keys()} & _OF_EVERY_PARAMETER
+        if lacking:
+            checkpoint.add("damage", f"the optimizer lacks {', '.join(sorted(lacking))} of {name}, which others have")
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.checkpoint.foreign.parts import whole
 from holdfast.checkpoint.foreign.pickles import StoredView
 from holdfast.checkpoint.foreign.record import (
@@ -25,13 +27,15 @@ from holdfast.checkpoint.foreign.record import (
     StoredGroup,
     StoredTensor,
     UnreadableForeign,
+    counted,
+    refuse_outside,
 )
 from holdfast.checkpoint.foreign.torch_file import TorchFile
 from holdfast.checkpoint.foreign.unnamed_states import Naming, named_states
 from holdfast.files import MOST_TEXT_BYTES, read_bytes, read_json
 
-RANK_FILE = re.compile(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
-STEP_FOLDER = re.compile(r"^global_step_(\d+)$")
+RANK_FILE = re.compile(r"^(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt$")
+STEP_FOLDER = re.compile(r"^global_step_(\d{1,15})$")
 TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 _LOADERS = ("data.pt", "dataloader.pt")
 
@@ -89,6 +93,11 @@ def read_rank_files(actor: Path) -> ForeignCheckpoint:
     checkpoint.step = int(step[1]) if step else None
     described = actor / "huggingface"
     checkpoint.model_files = described if (described / "config.json").is_file() else None
+    try:
+        refuse_outside(described, actor)
+    except DamagedFile as error:
+        checkpoint.model_files = None
+        checkpoint.add("damage", f"{described.name} {error}")
     _check_config(checkpoint, config, world)
     models = _opened(checkpoint, files["model"], world, "model")
     if models is not None:
@@ -258,7 +267,7 @@ def _group(group: Mapping[str, Any], name: Callable[[Any], str | None]) -> Store
 
 
 def _note_dtypes_in_groups(checkpoint: ForeignCheckpoint, groups: Sequence[Mapping[str, Any]]) -> None:
-    keys = sorted({key for group in groups for key, value in group.items() if str(value).startswith("torch.")})
+    keys = sorted({key for group in groups for key, value in group.items() if isinstance(value, torch.dtype)})
     if keys:
         checkpoint.add(
             "repair",
@@ -296,19 +305,38 @@ def _add_position(checkpoint: ForeignCheckpoint, actor: Path) -> None:
         checkpoint.add("damage", f"{path.name} is larger than any state of a loader")
         return
     try:
-        content = TorchFile(path).value()
+        content = TorchFile(path, within=path.parent).value()
         checkpoint.position = position_of(content)
     except (DamagedFile, OSError) as error:
         checkpoint.add("damage", f"{path.name} {error}")
 
 
 def position_of(loader: Any) -> Position | None:
-    """Return the rows that a torchdata StatefulDataLoader has given; None where its state does not say."""
+    """Return the rows that a torchdata StatefulDataLoader has given; None where its state does not say.
+
+    Raises:
+        DamagedFile: The number is none.
+    """
     match loader:
+        case {"_snapshot": {"_main_snapshot": main, **snapshot}, "_steps_since_snapshot": int(since)}:
+            return _of_workers(main, snapshot.get("_snapshot_step"), since)
         case {"_sampler_iter_state": {"samples_yielded": int(rows)}}:
-            return Position(0, rows=rows)
+            return Position(0, rows=counted(rows, "the number of rows"))
         case {"_num_yielded": int(batches)}:
-            return Position(0, batches=batches)
+            return Position(0, batches=counted(batches, "the number of batches"))
+    return None
+
+
+def _of_workers(main: Any, batches: Any, since: int) -> Position | None:
+    """Return the rows of a loader with workers: those up to its snapshot, and of the batches that came since."""
+    match main:
+        case {"_sampler_iter_state": {"samples_yielded": int(rows)}}:
+            rows, since = counted(rows, "the number of rows"), counted(since, "the number of batches")
+            if since == 0:
+                return Position(0, rows=rows)
+            if type(batches) is int and batches > 0 and rows % batches == 0:
+                return Position(0, rows=rows // batches * (batches + since))
+            return Position(0, batches=since) if rows == 0 else None
     return None
 
 

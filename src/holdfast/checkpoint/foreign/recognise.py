@@ -19,7 +19,7 @@ from holdfast.checkpoint.foreign.rank_files import (
     newest_step,
     read_rank_files,
 )
-from holdfast.checkpoint.foreign.record import ForeignCheckpoint, UnreadableForeign
+from holdfast.checkpoint.foreign.record import MALFORMED, ForeignCheckpoint, UnreadableForeign, never_written
 from holdfast.checkpoint.format.manifest import NAME as MANIFEST
 
 _DEEPSPEED = re.compile(r"^(zero_pp_rank_\d+_.*|mp_rank_\d+_model_states)\.pt$|^zero_to_fp32\.py$")
@@ -44,9 +44,12 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     Raises:
         UnreadableForeign: It holds none that is known, or those of two systems.
     """
+    place = None
     try:
         place = recognise(path)
         checkpoint = place.read(place.path)
+    except MALFORMED as error:
+        raise UnreadableForeign(f"{never_written(place.path if place else path, error)}.") from error
     except OSError as error:
         raise UnreadableForeign(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
     checkpoint.add("damage", *place.notes)
