@@ -290,6 +290,11 @@ def steps(value: float) -> Callable[[Any], None]:
     return change
 
 
+def mixed_steps(content: Any) -> None:
+    for number, slots in enumerate(content["state"].values()):
+        slots["step"] = torch.tensor(1.0 + number % 2)
+
+
 def overlap(folder: Path) -> None:
     """Let the second chunk of a tensor begin two rows earlier than it was cut."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -338,6 +343,20 @@ DAMAGES |= {
     "a step below zero": Damage(FULL, lambda f: state_of(f / "optimizer.bin", steps(-7)), r"optimizer's step is -7"),
     "a step that is NaN": Damage(FULL, lambda f: state_of(f / "optimizer.bin", steps(float("nan"))), r"step is nan"),
     "a step without end": Damage(FULL, lambda f: state_of(f / "optimizer.bin", steps(float("inf"))), r"step is inf"),
+    "an optimizer of another step": Damage(
+        "trainer-full",
+        lambda f: state_of(f / "optimizer.bin", steps(1)),
+        r"made 1 updates, the checkpoint is of step 2",
+    ),
+    "states of two steps": Damage(
+        FULL, lambda f: state_of(f / "optimizer.bin", mixed_steps), r"updates of .* of two saves"
+    ),
+    "the configuration is cut short": Damage("trainer-full", lambda f: cut(f / "config.json"), r"config\.json cannot"),
+    "a flat optimizer's file twice": Damage(
+        FLAT,
+        lambda f: shutil.copyfile(rank_file(f, "optim", 0), rank_file(f, "optim", 1)) and None,
+        r"rank_1\.pt is optim.*rank_0\.pt once more",
+    ),
     "a pass below zero": Damage(
         "trainer-full", lambda f: changed_json(f / "trainer_state.json", epoch=-1.5), r"epoch is -2"
     ),

@@ -255,6 +255,7 @@ def _add_trainer_state(checkpoint: ForeignCheckpoint, path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         checkpoint.add("damage", f"trainer_state.json cannot be read: {error}")
         return
+    checkpoint.step_is_updates = True
     checkpoint.position = Position(passes, share=epoch - passes)
     folder = re.match(r"^checkpoint-(\d+)$", path.parent.name)
     if folder and int(folder[1]) != checkpoint.step:

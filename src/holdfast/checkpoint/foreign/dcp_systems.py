@@ -146,6 +146,7 @@ def read_plain(folder: Path) -> ForeignCheckpoint:
 
 def _of_titan(checkpoint: ForeignCheckpoint, folder: Path, others: Mapping[str, Any]) -> None:
     checkpoint.system, checkpoint.form = "torchtitan", "one DCP directory per step"
+    checkpoint.step_is_updates = True
     world = others.get("dataloader.world_size")
     checkpoint.world_size = world if isinstance(world, int) else None
     last = others.get("lr_scheduler.last_epoch")

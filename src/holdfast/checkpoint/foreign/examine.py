@@ -22,8 +22,10 @@ from holdfast.checkpoint.foreign.record import (
     counted,
     never_written,
 )
+from holdfast.checkpoint.foreign.step_counts import compare_steps
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.errors import ModelError
+from holdfast.files import read_json
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 
 ForeignLevel = Literal["headers", "tensors"]
@@ -54,6 +56,7 @@ def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
         if gap is not None:
             checkpoint.add("damage", f"{what}: {gap}")
     _compare_states(checkpoint)
+    compare_steps(checkpoint)
     _compare_copies(checkpoint, _FEW if level == "headers" else None)
     if level == "tensors":
         for what, tensor in _all(checkpoint):
@@ -103,6 +106,11 @@ def _compare_with_configuration(checkpoint: ForeignCheckpoint) -> None:
     if folder is None or not checkpoint.weights:
         return
     try:
+        read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        checkpoint.add("damage", f"config.json cannot be read: {type(error).__name__}")
+        return
+    try:
         skeleton = skeleton_of(folder)
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         checkpoint.add("note", f"the configuration beside it builds no model here: {error}")
@@ -124,7 +132,8 @@ def _compare_parameters(checkpoint: ForeignCheckpoint, parameters: Mapping[str, 
     if checkpoint.system == "Hugging Face" and not parameters.keys() & weights.keys():
         return  # the files of many models have other names than the modules; an export or a run converts them
     lacking = [name for name in parameters if name not in weights]
-    if lacking and checkpoint.system != "Hugging Face":
+    is_complete = checkpoint.system != "Hugging Face" or weights.keys() <= parameters.keys()
+    if lacking and is_complete:  # else a weight has another name in the files, and is converted
         checkpoint.add("damage", f"it lacks {len(lacking)} weights of its configuration's model, such as {lacking[0]}")
     other = [name for name in parameters if name in weights and tuple(parameters[name].shape) != weights[name].shape]
     if other:

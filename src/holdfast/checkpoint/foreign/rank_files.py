@@ -11,6 +11,7 @@ numbers them, and what a number means depends on how the model was wrapped (`unn
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -58,11 +59,18 @@ def newest_step(folder: Path) -> tuple[Path, list[str]]:
     tracked = _tracked(folder)
     if not steps:
         raise UnreadableForeign(f"{folder} has a tracker of verl or EasyR1 and no global_step_N beside it.")
+    steps = {step: each for step, each in steps.items() if holds_something(each)} or steps
     if tracked is not None and tracked not in steps:
         newest = max(steps)
-        words = f"the tracker names step {tracked}, whose directory is not there; the newest is {steps[newest].name}"
+        words = f"the tracker names step {tracked}, whose directory is not there or empty; the newest is "
+        words += steps[newest].name
         return steps[newest], [words]
     return steps[tracked if tracked is not None else max(steps)], []
+
+
+def holds_something(folder: Path) -> bool:
+    """Return whether there is any file below a directory."""
+    return any(files for _, _, files in os.walk(folder))
 
 
 def _tracked(folder: Path) -> int | None:
@@ -203,6 +211,7 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None
     states = _states_of(checkpoint, ranks)
     if states is None:
         return
+    _refuse_copied(checkpoint, [file for file, _ in ranks])
     groups = ranks[0][1]["param_groups"]
     keys = list(dict.fromkeys(key for state in states for key in state))
     empty = _without_state(states, keys)
@@ -222,6 +231,16 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None
         if named is not None:
             checkpoint.states, checkpoint.groups = named
     _note_dtypes_in_groups(checkpoint, groups)
+
+
+def _refuse_copied(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> None:
+    """Note a rank's optimizer that is another rank's, byte by byte: FSDP1's says nowhere whose it is."""
+    first: dict[Any, str] = {}
+    for file in files:
+        mark = file.fingerprint()
+        other = first.setdefault(mark, file.path.name) if mark is not None else file.path.name
+        if other != file.path.name:
+            checkpoint.add("damage", f"{file.path.name} is {other} once more: a rank's file lies over another's")
 
 
 def _without_state(states: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[Any]:
@@ -294,6 +313,11 @@ def _add_rest(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: i
                 return
     if len(set(last)) > 1:
         checkpoint.add("damage", f"ranks are of different steps: their schedules stand at {sorted(set(last), key=str)}")
+    if checkpoint.step is not None and last and isinstance(last[0], int) and last[0] != checkpoint.step:
+        checkpoint.add(
+            "note",
+            "its schedule does not stand at its step: a step of several updates, or files of two saves; see --step",
+        )
     checkpoint.random_state = True
 
 

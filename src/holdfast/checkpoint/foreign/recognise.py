@@ -15,6 +15,7 @@ from holdfast.checkpoint.foreign.lightning import META, read_lightning
 from holdfast.checkpoint.foreign.rank_files import (
     STEP_FOLDER,
     TRACKERS,
+    holds_something,
     is_rank_folder,
     newest_step,
     read_rank_files,
@@ -122,10 +123,12 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
         inner = recognise(step)
         return inner._replace(notes=(*notes, *inner.notes))
     steps = {int(match[1]): name for name in names if (match := re.match(r"^(?:checkpoint|step)-(\d+)$", name))}
+    steps = {step: name for step, name in steps.items() if holds_something(path / name)} or steps
     inner_name = "actor" if "actor" in names else steps[max(steps)] if steps else "checkpoint"
     if inner_name in names and (path / inner_name).is_dir():
         return recognise(path / inner_name)
-    files = sorted(name for name in names if name.endswith(".ckpt"))
+    places = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
+    files = sorted(places.values())  # last.ckpt may be a link to another one
     if len(files) == 1:
         return recognise(path / files[0])
     if files:

@@ -199,6 +199,8 @@ class ForeignCheckpoint:
     """Parameter -> key -> tensor; a parameter without an entry has no state."""
     groups: list[StoredGroup] = field(default_factory=list)
     has_optimizer: bool = False
+    step_is_updates: bool = False
+    """Whether its step counts the optimizer's updates; verl's does not where a step has several."""
     schedule: Mapping[str, Any] | None = None
     position: Position | None = None
     random_state: bool = False
