@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,13 +23,14 @@ from holdfast.checkpoint.foreign.record import (
     counted,
     never_written,
 )
-from holdfast.checkpoint.foreign.step_counts import compare_steps
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 
 ForeignLevel = Literal["headers", "tensors"]
+_LAYER = re.compile(r"^(.*\.\d+)\.")
+"""Up to the last number in a name: its layer, or its expert."""
 _OF_EVERY_PARAMETER = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "compensation"}
 """States that an optimizer has of each parameter; others, such as those of quantised moments, of large ones alone."""
 _FEW = 8
@@ -56,7 +58,7 @@ def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
         if gap is not None:
             checkpoint.add("damage", f"{what}: {gap}")
     _compare_states(checkpoint)
-    compare_steps(checkpoint)
+    _compare_steps(checkpoint)
     _compare_copies(checkpoint, _FEW if level == "headers" else None)
     if level == "tensors":
         for what, tensor in _all(checkpoint):
@@ -235,6 +237,55 @@ def _compare_ties(checkpoint: ForeignCheckpoint) -> None:
                 checkpoint.add("damage", f"{name} and {first} are tied, and hold different numbers")
         except (DamagedFile, OSError):
             continue  # it was named when it was read
+
+
+def _compare_steps(checkpoint: ForeignCheckpoint) -> None:
+    """Add what the step counters show: each is a scalar of its parameter, and all of one save agree.
+
+    A layer, an expert or a kind of module that was trained later has fewer, as a whole; that is a note.
+    """
+    steps: dict[str, int] = {}
+    for name, slots in checkpoint.states.items():
+        stored = slots.get("step")
+        if stored is None or stored.shape not in {(), (1,)}:
+            continue
+        try:
+            steps[name] = counted(stored.read().item(), f"the optimizer's step of {name}")
+        except DamagedFile as error:
+            checkpoint.add("damage", f"{stored.pieces[0].file} {error}")
+            return
+        except OSError:
+            return  # it is named when tensors are read
+    if not steps:
+        return
+    fewest, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+    if checkpoint.step_is_updates and checkpoint.step not in {None, steps[most]}:
+        words = f"the optimizer made {steps[most]} updates, the checkpoint is of step {checkpoint.step}"
+        checkpoint.add("damage", f"{words}: they are of two saves")
+    if steps[fewest] == steps[most]:
+        return
+    words = f"the optimizer made {steps[fewest]} updates of {fewest} and {steps[most]} of {most}"
+    if _is_by(_layer, steps) or _is_by(_module_kind, steps):
+        checkpoint.add("note", f"{words}: what was trained later has fewer")
+    else:
+        checkpoint.add("damage", f"{words}, and no layer or kind of module has one number: they are of two saves")
+
+
+def _is_by(key: Callable[[str], str], steps: Mapping[str, int]) -> bool:
+    """Return whether all parameters with one key have one number of steps."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for name, step in steps.items():
+        numbers[key(name)].add(step)
+    return all(len(each) == 1 for each in numbers.values())
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[1] if match else name
+
+
+def _module_kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name.rpartition(".")[0])
 
 
 def _add_losses(checkpoint: ForeignCheckpoint) -> None:

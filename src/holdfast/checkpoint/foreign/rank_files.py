@@ -211,17 +211,11 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None
     states = _states_of(checkpoint, ranks)
     if states is None:
         return
-    _refuse_copied(checkpoint, [file for file, _ in ranks])
     groups = ranks[0][1]["param_groups"]
     keys = list(dict.fromkeys(key for state in states for key in state))
-    empty = _without_state(states, keys)
-    if empty:
-        checkpoint.add(
-            "repair",
-            f"{len(empty)} empty entries in the optimizer's state, left by code that indexed it, are dropped (report "
-            "000): their parameters have no state",
-        )
+    empty = _without_state(checkpoint, states, keys)
     files = [file for file, _ in ranks]
+    _refuse_copied(checkpoint, files)
     if all(isinstance(key, str) for key in keys) and keys:
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
         checkpoint.groups = [_group(group, str) for group in groups]
@@ -243,9 +237,18 @@ def _refuse_copied(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) ->
             checkpoint.add("damage", f"{file.path.name} is {other} once more: a rank's file lies over another's")
 
 
-def _without_state(states: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[Any]:
-    """Return the keys whose entry is empty on every rank."""
-    return [key for key in keys if all(not state.get(key) for state in states)]
+def _without_state(
+    checkpoint: ForeignCheckpoint, states: Sequence[Mapping[Any, Any]], keys: Sequence[Any]
+) -> list[Any]:
+    """Return the keys whose entry is empty on every rank, which is noted."""
+    empty = [key for key in keys if all(not state.get(key) for state in states)]
+    if empty:
+        checkpoint.add(
+            "repair",
+            f"{len(empty)} empty entries in the optimizer's state, left by code that indexed it, are dropped (report "
+            "000): their parameters have no state",
+        )
+    return empty
 
 
 def _states_of(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> list[Mapping[Any, Any]] | None:
@@ -313,12 +316,17 @@ def _add_rest(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: i
                 return
     if len(set(last)) > 1:
         checkpoint.add("damage", f"ranks are of different steps: their schedules stand at {sorted(set(last), key=str)}")
-    if checkpoint.step is not None and last and isinstance(last[0], int) and last[0] != checkpoint.step:
+    _note_other_step(checkpoint)
+    checkpoint.random_state = True
+
+
+def _note_other_step(checkpoint: ForeignCheckpoint) -> None:
+    last = (checkpoint.schedule or {}).get("last_epoch")
+    if checkpoint.step is not None and isinstance(last, int) and last != checkpoint.step:
         checkpoint.add(
             "note",
             "its schedule does not stand at its step: a step of several updates, or files of two saves; see --step",
         )
-    checkpoint.random_state = True
 
 
 def _add_position(checkpoint: ForeignCheckpoint, actor: Path) -> None:

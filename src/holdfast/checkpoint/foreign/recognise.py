@@ -122,9 +122,7 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
         step, notes = newest_step(path)
         inner = recognise(step)
         return inner._replace(notes=(*notes, *inner.notes))
-    steps = {int(match[1]): name for name in names if (match := re.match(r"^(?:checkpoint|step)-(\d+)$", name))}
-    steps = {step: name for step, name in steps.items() if holds_something(path / name)} or steps
-    inner_name = "actor" if "actor" in names else steps[max(steps)] if steps else "checkpoint"
+    inner_name = "actor" if "actor" in names else _newest(path, names) or "checkpoint"
     if inner_name in names and (path / inner_name).is_dir():
         return recognise(path / inner_name)
     places = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
@@ -136,6 +134,13 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
     raise UnreadableForeign(
         f"{path} holds no checkpoint that is known ({', '.join(sorted(names)[:5])}). Known are {_KNOWN}."
     )
+
+
+def _newest(path: Path, names: set[str]) -> str | None:
+    """Return the newest step that holds any file, else the newest; None where there is none."""
+    steps = {int(match[1]): name for name in names if (match := re.match(r"^(?:checkpoint|step)-(\d+)$", name))}
+    steps = {step: name for step, name in steps.items() if holds_something(path / name)} or steps
+    return steps[max(steps)] if steps else None
 
 
 def _refuse_deepspeed(path: Path, names: set[str]) -> None:
