@@ -290,6 +290,11 @@ def steps(value: float) -> Callable[[Any], None]:
     return change
 
 
+def vector_step(content: Any) -> None:
+    for slots in content["state"].values():
+        slots["step"] = torch.ones(3)
+
+
 def mixed_steps(content: Any) -> None:
     for number, slots in enumerate(content["state"].values()):
         slots["step"] = torch.tensor(1.0 + number % 2)
@@ -347,6 +352,9 @@ DAMAGES |= {
         "trainer-full",
         lambda f: state_of(f / "optimizer.bin", steps(1)),
         r"made 1 updates, the checkpoint is of step 2",
+    ),
+    "a step of three numbers": Damage(
+        FULL, lambda f: state_of(f / "optimizer.bin", vector_step), r"step is no such number"
     ),
     "states of two steps": Damage(
         FULL, lambda f: state_of(f / "optimizer.bin", mixed_steps), r"updates of .* of two saves"

@@ -226,7 +226,9 @@ def _add_step(checkpoint: ForeignCheckpoint) -> None:
     if counter is None:
         return
     try:
-        checkpoint.step = counted(counter.read().item(), "the optimizer's step")
+        checkpoint.step = counted(
+            counter.read().item() if math.prod(counter.shape) == 1 else None, "the optimizer's step"
+        )
     except OSError:
         return  # it is named when tensors are read
     except DamagedFile as error:

@@ -25,7 +25,7 @@ class DamagedFile(Exception):  # noqa: N818 - the name says what is wrong
     """One file is not what its system writes; the message begins behind the file's name."""
 
 
-MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError)
 """What readers raise where a value has another form than its system writes."""
 _MOST = 2**53
 """No step, pass or row is beyond: floats count no further one by one."""
