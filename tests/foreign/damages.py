@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -274,6 +275,137 @@ DAMAGES = {
     "meta.pt is missing": Damage("lightning-mp-sharded", lambda f: (f / "meta.pt").unlink(), r"meta\.pt is missing"),
     "meta.pt is empty": Damage("lightning-fsdp-sharded", lambda f: empty(f / "meta.pt"), r"meta\.pt is empty"),
     "one file is cut short": Damage("lightning-mp-full", cut, r"cut short"),
+}
+
+
+def without_slot(path: Path) -> None:
+    state_of(path, lambda content: content["state"][list(content["state"])[3]].pop("exp_avg"))
+
+
+def steps(value: float) -> Callable[[Any], None]:
+    def change(content: Any) -> None:
+        for slots in content["state"].values():
+            slots["step"] = torch.tensor(value)
+
+    return change
+
+
+def vector_step(content: Any) -> None:
+    for slots in content["state"].values():
+        slots["step"] = torch.ones(3)
+
+
+def mixed_steps(content: Any) -> None:
+    for number, slots in enumerate(content["state"].values()):
+        slots["step"] = torch.tensor(1.0 + number % 2)
+
+
+def overlap(folder: Path) -> None:
+    """Let the second chunk of a tensor begin two rows earlier than it was cut."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    name = next(key for key, value in metadata.state_dict_metadata.items() if len(getattr(value, "chunks", ())) == 2)
+    chunk = metadata.state_dict_metadata[name].chunks[1]
+    old = chunk.offsets
+    chunk.offsets = torch.Size([old[0] - 2, *old[1:]])
+    metadata.storage_data = {
+        dataclasses.replace(index, offset=chunk.offsets) if (index.fqn, index.offset) == (name, old) else index: info
+        for index, info in metadata.storage_data.items()
+    }
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def two_models(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    name = next(key for key in metadata.state_dict_metadata if key.startswith("model."))
+    other = name.replace("model.", "module.", 1)
+    metadata.state_dict_metadata[other] = metadata.state_dict_metadata[name]
+    metadata.planner_data[other] = ("module", *metadata.planner_data[name][1:])
+    for index, info in list(metadata.storage_data.items()):
+        if index.fqn == name:
+            metadata.storage_data[dataclasses.replace(index, fqn=other)] = info
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def outside_folder(path: Path) -> None:
+    target = next(each for each in path.parents if each.name == "copy").parent / "elsewhere"
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
+def nested(path: Path) -> None:
+    """Let a setting be a list of lists whose text would be 2**40 words long."""
+    value: Any = "x"
+    for _ in range(40):
+        value = [value, value]
+    pickled(path, pickle.dumps({"state": {}, "param_groups": [{"params": [], "x": value}]}, 2))
+
+
+FULL, SHARDED = "accelerate-v2-full", "accelerate-v2-sharded"
+DAMAGES |= {
+    "a parameter lacks a moment": Damage(
+        "trainer-full", lambda f: without_slot(f / "optimizer.bin"), r"lacks exp_avg of"
+    ),
+    "a step below zero": Damage(FULL, lambda f: state_of(f / "optimizer.bin", steps(-7)), r"optimizer's step is -7"),
+    "a step that is NaN": Damage(FULL, lambda f: state_of(f / "optimizer.bin", steps(float("nan"))), r"step is nan"),
+    "a step without end": Damage(FULL, lambda f: state_of(f / "optimizer.bin", steps(float("inf"))), r"step is inf"),
+    "an optimizer of another step": Damage(
+        "trainer-full",
+        lambda f: state_of(f / "optimizer.bin", steps(1)),
+        r"made 1 updates, the checkpoint is of step 2",
+    ),
+    "a step of three numbers": Damage(
+        FULL, lambda f: state_of(f / "optimizer.bin", vector_step), r"step is no such number"
+    ),
+    "states of two steps": Damage(
+        FULL, lambda f: state_of(f / "optimizer.bin", mixed_steps), r"updates of .* of two saves"
+    ),
+    "the configuration is cut short": Damage("trainer-full", lambda f: cut(f / "config.json"), r"config\.json cannot"),
+    "a flat optimizer's file twice": Damage(
+        FLAT,
+        lambda f: shutil.copyfile(rank_file(f, "optim", 0), rank_file(f, "optim", 1)) and None,
+        r"rank_1\.pt is optim.*rank_0\.pt once more",
+    ),
+    "a pass below zero": Damage(
+        "trainer-full", lambda f: changed_json(f / "trainer_state.json", epoch=-1.5), r"epoch is -2"
+    ),
+    "a pass without end": Damage(
+        "trainer-full", lambda f: changed_json(f / "trainer_state.json", epoch=float("inf")), r"trainer_state\.json"
+    ),
+    "a schedule of five thousand digits": Damage(
+        "trainer-full",
+        lambda f: state_of(f / "scheduler.pt", lambda content: content.update(last_epoch=10**5000)),
+        r"step of the schedule is no such number",
+    ),
+    "groups that are numbers": Damage(
+        FULL,
+        lambda f: torch.save({"state": {}, "param_groups": [5]}, f / "optimizer.bin"),
+        r"holds what its system never writes",
+    ),
+    "chunks overlap": Damage("dcp", overlap, r"its parts overlap"),
+    "two models in one": Damage("dcp", two_models, r"two weights are called .*model\..* and module\."),
+    "a second model's folder": Damage(
+        SHARDED,
+        lambda f: shutil.copytree(f / "pytorch_model_fsdp_0", f / "pytorch_model_fsdp_1") and None,
+        r"pytorch_model_fsdp_1 beside",
+    ),
+    "a second optimizer's folder": Damage(
+        SHARDED, lambda f: shutil.copytree(f / "optimizer_0", f / "optimizer_1") and None, r"optimizer_1 beside"
+    ),
+    "weights as a folder and as a file": Damage(
+        SHARDED, lambda f: (f / "pytorch_model_fsdp.bin").write_bytes(b"x") and None, r"holds its weights twice"
+    ),
+    "the model's folder is elsewhere": Damage(
+        SHARDED, lambda f: outside_folder(f / "pytorch_model_fsdp_0"), r"link that leads out"
+    ),
+    "the configuration's folder is elsewhere": Damage(
+        VERL, lambda f: outside_folder(actor(f) / "huggingface"), r"huggingface is a link that leads out"
+    ),
+    "the loader's state is elsewhere": Damage(
+        VERL, lambda f: outside_folder(f / "global_step_2" / "data.pt"), r"data\.pt is a link that leads out"
+    ),
+    "progress is elsewhere": Damage(
+        "trainer-full", lambda f: outside_folder(f / "trainer_state.json"), r"trainer_state\.json is a link that leads"
+    ),
 }
 
 HOSTILE = {

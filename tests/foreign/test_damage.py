@@ -12,7 +12,7 @@ import pytest
 from holdfast.checkpoint.foreign.examine import examine
 from holdfast.checkpoint.foreign.recognise import open_foreign
 from holdfast.checkpoint.foreign.record import UnreadableForeign
-from tests.foreign.damages import DAMAGES, HOSTILE, Damage
+from tests.foreign.damages import DAMAGES, HOSTILE, Damage, nested, rank_file
 from tests.foreign.reading import hash_of, place_of
 from tests.foreign.test_readers import WHOSE
 
@@ -64,6 +64,16 @@ def test_nothing_that_a_checkpoint_brings_is_run(fixtures: Path, name: str, tmp_
     assert re.search(damage.named, said), said
     assert not list(tmp_path.rglob("owned"))
     assert before == (hash_of(path.parent) if before else "")
+
+
+def test_settings_that_are_nested_without_end_do_not_hang_a_check(fixtures: Path, tmp_path: Path) -> None:
+    path = copied(fixtures, "verl-fsdp2", tmp_path)
+    nested(rank_file(path, "optim", 0))
+
+    checkpoint = open_foreign(path)
+
+    assert any("it is not read" in loss.text for loss in checkpoint.of_kind("loss"))
+    assert checkpoint.weights
 
 
 @pytest.mark.cases("all")

@@ -9,6 +9,7 @@ training_args.bin is a pickle of whatever class the arguments are; it is never o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +19,25 @@ from holdfast.checkpoint.foreign.dcp_systems import add_contents
 from holdfast.checkpoint.foreign.hugging_face import add_safetensors
 from holdfast.checkpoint.foreign.parts import piece
 from holdfast.checkpoint.foreign.pickles import StoredView
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Position, StoredGroup, StoredTensor
+from holdfast.checkpoint.foreign.record import (
+    DamagedFile,
+    ForeignCheckpoint,
+    Position,
+    StoredGroup,
+    StoredTensor,
+    counted,
+    refuse_outside,
+)
 from holdfast.checkpoint.foreign.torch_file import TorchFile
 from holdfast.files import read_json
 from holdfast.models.names import canonical_name
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 MODEL_FILE, OPTIMIZER_FILE = "pytorch_model_fsdp.bin", "optimizer.bin"
-_RANDOM = re.compile(r"^(?:random_states_(\d+)\.pkl|rng_state_(\d+)\.pth)$")
+_RANDOM = re.compile(r"^(?:random_states_(\d{1,6})\.pkl|rng_state_(\d{1,6})\.pth)$")
+
+
+_SECOND = re.compile(r"^(?:pytorch_model_fsdp|optimizer)_[1-9]\d*(?:\.bin)?$")
 
 
 def is_accelerate(names: set[str]) -> bool:
@@ -43,6 +55,7 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
     sharded = MODEL_FOLDER in names
     checkpoint = ForeignCheckpoint(system, "sharded (DCP)" if sharded else "full (one file)", folder)
     checkpoint.model_files = folder if "config.json" in names else None
+    _refuse_two_models(checkpoint, names)
     _add_random(checkpoint, names)
     _guarded(checkpoint, "", lambda: _add_weights(checkpoint, folder, names))
     _guarded(checkpoint, "", lambda: _add_optimizer(checkpoint, folder, names))
@@ -56,6 +69,16 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
     else:
         _add_step(checkpoint)
     return checkpoint
+
+
+def _refuse_two_models(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
+    others = sorted(name for name in names if _SECOND.match(name))
+    if others:
+        checkpoint.add(
+            "damage", f"it holds two models or optimizers: {others[0]} beside those of number 0, and one is read"
+        )
+    if {MODEL_FOLDER, MODEL_FILE} <= names:
+        checkpoint.add("damage", f"it holds its weights twice: {MODEL_FOLDER}/ and {MODEL_FILE} are of two saves")
 
 
 def _guarded(checkpoint: ForeignCheckpoint, what: str, act: Callable[[], None]) -> None:
@@ -84,6 +107,7 @@ def add_within(checkpoint: ForeignCheckpoint, folder: Path) -> dict[str, Any]:
         DamagedFile: As `add_contents`, with the directory's name.
     """
     try:
+        refuse_outside(folder, checkpoint.path)
         return add_contents(checkpoint, folder)
     except DamagedFile as error:
         raise DamagedFile(f"{folder.name} {error}") from None
@@ -171,8 +195,9 @@ def _parts(file: TorchFile, content: Any) -> tuple[dict[Any, Any], list[Any]]:
 
 def _add_schedule(checkpoint: ForeignCheckpoint, path: Path) -> None:
     content = TorchFile(path, within=path.parent).value()
-    if not isinstance(content, dict) or not isinstance(content.get("last_epoch"), int):
+    if not isinstance(content, dict):
         raise DamagedFile("holds no state of a schedule")
+    counted(content.get("last_epoch"), "the step of the schedule")
     checkpoint.schedule = content
 
 
@@ -201,9 +226,14 @@ def _add_step(checkpoint: ForeignCheckpoint) -> None:
     if counter is None:
         return
     try:
-        checkpoint.step = int(counter.read())
-    except (DamagedFile, OSError):
+        checkpoint.step = counted(
+            counter.read().item() if math.prod(counter.shape) == 1 else None, "the optimizer's step"
+        )
+    except OSError:
         return  # it is named when tensors are read
+    except DamagedFile as error:
+        checkpoint.add("damage", f"{counter.pieces[0].file} {error}")
+        return
     if last not in {None, checkpoint.step}:
         words = (
             f"accelerate's schedule stands at {last}, one for each rank and update; {checkpoint.step} updates were made"
@@ -216,13 +246,19 @@ def _add_trainer_state(checkpoint: ForeignCheckpoint, path: Path) -> None:
         checkpoint.add("damage", "trainer_state.json is missing: the step and the position in the data are in it")
         return
     try:
+        refuse_outside(path, path.parent)
         values = read_json(path)
-        checkpoint.step = int(values["global_step"])
+        checkpoint.step = counted(values["global_step"], "global_step")
         epoch = float(values["epoch"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        passes = counted(float(math.floor(epoch)), "epoch")
+    except DamagedFile as error:
+        checkpoint.add("damage", f"trainer_state.json {error}")
+        return
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         checkpoint.add("damage", f"trainer_state.json cannot be read: {error}")
         return
-    checkpoint.position = Position(int(epoch), share=epoch - int(epoch))
+    checkpoint.step_is_updates = True
+    checkpoint.position = Position(passes, share=epoch - passes)
     folder = re.match(r"^checkpoint-(\d+)$", path.parent.name)
     if folder and int(folder[1]) != checkpoint.step:
         checkpoint.add("damage", f"the directory is called {path.parent.name}, trainer_state.json is of step "

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.checkpoint.foreign.dcp_directory import DcpDirectory
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredGroup
+from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredGroup, counted
 from holdfast.models.names import canonical_name
 
 _MODELS = {"model", "state_dict", "module", "model_state_dict"}
 _OPTIMIZERS = {"optim", "optimizer", "optimizer_0", "optimizers", "optimizer_state_dict"}
+_SCALARS = (bool, int, float, str, torch.dtype, type(None))
 _APART = {"lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng", "step", "epoch", "extra"}
 
 
@@ -38,7 +41,7 @@ def add_contents(checkpoint: ForeignCheckpoint, folder: Path) -> dict[str, Any]:
             elif first in _APART or not directory.is_tensor(name):
                 others[name] = _small(directory, name)
             else:
-                checkpoint.weights[canonical_name(".".join(path))] = directory.tensor(name)
+                checkpoint.add_weight(canonical_name(".".join(path)), directory.tensor(name), name)
         except DamagedFile as error:
             checkpoint.add("damage", f"{name} {error}")
     checkpoint.has_optimizer = checkpoint.has_optimizer or bool(checkpoint.states or groups)
@@ -107,8 +110,16 @@ def _groups(groups: Mapping[str, Mapping[str, Any]]) -> list[StoredGroup]:
         ]
     alike: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
     for name, settings in groups.items():
-        alike.setdefault(repr(sorted(settings.items())), ([], settings))[0].append(canonical_name(name))
+        alike.setdefault(_fingerprint(settings), ([], settings))[0].append(canonical_name(name))
     return [StoredGroup(tuple(names), settings) for names, settings in alike.values()]
+
+
+def _fingerprint(settings: Mapping[str, Any]) -> str:
+    """Return the same text for equal settings; nests in them count for nothing: their text may have no end."""
+    plain = {key: value for key, value in settings.items() if isinstance(value, _SCALARS)}
+    pairs = {key: value for key, value in settings.items() if isinstance(value, tuple) and len(value) <= 4}
+    flat = {key: value for key, value in pairs.items() if all(isinstance(each, _SCALARS) for each in value)}
+    return repr(sorted((plain | flat).items()))
 
 
 def read_plain(folder: Path) -> ForeignCheckpoint:
@@ -120,7 +131,10 @@ def read_plain(folder: Path) -> ForeignCheckpoint:
         checkpoint.add("damage", f"{folder.name} {error}")
         return checkpoint
     step = others.get("step", others.get("train_state.step"))
-    checkpoint.step = int(step) if isinstance(step, int | float) else None
+    try:
+        checkpoint.step = counted(step, "its step") if isinstance(step, int | float) else None
+    except DamagedFile as error:
+        checkpoint.add("damage", f"{folder.name} {error}")
     if "train_state.step" in others or any(name.startswith("dataloader.dp_rank_") for name in others):
         _of_titan(checkpoint, folder, others)
     else:
@@ -132,6 +146,7 @@ def read_plain(folder: Path) -> ForeignCheckpoint:
 
 def _of_titan(checkpoint: ForeignCheckpoint, folder: Path, others: Mapping[str, Any]) -> None:
     checkpoint.system, checkpoint.form = "torchtitan", "one DCP directory per step"
+    checkpoint.step_is_updates = True
     world = others.get("dataloader.world_size")
     checkpoint.world_size = world if isinstance(world, int) else None
     last = others.get("lr_scheduler.last_epoch")

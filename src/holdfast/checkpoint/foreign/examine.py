@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,25 @@ from torch import Tensor
 from holdfast.checkpoint.errors import CheckpointUnreadable
 from holdfast.checkpoint.foreign.alignment import unwrap
 from holdfast.checkpoint.foreign.parameter_names import note_ties, skeleton_of
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
+from holdfast.checkpoint.foreign.record import (
+    MALFORMED,
+    DamagedFile,
+    ForeignCheckpoint,
+    StoredTensor,
+    TensorPiece,
+    counted,
+    never_written,
+)
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.errors import ModelError
+from holdfast.files import read_json
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 
 ForeignLevel = Literal["headers", "tensors"]
+_LAYER = re.compile(r"^(.*\.\d+)\.")
+"""Up to the last number in a name: its layer, or its expert."""
+_OF_EVERY_PARAMETER = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "compensation"}
+"""States that an optimizer has of each parameter; others, such as those of quantised moments, of large ones alone."""
 _FEW = 8
 """Parameters whose small states are compared between ranks without reading all of them."""
 
@@ -30,18 +44,37 @@ def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> N
         checkpoint: As it was opened.
         level: headers, or tensors: then every number is read, one tensor in memory at a time.
     """
+    try:
+        _examine(checkpoint, level)
+    except MALFORMED as error:
+        checkpoint.add("damage", never_written(checkpoint.path.name, error))
+
+
+def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
     _compare_with_configuration(checkpoint)
+    _check_schedule(checkpoint)
     for what, tensor in _all(checkpoint):
         gap = tensor.gap()
         if gap is not None:
             checkpoint.add("damage", f"{what}: {gap}")
     _compare_states(checkpoint)
+    _compare_steps(checkpoint)
     _compare_copies(checkpoint, _FEW if level == "headers" else None)
     if level == "tensors":
         for what, tensor in _all(checkpoint):
             _read(checkpoint, what, tensor)
         _compare_ties(checkpoint)
     _add_losses(checkpoint)
+
+
+def _check_schedule(checkpoint: ForeignCheckpoint) -> None:
+    try:
+        last = (checkpoint.schedule or {}).get("last_epoch")
+        if last is not None:
+            counted(last, "the step of the schedule")
+    except DamagedFile as error:
+        checkpoint.schedule = None
+        checkpoint.add("damage", f"{checkpoint.path.name} {error}")
 
 
 def _all(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
@@ -75,6 +108,11 @@ def _compare_with_configuration(checkpoint: ForeignCheckpoint) -> None:
     if folder is None or not checkpoint.weights:
         return
     try:
+        read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        checkpoint.add("damage", f"config.json cannot be read: {type(error).__name__}")
+        return
+    try:
         skeleton = skeleton_of(folder)
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         checkpoint.add("note", f"the configuration beside it builds no model here: {error}")
@@ -96,7 +134,8 @@ def _compare_parameters(checkpoint: ForeignCheckpoint, parameters: Mapping[str, 
     if checkpoint.system == "Hugging Face" and not parameters.keys() & weights.keys():
         return  # the files of many models have other names than the modules; an export or a run converts them
     lacking = [name for name in parameters if name not in weights]
-    if lacking and checkpoint.system != "Hugging Face":
+    is_complete = checkpoint.system != "Hugging Face" or weights.keys() <= parameters.keys()
+    if lacking and is_complete:  # else a weight has another name in the files, and is converted
         checkpoint.add("damage", f"it lacks {len(lacking)} weights of its configuration's model, such as {lacking[0]}")
     other = [name for name in parameters if name in weights and tuple(parameters[name].shape) != weights[name].shape]
     if other:
@@ -146,12 +185,22 @@ def _compare_states(checkpoint: ForeignCheckpoint) -> None:
                 checkpoint.add("damage", f"{words}: they are of two models or two steps")
             elif state.shape and state.dtype != weight.dtype:
                 dtypes[slot, _word(state.dtype), _word(weight.dtype)] += 1
+    _compare_slots(checkpoint)
     for (slot, dtype, other), count in dtypes.items():
         checkpoint.add(
             "note",
             f"{slot} of {count} parameters is {dtype}, the weights {other}: torch's own loading of a state makes it "
             f"{other}; here it stays what it is where the optimizer can go on with that",
         )
+
+
+def _compare_slots(checkpoint: ForeignCheckpoint) -> None:
+    """Look for parameters that lack what another one of the same kind of optimizer has."""
+    kinds = {frozenset(slots) for slots in checkpoint.states.values()}
+    for name, slots in checkpoint.states.items():
+        lacking = {slot for kind in kinds if kind > slots.keys() for slot in kind - slots.keys()} & _OF_EVERY_PARAMETER
+        if lacking:
+            checkpoint.add("damage", f"the optimizer lacks {', '.join(sorted(lacking))} of {name}, which others have")
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -188,6 +237,55 @@ def _compare_ties(checkpoint: ForeignCheckpoint) -> None:
                 checkpoint.add("damage", f"{name} and {first} are tied, and hold different numbers")
         except (DamagedFile, OSError):
             continue  # it was named when it was read
+
+
+def _compare_steps(checkpoint: ForeignCheckpoint) -> None:
+    """Add what the step counters show: each is a scalar of its parameter, and all of one save agree.
+
+    A layer, an expert or a kind of module that was trained later has fewer, as a whole; that is a note.
+    """
+    steps: dict[str, int] = {}
+    for name, slots in checkpoint.states.items():
+        stored = slots.get("step")
+        if stored is None or stored.shape not in {(), (1,)}:
+            continue
+        try:
+            steps[name] = counted(stored.read().item(), f"the optimizer's step of {name}")
+        except DamagedFile as error:
+            checkpoint.add("damage", f"{stored.pieces[0].file} {error}")
+            return
+        except OSError:
+            return  # it is named when tensors are read
+    if not steps:
+        return
+    fewest, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+    if checkpoint.step_is_updates and checkpoint.step not in {None, steps[most]}:
+        words = f"the optimizer made {steps[most]} updates, the checkpoint is of step {checkpoint.step}"
+        checkpoint.add("damage", f"{words}: they are of two saves")
+    if steps[fewest] == steps[most]:
+        return
+    words = f"the optimizer made {steps[fewest]} updates of {fewest} and {steps[most]} of {most}"
+    if _is_by(_layer, steps) or _is_by(_module_kind, steps):
+        checkpoint.add("note", f"{words}: what was trained later has fewer")
+    else:
+        checkpoint.add("damage", f"{words}, and no layer or kind of module has one number: they are of two saves")
+
+
+def _is_by(key: Callable[[str], str], steps: Mapping[str, int]) -> bool:
+    """Return whether all parameters with one key have one number of steps."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for name, step in steps.items():
+        numbers[key(name)].add(step)
+    return all(len(each) == 1 for each in numbers.values())
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[1] if match else name
+
+
+def _module_kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name.rpartition(".")[0])
 
 
 def _add_losses(checkpoint: ForeignCheckpoint) -> None:

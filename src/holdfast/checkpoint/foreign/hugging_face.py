@@ -58,10 +58,13 @@ def _add_file(checkpoint: ForeignCheckpoint, path: Path, listed: set[str] | None
         return
     if listed is not None and (lacking := sorted(listed - set(headers))):
         checkpoint.add("damage", f"{path.name} lacks {lacking[0]}, which the index says it holds")
+    if listed is not None and (unlisted := sorted(set(headers) - listed)):
+        checkpoint.add("damage", f"{path.name} holds {unlisted[0]}, which the index says is elsewhere or nowhere")
     for name, header in headers.items():
         fill = partial(_fill, path, name)
         piece = TensorPiece((0,) * len(header.shape), header.shape, header.dtype, fill, path.name)
-        checkpoint.weights[canonical_name(name)] = StoredTensor(header.shape, header.dtype, (piece,))
+        stored = StoredTensor(header.shape, header.dtype, (piece,))
+        checkpoint.add_weight(canonical_name(name), stored, f"{name} in {path.name}")
 
 
 def _fill(path: Path, name: str, target: Tensor) -> None:

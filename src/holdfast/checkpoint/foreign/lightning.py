@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.checkpoint.foreign.accelerate import add_full_states, add_full_weights
 from holdfast.checkpoint.foreign.alignment import rename
 from holdfast.checkpoint.foreign.dcp_systems import add_contents
-from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Position
+from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Position, counted
 from holdfast.checkpoint.foreign.torch_file import TorchFile
 from holdfast.models.names import canonical_name
 
@@ -73,18 +73,21 @@ def _full(checkpoint: ForeignCheckpoint, path: Path) -> Mapping[str, Any]:
 
 
 def _add_progress(checkpoint: ForeignCheckpoint, content: Mapping[str, Any]) -> None:
-    step = content.get("global_step")
-    checkpoint.step = step if isinstance(step, int) else None
+    try:
+        step = content.get("global_step")
+        checkpoint.step = None if step is None else counted(step, "global_step")
+    except DamagedFile as error:
+        checkpoint.add("damage", f"{checkpoint.path.name} {error}")
     schedules = content.get("lr_schedulers") or []
     if schedules and isinstance(schedules[0], dict):
         checkpoint.schedule = schedules[0]
     try:
         current = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
         ended = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
-        epoch = int(content["epoch"])
-        checkpoint.position = (
-            Position(epoch + 1, batches=0) if ended else Position(epoch, batches=int(current["ready"]))
-        )
+        epoch, ready = counted(content["epoch"], "epoch"), counted(current["ready"], "the number of batches")
+        checkpoint.position = Position(epoch + 1, batches=0) if ended else Position(epoch, batches=ready)
+    except DamagedFile as error:
+        checkpoint.add("damage", f"{checkpoint.path.name} {error}")
     except (KeyError, TypeError, ValueError):
         checkpoint.position = None
 

@@ -11,10 +11,13 @@ numbers them, and what a number means depends on how the model was wrapped (`unn
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from holdfast.checkpoint.foreign.parts import whole
 from holdfast.checkpoint.foreign.pickles import StoredView
@@ -25,13 +28,15 @@ from holdfast.checkpoint.foreign.record import (
     StoredGroup,
     StoredTensor,
     UnreadableForeign,
+    counted,
+    refuse_outside,
 )
 from holdfast.checkpoint.foreign.torch_file import TorchFile
 from holdfast.checkpoint.foreign.unnamed_states import Naming, named_states
 from holdfast.files import MOST_TEXT_BYTES, read_bytes, read_json
 
-RANK_FILE = re.compile(r"^(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt$")
-STEP_FOLDER = re.compile(r"^global_step_(\d+)$")
+RANK_FILE = re.compile(r"^(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt$")
+STEP_FOLDER = re.compile(r"^global_step_(\d{1,15})$")
 TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 _LOADERS = ("data.pt", "dataloader.pt")
 
@@ -54,11 +59,18 @@ def newest_step(folder: Path) -> tuple[Path, list[str]]:
     tracked = _tracked(folder)
     if not steps:
         raise UnreadableForeign(f"{folder} has a tracker of verl or EasyR1 and no global_step_N beside it.")
+    steps = {step: each for step, each in steps.items() if holds_something(each)} or steps
     if tracked is not None and tracked not in steps:
         newest = max(steps)
-        words = f"the tracker names step {tracked}, whose directory is not there; the newest is {steps[newest].name}"
+        words = f"the tracker names step {tracked}, whose directory is not there or empty; the newest is "
+        words += steps[newest].name
         return steps[newest], [words]
     return steps[tracked if tracked is not None else max(steps)], []
+
+
+def holds_something(folder: Path) -> bool:
+    """Return whether there is any file below a directory."""
+    return any(files for _, _, files in os.walk(folder))
 
 
 def _tracked(folder: Path) -> int | None:
@@ -89,6 +101,11 @@ def read_rank_files(actor: Path) -> ForeignCheckpoint:
     checkpoint.step = int(step[1]) if step else None
     described = actor / "huggingface"
     checkpoint.model_files = described if (described / "config.json").is_file() else None
+    try:
+        refuse_outside(described, actor)
+    except DamagedFile as error:
+        checkpoint.model_files = None
+        checkpoint.add("damage", f"{described.name} {error}")
     _check_config(checkpoint, config, world)
     models = _opened(checkpoint, files["model"], world, "model")
     if models is not None:
@@ -196,14 +213,9 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None
         return
     groups = ranks[0][1]["param_groups"]
     keys = list(dict.fromkeys(key for state in states for key in state))
-    empty = _without_state(states, keys)
-    if empty:
-        checkpoint.add(
-            "repair",
-            f"{len(empty)} empty entries in the optimizer's state, left by code that indexed it, are dropped (report "
-            "000): their parameters have no state",
-        )
+    empty = _without_state(checkpoint, states, keys)
     files = [file for file, _ in ranks]
+    _refuse_copied(checkpoint, files)
     if all(isinstance(key, str) for key in keys) and keys:
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
         checkpoint.groups = [_group(group, str) for group in groups]
@@ -215,9 +227,28 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None
     _note_dtypes_in_groups(checkpoint, groups)
 
 
-def _without_state(states: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[Any]:
-    """Return the keys whose entry is empty on every rank."""
-    return [key for key in keys if all(not state.get(key) for state in states)]
+def _refuse_copied(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> None:
+    """Note a rank's optimizer that is another rank's, byte by byte: FSDP1's says nowhere whose it is."""
+    first: dict[Any, str] = {}
+    for file in files:
+        mark = file.fingerprint()
+        other = first.setdefault(mark, file.path.name) if mark is not None else file.path.name
+        if other != file.path.name:
+            checkpoint.add("damage", f"{file.path.name} is {other} once more: a rank's file lies over another's")
+
+
+def _without_state(
+    checkpoint: ForeignCheckpoint, states: Sequence[Mapping[Any, Any]], keys: Sequence[Any]
+) -> list[Any]:
+    """Return the keys whose entry is empty on every rank, which is noted."""
+    empty = [key for key in keys if all(not state.get(key) for state in states)]
+    if empty:
+        checkpoint.add(
+            "repair",
+            f"{len(empty)} empty entries in the optimizer's state, left by code that indexed it, are dropped (report "
+            "000): their parameters have no state",
+        )
+    return empty
 
 
 def _states_of(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> list[Mapping[Any, Any]] | None:
@@ -258,7 +289,7 @@ def _group(group: Mapping[str, Any], name: Callable[[Any], str | None]) -> Store
 
 
 def _note_dtypes_in_groups(checkpoint: ForeignCheckpoint, groups: Sequence[Mapping[str, Any]]) -> None:
-    keys = sorted({key for group in groups for key, value in group.items() if str(value).startswith("torch.")})
+    keys = sorted({key for group in groups for key, value in group.items() if isinstance(value, torch.dtype)})
     if keys:
         checkpoint.add(
             "repair",
@@ -285,7 +316,17 @@ def _add_rest(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: i
                 return
     if len(set(last)) > 1:
         checkpoint.add("damage", f"ranks are of different steps: their schedules stand at {sorted(set(last), key=str)}")
+    _note_other_step(checkpoint)
     checkpoint.random_state = True
+
+
+def _note_other_step(checkpoint: ForeignCheckpoint) -> None:
+    last = (checkpoint.schedule or {}).get("last_epoch")
+    if checkpoint.step is not None and isinstance(last, int) and last != checkpoint.step:
+        checkpoint.add(
+            "note",
+            "its schedule does not stand at its step: a step of several updates, or files of two saves; see --step",
+        )
 
 
 def _add_position(checkpoint: ForeignCheckpoint, actor: Path) -> None:
@@ -296,19 +337,38 @@ def _add_position(checkpoint: ForeignCheckpoint, actor: Path) -> None:
         checkpoint.add("damage", f"{path.name} is larger than any state of a loader")
         return
     try:
-        content = TorchFile(path).value()
+        content = TorchFile(path, within=path.parent).value()
         checkpoint.position = position_of(content)
     except (DamagedFile, OSError) as error:
         checkpoint.add("damage", f"{path.name} {error}")
 
 
 def position_of(loader: Any) -> Position | None:
-    """Return the rows that a torchdata StatefulDataLoader has given; None where its state does not say."""
+    """Return the rows that a torchdata StatefulDataLoader has given; None where its state does not say.
+
+    Raises:
+        DamagedFile: The number is none.
+    """
     match loader:
+        case {"_snapshot": {"_main_snapshot": main, **snapshot}, "_steps_since_snapshot": int(since)}:
+            return _of_workers(main, snapshot.get("_snapshot_step"), since)
         case {"_sampler_iter_state": {"samples_yielded": int(rows)}}:
-            return Position(0, rows=rows)
+            return Position(0, rows=counted(rows, "the number of rows"))
         case {"_num_yielded": int(batches)}:
-            return Position(0, batches=batches)
+            return Position(0, batches=counted(batches, "the number of batches"))
+    return None
+
+
+def _of_workers(main: Any, batches: Any, since: int) -> Position | None:
+    """Return the rows of a loader with workers: those up to its snapshot, and of the batches that came since."""
+    match main:
+        case {"_sampler_iter_state": {"samples_yielded": int(rows)}}:
+            rows, since = counted(rows, "the number of rows"), counted(since, "the number of batches")
+            if since == 0:
+                return Position(0, rows=rows)
+            if type(batches) is int and batches > 0 and rows % batches == 0:
+                return Position(0, rows=rows // batches * (batches + since))
+            return Position(0, batches=since) if rows == 0 else None
     return None
 
 

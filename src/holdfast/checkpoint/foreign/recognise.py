@@ -15,11 +15,12 @@ from holdfast.checkpoint.foreign.lightning import META, read_lightning
 from holdfast.checkpoint.foreign.rank_files import (
     STEP_FOLDER,
     TRACKERS,
+    holds_something,
     is_rank_folder,
     newest_step,
     read_rank_files,
 )
-from holdfast.checkpoint.foreign.record import ForeignCheckpoint, UnreadableForeign
+from holdfast.checkpoint.foreign.record import MALFORMED, ForeignCheckpoint, UnreadableForeign, never_written
 from holdfast.checkpoint.format.manifest import NAME as MANIFEST
 
 _DEEPSPEED = re.compile(r"^(zero_pp_rank_\d+_.*|mp_rank_\d+_model_states)\.pt$|^zero_to_fp32\.py$")
@@ -44,9 +45,12 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     Raises:
         UnreadableForeign: It holds none that is known, or those of two systems.
     """
+    place = None
     try:
         place = recognise(path)
         checkpoint = place.read(place.path)
+    except MALFORMED as error:
+        raise UnreadableForeign(f"{never_written(place.path if place else path, error)}.") from error
     except OSError as error:
         raise UnreadableForeign(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
     checkpoint.add("damage", *place.notes)
@@ -118,11 +122,11 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
         step, notes = newest_step(path)
         inner = recognise(step)
         return inner._replace(notes=(*notes, *inner.notes))
-    steps = {int(match[1]): name for name in names if (match := re.match(r"^(?:checkpoint|step)-(\d+)$", name))}
-    inner_name = "actor" if "actor" in names else steps[max(steps)] if steps else "checkpoint"
+    inner_name = "actor" if "actor" in names else _newest(path, names) or "checkpoint"
     if inner_name in names and (path / inner_name).is_dir():
         return recognise(path / inner_name)
-    files = sorted(name for name in names if name.endswith(".ckpt"))
+    places = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
+    files = sorted(places.values())  # last.ckpt may be a link to another one
     if len(files) == 1:
         return recognise(path / files[0])
     if files:
@@ -130,6 +134,13 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
     raise UnreadableForeign(
         f"{path} holds no checkpoint that is known ({', '.join(sorted(names)[:5])}). Known are {_KNOWN}."
     )
+
+
+def _newest(path: Path, names: set[str]) -> str | None:
+    """Return the newest step that holds any file, else the newest; None where there is none."""
+    steps = {int(match[1]): name for name in names if (match := re.match(r"^(?:checkpoint|step)-(\d+)$", name))}
+    steps = {step: name for step, name in steps.items() if holds_something(path / name)} or steps
+    return steps[max(steps)] if steps else None
 
 
 def _refuse_deepspeed(path: Path, names: set[str]) -> None:

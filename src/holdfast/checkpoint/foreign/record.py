@@ -25,6 +25,44 @@ class DamagedFile(Exception):  # noqa: N818 - the name says what is wrong
     """One file is not what its system writes; the message begins behind the file's name."""
 
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError)
+"""What readers raise where a value has another form than its system writes."""
+_MOST = 2**53
+"""No step, pass or row is beyond: floats count no further one by one."""
+
+
+def never_written(where: object, error: BaseException) -> str:
+    """Say that something holds what its system never writes; of the error only short words are told."""
+    words = [word for word in error.args if isinstance(word, str)]
+    return f"{where} holds what its system never writes: {type(error).__name__} {' '.join(words)[:120]}".rstrip()
+
+
+def refuse_outside(path: Path, within: Path) -> None:
+    """Refuse a file or a directory that a link puts somewhere else.
+
+    Raises:
+        DamagedFile: It lies outside of the directory it seems to be in.
+    """
+    if not path.resolve().is_relative_to(within.resolve()):
+        raise DamagedFile("is a link that leads out of its directory")
+
+
+def counted(value: object, what: str) -> int:
+    """Return a step, a pass or a number of rows, which is a whole number from 0 to 2**53.
+
+    Raises:
+        DamagedFile: It is something else.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is int and 0 <= value <= _MOST:
+        return value
+    words = (
+        f"{value!r}" if isinstance(value, float) or (type(value) is int and abs(value) <= _MOST) else "no such number"
+    )
+    raise DamagedFile(f"holds what its system never writes: {what} is {words}")
+
+
 @dataclass(frozen=True)
 class TensorPiece:
     """A part of a tensor that lies in one place."""
@@ -72,15 +110,44 @@ class StoredTensor:
 
     def gap(self) -> str | None:
         """Return in words what the pieces leave out or hold twice; None if they tile the tensor."""
-        covered = sum(math.prod(piece.sizes) for piece in self.pieces)
         total = math.prod(self.shape)
+        space = (total,) if self.flat else self.shape
+        parts = [piece for piece in self.pieces if 0 not in piece.sizes]
+        covered = sum(math.prod(piece.sizes) for piece in parts)
         if covered != total:
             return f"its parts hold {covered:,} of {total:,} elements"
-        if len({piece.offsets for piece in self.pieces if 0 not in piece.sizes}) != sum(
-            0 not in piece.sizes for piece in self.pieces
-        ):
-            return "one part of it is there twice and another is not"
+        if not all(_is_inside(piece, space) for piece in parts):
+            return "one part of it lies outside of its shape"
+        if _intersect(parts):
+            return "some of it is there twice and some is not: its parts overlap"
         return None
+
+
+def _is_inside(part: TensorPiece, space: tuple[int, ...]) -> bool:
+    if not len(part.offsets) == len(part.sizes) == len(space):
+        return False
+    ranges = zip(part.offsets, part.sizes, space, strict=True)
+    return all(start >= 0 and size >= 0 and start + size <= whole for start, size, whole in ranges)
+
+
+def _intersect(parts: Sequence[TensorPiece]) -> bool:
+    """Return whether two parts share an element: a sweep along the dimension that is cut most."""
+    axes = range(len(parts[0].sizes) if parts else 0)
+    axis = max(axes, key=lambda axis: len({part.offsets[axis] for part in parts}), default=None)
+    if axis is None:
+        return len(parts) > 1
+    reaching: list[TensorPiece] = []
+    for part in sorted(parts, key=lambda part: part.offsets[axis]):
+        reaching = [each for each in reaching if each.offsets[axis] + each.sizes[axis] > part.offsets[axis]]
+        if any(_share(part, each) for each in reaching):
+            return True
+        reaching.append(part)
+    return False
+
+
+def _share(one: TensorPiece, other: TensorPiece) -> bool:
+    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(start < begin + length and begin < start + size for start, size, begin, length in pairs)
 
 
 @dataclass(frozen=True)
@@ -132,6 +199,8 @@ class ForeignCheckpoint:
     """Parameter -> key -> tensor; a parameter without an entry has no state."""
     groups: list[StoredGroup] = field(default_factory=list)
     has_optimizer: bool = False
+    step_is_updates: bool = False
+    """Whether its step counts the optimizer's updates; verl's does not where a step has several."""
     schedule: Mapping[str, Any] | None = None
     position: Position | None = None
     random_state: bool = False
@@ -139,10 +208,31 @@ class ForeignCheckpoint:
     model_files: Path | None = None
     """Directory with config.json."""
     findings: list[ForeignFinding] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    """Weight -> what it is called there."""
+    has_two_models: bool = False
+    """Whether a second weight of some name was refused."""
 
     def add(self, kind: Kind, *texts: str, there: bool = True) -> None:
         """Note findings."""
         self.findings += [ForeignFinding(kind, text, there) for text in texts]
+
+    def add_weight(self, name: str, tensor: StoredTensor, source: str) -> None:
+        """Add a weight; a second one of its name is damage, of which the first is told.
+
+        Args:
+            name: Its canonical name.
+            tensor: Its numbers.
+            source: What it is called there.
+        """
+        first = self.sources.setdefault(name, source)
+        if name in self.weights and first != source:
+            if not self.has_two_models:
+                words = f"two weights are called {name}: {first} and {source}; which of them is meant nobody can say"
+                self.add("damage", words)
+            self.has_two_models = True
+            return
+        self.weights[name] = tensor
 
     def of_kind(self, kind: Kind) -> Sequence[ForeignFinding]:
         """Return the findings of one kind."""

@@ -22,6 +22,10 @@ from holdfast.files import file_kind, open_regular
 
 _BLOCK = 2**20
 """Bytes that are read at a time, so that their checksum finds them near the processor."""
+_MOST_PICKLE = 2**30
+"""No pickle of names and shapes is larger; a sparse file may claim any size."""
+_SCALAR = 16
+"""A storage of so few bytes may be a step counter, which every rank has alike."""
 _LOCAL_HEADER = 30
 """Bytes of a member's header before its name, in the zip format."""
 
@@ -127,7 +131,20 @@ class TorchFile:
         Raises:
             DamagedFile: As `pickles.unpickled`.
         """
-        return unpickled(self._bytes(f"{self._prefix}data.pkl"), extra)
+        name = f"{self._prefix}data.pkl"
+        if self._members[name].size > _MOST_PICKLE:
+            raise DamagedFile(
+                f"claims a pickle of {self._members[name].size:,} bytes, larger than any of tensors' names"
+            )
+        return unpickled(self._bytes(name), extra)
+
+    def fingerprint(self) -> tuple[tuple[str, int, int], ...] | None:
+        """Return the sizes and checksums of all members; None where torch left checksums out, or nothing is stored."""
+        numbers = [member for name, member in self._members.items() if "/data/" in name]
+        if not any(member.size > _SCALAR and member.checksum for member in numbers):
+            return None
+        entries = ((name.removeprefix(self._prefix), each.size, each.checksum) for name, each in self._members.items())
+        return tuple(sorted(entries))
 
     def check(self, view: StoredView) -> None:
         """Compare the size of a storage with what its tensor needs; nothing is read.

@@ -32,6 +32,11 @@ from holdfast.checkpoint.foreign.torch_file import TorchFile
 _UNIT = re.compile(r"^(.*?\.\d+)\.")
 """Up to the first number in a name: the layer it belongs to."""
 
+
+class _Unnamed(DamagedFile):
+    """Nobody can say which number is which parameter; the weights may be whole."""
+
+
 States = dict[str, dict[str, StoredTensor]]
 
 
@@ -56,6 +61,10 @@ def named_states(naming: Naming) -> tuple[States, list[StoredGroup]] | None:
     """Return states and groups by parameter name; None where that cannot be, which is noted."""
     try:
         by_number, states = _named(naming)
+    except _Unnamed as error:
+        naming.checkpoint.has_optimizer = False
+        naming.checkpoint.add("loss", f"the optimizer's state {error}: it is not read", there=False)
+        return None
     except DamagedFile as error:
         naming.checkpoint.add("damage", f"the optimizer's state {error}")
         return None
@@ -79,7 +88,7 @@ def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
     names = ordered_parameters(checkpoint)
     units = units_of(names)
     if len(naming.groups) > 1:
-        raise DamagedFile("numbers its parameters in several groups, and nothing says which are in which")
+        raise _Unnamed("numbers its parameters in several groups, and nothing says which are in which")
     if len(numbers) == len(names):
         checkpoint.form += "; the optimizer's numbers follow the order of the model's parameters"
         one_each = dict(zip(numbers, names, strict=True))
@@ -88,7 +97,7 @@ def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
         checkpoint.form += "; flat parameters, one per layer"
         by_number = {number: tuple(unit) for number, unit in zip(numbers, units, strict=True)}
         return by_number, _of_units(naming, by_number)
-    raise DamagedFile(
+    raise _Unnamed(
         f"numbers {len(numbers)} parameters, the model has {len(names)} in {len(units)} layers: which is which cannot "
         "be known"
     )
