@@ -118,7 +118,7 @@ class _Saves:
         """Train; `True` resumes from the newest whole checkpoint, and begins anew where none was ever finished.
 
         Raises:
-            CheckpointCorrupt, NoCheckpoint: The checkpoint that was named is not whole, or none is; nothing was changed.
+            CheckpointCorrupt, NoCheckpoint: The checkpoint that was named is not whole, or none is; nothing changed.
             UnsuitableTrainer: The trainer's own newest checkpoint has no optimizer.
         """
         folder, ranks = Path(self._trainer.args.output_dir), RankGroup()
@@ -170,7 +170,7 @@ class _Saves:
 def newest_whole(folder: Path) -> tuple[str | None, str]:
     """Return the newest checkpoint-N of a directory that is whole, and words about it; None where none was finished.
 
-    One that the trainer wrote without the plug-in is taken as the trainer itself would. What a save that was killed left
+    One that the trainer wrote without the plug-in is taken as the trainer itself would. What a killed save left
     is not whole and stays: a later save of the same step takes its place.
 
     Raises:
@@ -194,8 +194,9 @@ def newest_whole(folder: Path) -> tuple[str | None, str]:
         damaged.append(ours)
     if damaged:
         raise CheckpointCorrupt(
-            f"No checkpoint in {folder} is whole: {'; '.join(skipped)}. Beginning anew would write over them, so nothing "
-            f"was begun. `holdfast checkpoint verify {damaged[0]}` names what is damaged; move them away to begin anew."
+            f"No checkpoint in {folder} is whole: {'; '.join(skipped)}. Beginning anew would write over them, so "
+            f"nothing was begun. `holdfast checkpoint verify {damaged[0]}` names what is damaged; move them away to "
+            "begin anew."
         )
     return None, _words(f"nothing in {folder} to resume from: beginning at step 0", skipped)
 
@@ -212,8 +213,8 @@ def _own_whole(path: Path) -> Path:
     """
     if not any(path.glob("optimizer*")):
         raise UnsuitableTrainer(
-            f"{path} was saved without an optimizer (save_only_model), and is newer than every whole checkpoint: nothing "
-            "can be resumed from it, and beginning anew would write over it. Name another checkpoint in "
+            f"{path} was saved without an optimizer (save_only_model), and is newer than every whole checkpoint: "
+            "nothing can be resumed from it, and beginning anew would write over it. Name another checkpoint in "
             "resume_from_checkpoint, or another output_dir."
         )
     return path
