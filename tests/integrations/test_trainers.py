@@ -113,6 +113,14 @@ def test_a_trainer_without_the_plug_in_resumes_as_before(tmp_path: Path) -> None
     assert resumed["lines"] == straight["lines"][4:]
 
 
+@pytest.mark.deep
+def test_the_best_model_of_files_that_are_not_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    outputs = [rank.communicate(timeout=240)[0] for rank in started("trainer_script.py", str(tmp_path), "best")]
+
+    assert all("Leave load_best_model_at_end out" in output for output in outputs), outputs[0]
+    assert not any("at 1\n" in output for output in outputs)
+
+
 needs_lightning = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="tools/test_rescue.sh runs it where Lightning is installed"
 )

@@ -70,6 +70,9 @@ def trainer_of(out: Path, flags: set[str], width: int, watch: TrainerCallback) -
         report_to=[],
         disable_tqdm=True,
         save_total_limit=2,
+        load_best_model_at_end="best" in flags,
+        eval_strategy="steps" if "best" in flags else "no",
+        eval_steps=2,
         fsdp=True,
         fsdp_config={
             "version": 2,
@@ -92,7 +95,9 @@ def trainer_of(out: Path, flags: set[str], width: int, watch: TrainerCallback) -
             processing_class=character_tokenizer(),
         )
     data = [{"input_ids": row, "labels": row} for row in rows]
-    return Trainer(model=model, args=TrainingArguments(**common), train_dataset=data, callbacks=[watch])
+    return Trainer(
+        model=model, args=TrainingArguments(**common), train_dataset=data, eval_dataset=data[:4], callbacks=[watch]
+    )
 
 
 def main() -> None:

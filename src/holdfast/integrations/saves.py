@@ -75,8 +75,8 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what saves that were killed left in a directory; rank 0 calls this, where no save goes on."""
+def clear_leftovers(folder: Path, name: str) -> None:
+    """Remove what killed saves of a name left in a directory; rank 0 calls this, where no save goes on."""
     for each in list(folder.glob("*")) + list(folder.glob(".*")):
-        if each.is_dir() and (each.name.startswith((STAGING, TRASH)) or each.name.endswith(".new")):
+        if each.is_dir() and (each.name.startswith((STAGING, TRASH)) or each.name == f"{name}.new"):
             shutil.rmtree(each, ignore_errors=True)

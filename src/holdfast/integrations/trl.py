@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
 from holdfast import checkpoint
+from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.snapshot import RandomState, random_state, random_state_as_json, set_random_state
 from holdfast.integrations.saves import UnsuitableTrainer, clear_leftovers, is_whole, save_again
 from holdfast.parallel.collectives import RankGroup
@@ -38,7 +39,8 @@ def protect(trainer: Trainer, *, rehearse: bool = True) -> Trainer:
         rehearse: Save, verify and load once before the first step, and leave nothing behind.
 
     Raises:
-        UnsuitableTrainer: It uses DeepSpeed, or FSDP1, whose state cannot be saved here.
+        UnsuitableTrainer: It uses DeepSpeed, or FSDP1, whose state cannot be saved here; or it saves weights alone, or
+            wants the best model of its own files back.
     """
     if trainer.is_deepspeed_enabled:
         raise UnsuitableTrainer(
@@ -48,6 +50,17 @@ def protect(trainer: Trainer, *, rehearse: bool = True) -> Trainer:
     if plugin is not None and getattr(plugin, "fsdp_version", 2) == 1:
         raise UnsuitableTrainer(
             "This trainer uses FSDP1, whose modules keep parts of their state flat. Set fsdp_config: {version: 2}."
+        )
+    if trainer.args.save_only_model:
+        raise UnsuitableTrainer(
+            "This trainer saves weights alone (save_only_model), from which nothing can be resumed. Leave "
+            "save_only_model out, or leave protect out."
+        )
+    if plugin is not None and trainer.args.load_best_model_at_end:
+        raise UnsuitableTrainer(
+            "This trainer is to load its best model after the last step (load_best_model_at_end), out of files of "
+            "FSDP that are not written here: it would fail when all steps are done. Leave load_best_model_at_end out, "
+            "and load checkpoint-N/holdfast of the best step with holdfast.checkpoint.load."
         )
     saves = _Saves(trainer, trainer.train)
     trainer.train = saves.train
@@ -102,15 +115,18 @@ class _Saves:
         checkpoint.rehearse(str(Path(self._trainer.args.output_dir)), model, self._optimizer, self._extra)
 
     def train(self, resume_from_checkpoint: Any = None, *others: Any, **named: Any) -> Any:
-        """Train; `True` resumes from the newest whole checkpoint, and begins anew where there is none.
+        """Train; `True` resumes from the newest whole checkpoint, and begins anew where none was ever finished.
 
         Raises:
-            CheckpointCorrupt, NoCheckpoint: The checkpoint that was named is not whole; nothing was changed.
+            CheckpointCorrupt, NoCheckpoint: The checkpoint that was named is not whole, or none is; nothing changed.
+            UnsuitableTrainer: The trainer's own newest checkpoint has no optimizer.
         """
         folder, ranks = Path(self._trainer.args.output_dir), RankGroup()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = ranks.on_first_rank(lambda: newest_whole(folder))
-        elif isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / OUTPUT_FOLDER).is_dir():
+            resume_from_checkpoint, words = ranks.on_first_rank(lambda: newest_whole(folder))
+            if ranks.rank == 0:
+                print(words, flush=True)
+        elif resume_from_checkpoint and (Path(resume_from_checkpoint) / OUTPUT_FOLDER).is_dir():
             path = str(Path(resume_from_checkpoint) / OUTPUT_FOLDER)
             ranks.on_first_rank(lambda: checkpoint.verify(path, "files"))
         return self._train(resume_from_checkpoint, *others, **named)
@@ -151,17 +167,57 @@ class _Saves:
         self._random = None
 
 
-def newest_whole(folder: Path) -> str | None:
-    """Return the newest checkpoint-N of a directory that is whole; None where there is none.
+def newest_whole(folder: Path) -> tuple[str | None, str]:
+    """Return the newest checkpoint-N of a directory that is whole, and words about it; None where none was finished.
 
-    What a save that was killed left is not whole and stays: a later save of the same step takes its place.
+    One that the trainer wrote without the plug-in is taken as the trainer itself would. What a killed save left
+    is not whole and stays: a later save of the same step takes its place.
+
+    Raises:
+        CheckpointCorrupt: All that were finished are damaged; beginning anew would write over them.
+        UnsuitableTrainer: The trainer's own checkpoint has no optimizer.
     """
     steps = {int(match[1]): each for each in folder.glob("checkpoint-*") if (match := _STEP.match(each.name))}
-    for step in sorted(steps, reverse=True):
-        clear_leftovers(steps[step])
-        if is_whole(steps[step] / OUTPUT_FOLDER) and _progress(steps[step]) == step:
-            return str(steps[step])
-    return None
+    skipped: list[str] = []
+    damaged: list[Path] = []
+    for step, path in sorted(steps.items(), reverse=True):
+        ours = path / OUTPUT_FOLDER
+        clear_leftovers(path, ours.name)
+        if _progress(path) != step:
+            skipped.append(f"{path.name}, which was never finished")
+            continue
+        if not ours.is_dir():
+            return str(path), _words(f"resuming from {_own_whole(path)}, which the trainer itself wrote", skipped)
+        if is_whole(ours):
+            return str(path), _words(f"resuming from {path}", skipped)
+        skipped.append(f"{path.name}, which is damaged")
+        damaged.append(ours)
+    if damaged:
+        raise CheckpointCorrupt(
+            f"No checkpoint in {folder} is whole: {'; '.join(skipped)}. Beginning anew would write over them, so "
+            f"nothing was begun. `holdfast checkpoint verify {damaged[0]}` names what is damaged; move them away to "
+            "begin anew."
+        )
+    return None, _words(f"nothing in {folder} to resume from: beginning at step 0", skipped)
+
+
+def _words(chosen: str, skipped: list[str]) -> str:
+    return f"{chosen} (skipped: {'; '.join(skipped)})" if skipped else chosen
+
+
+def _own_whole(path: Path) -> Path:
+    """Return a checkpoint of the trainer itself, which wrote its progress last.
+
+    Raises:
+        UnsuitableTrainer: It has no optimizer.
+    """
+    if not any(path.glob("optimizer*")):
+        raise UnsuitableTrainer(
+            f"{path} was saved without an optimizer (save_only_model), and is newer than every whole checkpoint: "
+            "nothing can be resumed from it, and beginning anew would write over it. Name another checkpoint in "
+            "resume_from_checkpoint, or another output_dir."
+        )
+    return path
 
 
 def _progress(folder: Path) -> int | None:
