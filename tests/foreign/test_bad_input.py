@@ -107,3 +107,50 @@ def test_no_room_is_said_and_nothing_is_left(
         assert is_one_paragraph(done.err)
     assert list(folder.iterdir()) == []
     assert hash_of(path) == before
+
+
+def test_a_number_that_is_not_finite_reaches_neither_an_export_nor_a_run(
+    warm: WarmPython, fixtures: Path, tokens: Path, tmp_path: Path
+) -> None:
+    path, file = copied(fixtures, "trainer-full", tmp_path), run_file(tmp_path, tokens, model__freeze=[])
+    damages.state_of(
+        path / "pytorch_model_fsdp.bin", lambda content: next(iter(content.values())).view(-1)[:1].fill_(float("nan"))
+    )
+
+    exported = ran(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
+    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+
+    for done in (exported, imported):
+        assert done.code == 1, done
+        assert "has a number that is not finite" in done.err
+        assert is_one_paragraph(done.err)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("runs/*/checkpoints/step-*"))
+
+
+def test_an_export_carries_nothing_out_that_a_link_in_the_checkpoint_leads_to(
+    warm: WarmPython, fixtures: Path, tokens: Path, tmp_path: Path
+) -> None:
+    path = copied(fixtures, "trl-full", tmp_path)
+    (tmp_path / "secret").write_text("not for anybody")
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    (path / "chat_template.jinja").symlink_to(tmp_path / "secret")
+
+    done = ran(warm, "import", path, "--export", tmp_path / "out", "--model", tokens, cwd=tmp_path)
+
+    assert done.code == 2, done
+    assert "chat_template.jinja is a link that leads out of its directory" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_into_the_source(warm: WarmPython, fixtures: Path, tokens: Path, tmp_path: Path) -> None:
+    path = copied(fixtures, "verl-fsdp2", tmp_path)
+    before, file = hash_of(path), run_file(tmp_path, tokens, run__dir=str(path / "runs"))
+
+    exported = ran(warm, "import", path, "--export", path / "out", "--model", tokens, cwd=tmp_path)
+    imported = ran(warm, "import", path, "--as", file, cwd=tmp_path)
+
+    for done in (exported, imported):
+        assert done.code == 2, done
+        assert "which is read and never written" in done.err
+    assert hash_of(path) == before

@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.errors import ConfigError
 from holdfast.escaping import escaped
 from holdfast.files import size_words
+from holdfast.training.directory import run_directory
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -146,10 +148,21 @@ def export_checked(path: Path, directory: Path, model: Path | None, dtype: dtype
     """Write a model directory and yield what to say."""
     from holdfast.checkpoint.export.foreign import export_foreign
 
+    _refuse_inside(path, directory)
     checkpoint = _whole(path)
     export_foreign(checkpoint, directory, model=model, dtype=dtype)
     yield from _repairs(checkpoint)
     yield f"{checkpoint.path} ({checkpoint.system}) is exported to {directory}"
+
+
+def _refuse_inside(source: Path, target: Path) -> None:
+    """Refuse to write into what is only read.
+
+    Raises:
+        ConfigError: The target lies in the source.
+    """
+    if source.is_dir() and target.absolute().resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} lies in {source}, which is read and never written. Name a place outside of it.")
 
 
 def _repairs(checkpoint: ForeignCheckpoint) -> Iterator[str]:
@@ -164,6 +177,7 @@ def import_checked(path: Path, run: Path, step: int | None, *, data_from_start: 
     from holdfast.training.foreign.importing import Wishes, import_run
 
     loaded = load_run(run, [])
+    _refuse_inside(path, run_directory(loaded.config))
     checkpoint = _whole(path)
     wishes = Wishes(data_from_start, step)
     with joined_world(loaded.config.launch) as world:

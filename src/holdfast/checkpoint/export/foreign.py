@@ -15,8 +15,10 @@ from holdfast.checkpoint.export.about import ABOUT_FILE, Exported
 from holdfast.checkpoint.export.model import ExportFormat, check_outside, write_model
 from holdfast.checkpoint.foreign.alignment import align
 from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, UnreadableForeign
+from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
+from holdfast.files import REGULAR, file_kind, size_words
 from holdfast.models.build.model import described
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.weights.conversion import Header
@@ -24,6 +26,8 @@ from holdfast.parallel.collectives import RankGroup
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _SMALL = {".json", ".txt", ".jinja", ".model"}
+_MOST_BYTES = 64 * 2**20
+"""Of a file that describes a model or its tokens: the largest vocabularies take some 30 MiB."""
 _LARGEST_FILE_BYTES = 5_000_000_000
 
 
@@ -114,10 +118,28 @@ def lay_small_files(folder: Path, checkpoint: ForeignCheckpoint, model: Path | N
     chosen = [file for file in configuration.iterdir() if tokenizer == configuration or not _is_of_tokens(file)]
     chosen += [file for file in tokenizer.iterdir() if _is_of_tokens(file)]
     for file in filter(_is_small, chosen):
+        _refuse_strange(file, checkpoint)
         shutil.copyfile(file, folder / file.name)
     generation = "generation_config.json"
     if not (folder / generation).exists() and model is not None and (model / generation).is_file():
         shutil.copyfile(model / generation, folder / generation)
+
+
+def _refuse_strange(file: Path, checkpoint: ForeignCheckpoint) -> None:
+    """Refuse what an export would carry out of a checkpoint and was never part of it; a --model is the user's own.
+
+    Raises:
+        UnreadableForeign: It is a link to elsewhere, no file, or too large.
+    """
+    if checkpoint.model_files is None or not file.is_relative_to(checkpoint.model_files):
+        return
+    kind = file_kind(file, within=checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
+    size = file.stat().st_size
+    if kind != REGULAR or size > _MOST_BYTES:
+        what = kind if kind != REGULAR else f"{size_words(size)}, and no file that describes a model is so large"
+        raise UnreadableForeign(
+            f"{file} is {what}. Nothing was written. Put the file itself in its place, or remove it."
+        )
 
 
 def _with_one_of(places: Sequence[Path], names: Sequence[str]) -> Path | None:
@@ -135,6 +157,20 @@ def _is_of_tokens(file: Path) -> bool:
     return "token" in file.name or file.name in {*_VOCABULARIES, "merges.txt", "chat_template.jinja"}
 
 
+def finite(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of the source whose numbers are all finite.
+
+    Raises:
+        CheckpointCorrupt: One is NaN or infinite.
+    """
+    if not is_finite(tensor):
+        raise CheckpointCorrupt(
+            f"{name} of the source has a number that is not finite (NaN, or infinite). Nothing was left behind; take "
+            "the step before."
+        )
+    return tensor
+
+
 class Tensors(Mapping[str, Tensor]):
     """Tensors of a checkpoint, read when they are asked for."""
 
@@ -148,9 +184,10 @@ class Tensors(Mapping[str, Tensor]):
             CheckpointCorrupt: Its file is damaged.
         """
         try:
-            return self._stored[name].read()
+            tensor = self._stored[name].read()
         except (DamagedFile, OSError) as error:
             raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
+        return finite(name, tensor)
 
     def __iter__(self) -> Iterator[str]:
         """Yield names."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from holdfast import patience
-from holdfast.checkpoint.errors import PlaceLost, SaveFailed
+from holdfast.checkpoint.errors import CheckpointCorrupt, PlaceLost, SaveFailed
 from holdfast.checkpoint.format.dcp import (
     METADATA,
     Writer,
@@ -321,6 +321,8 @@ def _write_shards(
             )
     except CheckpointException as error:  # torch raises it on every rank, with the causes by rank
         rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, CheckpointCorrupt):  # what is saved is read from another checkpoint, which says it itself
+            raise cause from error
         raise SaveFailed(f"rank {rank} could not save in phase 'shards': {reason_of(cause)}.") from error
     return writer.written(staging), writer.seconds
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.export.foreign import finite
 from holdfast.checkpoint.export.stored import PARENT
 from holdfast.checkpoint.foreign.alignment import align
 from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, Position
@@ -180,9 +181,10 @@ def _of_tensors(planned: Mapping[str, PlannedTensor], trained: frozenset[str], r
 def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def named() -> Tensor:
         try:
-            return read()
+            tensor = read()
         except (DamagedFile, OSError) as error:
             raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
+        return finite(name, tensor)
 
     return named
 
