@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="no Ray here: tools/install_ray.sh DIRECTORY, then make test-ray"),
 ]
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "sft_sort.yaml"
+EXAMPLE, GRPO_EXAMPLE = ROOT / "examples" / "sft_sort.yaml", ROOT / "examples" / "grpo_sort.yaml"
 SMALL = [
     *("data.synthetic.rows=512", "data.batch_size=8", "evaluation.sets={}", "evaluation.completions=null"),
     *("launch.device=cpu", "checkpoint.every_steps=3"),
@@ -47,11 +47,13 @@ class Raylets:
     head: subprocess.Popen[bytes]
     second: subprocess.Popen[bytes]
 
-    def launch(self, base: Path, *overrides: str, ranks: int = 2, address: str | None = None) -> list[str]:
+    def launch(
+        self, base: Path, *overrides: str, ranks: int = 2, address: str | None = None, example: Path = EXAMPLE
+    ) -> list[str]:
         """Return the command of a run."""
         options = ["--ranks", str(ranks), "--address", address or self.address]
         values = [*SMALL, f"run.dir={base}", "run.name=run", *overrides]
-        return [PYTHON, "-m", "holdfast.cli.main", "launch", "ray", str(EXAMPLE), *options, *values]
+        return [PYTHON, "-m", "holdfast.cli.main", "launch", "ray", str(example), *options, *values]
 
     def run(self, base: Path, *overrides: str, **options: object) -> subprocess.CompletedProcess[str]:
         """Run to the end."""
@@ -161,6 +163,24 @@ def test_a_run_on_two_raylets_is_the_run_of_one_machine(raylets: Raylets, tmp_pa
     assert {path.name for path in (there / "run" / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
     local = [PYTHON, "-m", "holdfast.cli.main", "sft", str(EXAMPLE), *SMALL, f"run.dir={here}", "run.name=run"]
     subprocess.run([*local, "steps=6"], env=ENVIRON, check=True, capture_output=True, timeout=120)
+    assert weights(there) == weights(here)
+
+
+def test_grpo_on_two_raylets_is_the_run_of_one_machine(raylets: Raylets, tmp_path: Path) -> None:
+    taught, here, there = tmp_path / "taught", tmp_path / "here", tmp_path / "there"
+    for folder in (taught, here, there):
+        folder.mkdir()
+    holdfast = [PYTHON, "-m", "holdfast.cli.main"]
+    local = [*holdfast, "sft", str(EXAMPLE), *SMALL, f"run.dir={taught}", "run.name=run", "steps=20"]
+    subprocess.run(local, env=ENVIRON, check=True, capture_output=True, timeout=120)
+    values = ["steps=4", "evaluation.every_steps=null", f"model.path={taught / 'run' / 'exports' / 'final'}"]
+
+    done = raylets.run(there, *values, example=GRPO_EXAMPLE)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done after step 4" in done.stdout
+    local = [*holdfast, "grpo", str(GRPO_EXAMPLE), *SMALL, f"run.dir={here}", "run.name=run", *values]
+    subprocess.run(local, env=ENVIRON, check=True, capture_output=True, timeout=120)
     assert weights(there) == weights(here)
 
 
