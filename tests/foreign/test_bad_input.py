@@ -154,3 +154,20 @@ def test_nothing_is_written_into_the_source(warm: WarmPython, fixtures: Path, to
         assert done.code == 2, done
         assert "which is read and never written" in done.err
     assert hash_of(path) == before
+
+
+def test_a_snapshot_of_hugging_faces_cache_is_exported_though_its_files_are_links(
+    warm: WarmPython, fixtures: Path, tokens: Path, tmp_path: Path
+) -> None:
+    source = copied(fixtures, "trl-full", tmp_path)
+    cached, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
+    cached.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(source / name, cached / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+
+    done = ran(warm, "import", snapshot, "--export", tmp_path / "out", cwd=tmp_path)
+
+    assert done.code == 0, done
+    assert (tmp_path / "out" / "chat_template.jinja").read_bytes() == (source / "chat_template.jinja").read_bytes()

@@ -133,13 +133,20 @@ def _refuse_strange(file: Path, checkpoint: ForeignCheckpoint) -> None:
     """
     if checkpoint.model_files is None or not file.is_relative_to(checkpoint.model_files):
         return
-    kind = file_kind(file, within=checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
+    kind = file_kind(file, within=_root_of(checkpoint.path))
     size = file.stat().st_size
     if kind != REGULAR or size > _MOST_BYTES:
         what = kind if kind != REGULAR else f"{size_words(size)}, and no file that describes a model is so large"
         raise UnreadableForeign(
             f"{file} is {what}. Nothing was written. Put the file itself in its place, or remove it."
         )
+
+
+def _root_of(path: Path) -> Path:
+    """Return the directory that links of a checkpoint stay in; in Hugging Face's cache they lead to blobs beside it."""
+    folder = path if path.is_dir() else path.parent
+    is_cached = folder.parent.name == "snapshots" and (folder.parents[1] / "blobs").is_dir()
+    return folder.parents[1] if is_cached else folder
 
 
 def _with_one_of(places: Sequence[Path], names: Sequence[str]) -> Path | None:
