@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The lane of fake devices on the newest CUDA build of torch that pip gives here, without a GPU: what a login node has.
 #
-# The build brings a device guard of its own, so nothing is compiled. It takes 8 GB, in an environment of its own.
+# From 2.14 on it needs the guard as other builds do. It takes 8 GB, in an environment of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

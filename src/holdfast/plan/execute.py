@@ -209,8 +209,10 @@ def _execution(
 def _import_first(config: TrainingConfig) -> None:
     """Let other packages look for a GPU, and compute their tables, while tensors have numbers and nothing is pretended.
 
-    What they would find later are stand-ins: kernels of theirs are not there.
+    What they would find later are stand-ins: kernels of theirs are not there. transformers imports torchao where it is
+    installed, which asks each device for its name.
     """
+    importlib.import_module("transformers.modeling_utils")
     if config.model.lora is not None:
         if config.model.lora.quantize:
             check_library(config.model.lora.quantize)

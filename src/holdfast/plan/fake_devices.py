@@ -1,7 +1,7 @@
 """Stand-ins that let CUDA branches run where there is no GPU: tensors have shapes and devices, and hold no numbers.
 
-Every name of torch that is replaced for this stands in `REPLACED`; `absent_names` says which of them a torch lacks. A
-build without CUDA needs the guard besides, loaded before torch (`process.py`)."""
+Every name of torch that is replaced for this stands in `REPLACED`; `absent_names` says which of them a torch lacks.
+Most builds need the guard besides, loaded before torch (`process.py`)."""
 
 from __future__ import annotations
 

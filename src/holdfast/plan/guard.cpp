@@ -1,6 +1,7 @@
-// A build of torch without CUDA refuses to differentiate tensors of device "cuda", even tensors that hold no numbers.
-// A guard and hooks that do nothing let them through. Registered before torch's own registration looks for hooks, and
-// under the class name that torch asks its registry for.
+// A build of torch without CUDA refuses to differentiate tensors of device "cuda", even tensors that hold no numbers, and
+// so does a CUDA build from 2.14 on where there is no GPU. A guard and hooks that do nothing let them through. Registered
+// before torch's own registration looks for hooks, under the class name that torch asks its registry for, and preferred to
+// the hooks that a CUDA build brings.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -42,5 +43,5 @@ struct CUDAHooks : at::CUDAHooksInterface {
 
 namespace at {
 using ::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at

@@ -1,7 +1,7 @@
 """The process that executes a plan: `python -m holdfast.plan.process`.
 
-It reads a request as JSON from standard input and leaves the plan as JSON in a file. A build of torch without CUDA
-needs the device guard, built once for each version of torch and loaded before torch is imported; hence a process.
+It reads a request as JSON from standard input and leaves the plan as JSON in a file. Most builds of torch need a device
+guard, built once for each version of torch and loaded before torch is imported; hence a process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from holdfast.quiet import hush
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
+_OWN_GUARD_REFUSES = (2, 14)
+"""From this version of torch on, a CUDA build differentiates nothing where there is no GPU."""
 
 
 class NoGuard(UserError):
@@ -36,7 +38,7 @@ def load_guard(cache: Path | None = None) -> Path | None:
         cache: Where built guards lie; default: a folder of the user's.
 
     Returns:
-        None where torch is built with CUDA and brings a guard of its own.
+        None where torch is built with CUDA and its own guard does.
 
     Raises:
         NoGuard: There is no compiler, or it fails.
@@ -44,7 +46,7 @@ def load_guard(cache: Path | None = None) -> Path | None:
     if "torch" in sys.modules:
         raise NoGuard("torch is imported already, and a guard must be there before it.")
     torch = _folder_of_torch()
-    if any((torch / "lib").glob("libtorch_cuda.*")):
+    if any((torch / "lib").glob("libtorch_cuda.*")) and _version() < _OWN_GUARD_REFUSES:
         return None
     library = guard_library(torch, cache)
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
@@ -70,8 +72,8 @@ def _built(torch: Path, place: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NoGuard(
-            f"No C++ compiler is here (looked for {', '.join(_COMPILERS)}), and a build of torch without CUDA needs a "
-            "small guard compiled before it can execute CUDA branches. Install one, for example with apt install g++."
+            f"No C++ compiler is here (looked for {', '.join(_COMPILERS)}), and this build of torch needs a small "
+            "guard compiled before it can execute CUDA branches. Install one, for example with apt install g++."
         )
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
@@ -87,6 +89,11 @@ def _built(torch: Path, place: Path) -> Path:
             raise NoGuard(f"{compiler} does not build the guard of fake devices ({SOURCE}): {reason}")
         made.replace(place)  # whoever builds it beside us makes the same
     return place
+
+
+def _version() -> tuple[int, ...]:
+    """Return torch's major and minor version; torch itself must not be imported yet."""
+    return tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
 
 
 def _folder_of_torch() -> Path:
