@@ -9,7 +9,7 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,12 +147,13 @@ def state_of(path: Path, change: Callable[[Any], None]) -> None:
     torch.save(content, path)
 
 
-def other_schedule(folder: Path) -> None:
-    path = rank_file(folder, "extra_state")
-    data = next(data for entry, data in members(path) if entry.filename.endswith("data.pkl"))
-    at = data.find(b"last_epoch")
-    number = data.find(b"K\x02", at)
-    pickled(path, data[: number + 1] + b"\x05" + data[number + 2 :])
+def other_schedule(folder: Path, step: int = 5, ranks: Sequence[int] = (1,)) -> None:
+    for rank in ranks:
+        path = rank_file(folder, "extra_state", rank)
+        data = next(data for entry, data in members(path) if entry.filename.endswith("data.pkl"))
+        at = data.find(b"last_epoch")
+        number = data.find(b"K\x02", at)
+        pickled(path, data[: number + 1] + bytes([step]) + data[number + 2 :])
 
 
 def step_on_one_rank(folder: Path) -> None:
@@ -340,6 +341,22 @@ def nested(path: Path) -> None:
     pickled(path, pickle.dumps({"state": {}, "param_groups": [{"params": [], "x": value}]}, 2))
 
 
+def shared_keys(path: Path, *, made: bytes) -> None:
+    """Let a key be a tuple of the same tuple twice, sixty times: 2**60 elements to look at, in some hundred bytes."""
+    words = [b"\x80\x02ctorch\nSize\nr\xff\x00\x00\x000})q\x00"]
+    for level in range(60):
+        words.append(b"0" + made % {b"one": bytes([level])} + b"q" + bytes([level + 1]))
+    pickled(path, b"".join(words) + b"K\x01s.")
+
+
+SHARED = {
+    "remembered": b"h%(one)bh%(one)b\x86",
+    "copied": b"h%(one)b2\x86",
+    "of a list": b"j\xff\x00\x00\x00](h%(one)bh%(one)be\x85R",
+    "of a list that is remembered": b"]r\xfe\x00\x00\x00(h%(one)bh%(one)be0j\xff\x00\x00\x00j\xfe\x00\x00\x00\x85R",
+}
+"""How a tuple comes to hold another one twice, in the words of a pickle."""
+
 FULL, SHARDED = "accelerate-v2-full", "accelerate-v2-sharded"
 DAMAGES |= {
     "a parameter lacks a moment": Damage(
@@ -426,7 +443,7 @@ HOSTILE = {
         r"asks for posix\.system",
     ),
     "a table of two thousand million entries": Damage(
-        VERL, lambda f: huge_memo(rank_file(f)), r"more memory than goes"
+        VERL, lambda f: huge_memo(rank_file(f)), r"more memory or time than goes"
     ),
     "a link out of the directory": Damage(VERL, lambda f: outside(rank_file(f)), r"link that leads out"),
     "a pipe in the place of a file": Damage(VERL, lambda f: fifo(rank_file(f)), r"is a pipe"),
@@ -442,4 +459,10 @@ def bomb(path: Path) -> None:
     path.write_bytes(buffer.getvalue())
 
 
+HOSTILE |= {
+    f"a key of the same tuple twice, {name}": Damage(
+        VERL, lambda f, made=made: shared_keys(rank_file(f), made=made), r"more memory or time than goes"
+    )
+    for name, made in SHARED.items()
+}
 HOSTILE["an archive that grows"] = Damage(VERL, lambda f: bomb(rank_file(f)), r"compressed members")

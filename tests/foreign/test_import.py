@@ -19,7 +19,7 @@ from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.cli.main import app
 from holdfast.errors import HoldfastError
-from tests.foreign.damages import rank_file
+from tests.foreign.damages import other_schedule, rank_file, state_of
 from tests.foreign.reading import hash_of, place_of, truth_of
 from tests.foreign.test_damage import copied
 from tests.foreign.test_readers import SIZES
@@ -149,7 +149,7 @@ BF16 = {"model__dtype": "bfloat16", "optim": {"kind": "adamw_bf16", "lr": 0.1}}
         ("verl-fsdp2", {"optim": {"kind": "sgd", "lr": 0.1}}, [], "not of this run's optimizer"),
         ("verl-fsdp2", {"optim": {"kind": "adamw_8bit", "lr": 0.1}}, [], "optim.kind: adamw"),
         ("verl-fsdp2", {"optim__ema": {"decay": 0.9}}, [], "optim.ema"),
-        ("verl-fsdp2", {}, ["--step", "7"], "--step says 7"),
+        ("verl-fsdp2", {}, ["--step", "7"], "is of step 2, and --step says 7"),
         ("trainer-full", {}, [], "trained then and is frozen now"),
     ],
 )
@@ -162,6 +162,65 @@ def test_what_a_resume_would_refuse_is_refused_before_anything_is_written(
         imported(place_of(fixtures / fixture), "--as", file, *options)
 
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("manifest.json"))
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+    ("key", "value"), [("rms_norm_eps", 1e-3), ("rope_theta", 5e5), ("hidden_act", "gelu"), ("num_attention_heads", 4)]
+)
+def test_a_configuration_of_another_model_with_the_same_shapes_is_refused(
+    fixtures: Path, tokens: Path, key: str, value: Any, tmp_path: Path
+) -> None:
+    path = copied(fixtures, "verl-fsdp2", tmp_path)
+    file = path / "global_step_2/actor/huggingface/config.json"
+    about = json.loads(file.read_text())
+    about |= {"num_key_value_heads": 2} if key.startswith("num_") else {}
+    about.get("rope_parameters", {}).pop("rope_theta", None)
+    file.write_text(json.dumps(about | {key: value}))
+
+    with pytest.raises(HoldfastError, match=f"config.json is of another model than model.path: .*{key} is {value!r}"):
+        imported(path, "--as", run_file(tmp_path, tokens))
+
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_step_of_several_updates_goes_on_where_its_schedule_stands(
+    fixtures: Path, tokens: Path, tmp_path: Path
+) -> None:
+    path, file = copied(fixtures, "verl-fsdp2", tmp_path), run_file(tmp_path, tokens)
+    other_schedule(path, 8, (0, 1))
+
+    with pytest.raises(HoldfastError, match="is of step 2, its schedule at 8, and --step says 7"):
+        imported(path, "--as", file, "--step", 7)
+    imported(path, "--as", file, "--step", 8)
+
+    assert (tmp_path / "runs/rescued/checkpoints/step-00000008").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("step", "words"), [(2, "pass 1"), (12, "pass 2"), (22, "pass 3"), (5, "a pass whose number is not stated")]
+)
+def test_the_pass_of_a_loader_that_counts_rows_follows_from_the_step(
+    fixtures: Path, tokens: Path, step: int, words: str, tmp_path: Path
+) -> None:
+    """The fixture had drawn 8 of 40 rows, 4 of them a step: the second pass at step 12, the third at 22."""
+    path = copied(fixtures, "verl-fsdp2", tmp_path)
+    (path / "latest_checkpointed_iteration.txt").write_text(str(step))
+    (path / "global_step_2").rename(path / f"global_step_{step}")
+
+    said = imported(path, "--as", run_file(tmp_path, tokens))
+
+    assert f"goes on behind 8 rows of {words}" in said
+    assert (tmp_path / f"runs/rescued/checkpoints/step-{step:08d}").is_dir()
+
+
+def test_parameters_of_the_optimizer_without_a_state_are_counted(fixtures: Path, tokens: Path, tmp_path: Path) -> None:
+    path = copied(fixtures, "accelerate-v2-full", tmp_path)
+    state_of(path / "optimizer.bin", lambda content: content["state"].pop("model.embed_tokens.weight"))
+
+    said = imported(path, "--as", run_file(tmp_path, tokens), "--data-from-start")
+
+    assert "1 parameters of the optimizer have no state, such as model.embed_tokens.weight" in said
 
 
 def test_a_damaged_checkpoint_is_not_imported(fixtures: Path, tokens: Path, tmp_path: Path) -> None:
@@ -208,5 +267,5 @@ def test_the_check_answers_scripts_too(fixtures: Path) -> None:
     assert result.exit_code == 0
     assert about["system"] == "verl"
     assert about["optimizer"]["parameters"] == 15
-    assert about["position"] == {"epoch": 0, "rows": 8}
+    assert about["position"] == {"rows": 8}
     assert not about["damaged"]

@@ -30,7 +30,11 @@ def test_an_empty_newest_step_does_not_hide_an_earlier_one(
     (run / "latest_checkpointed_iteration.txt").unlink(missing_ok=True)
     (run / step / "actor").mkdir(parents=True)
 
-    assert open_foreign(run).step == 2
+    checkpoint = open_foreign(run)
+
+    assert checkpoint.step == 2
+    assert not checkpoint.of_kind("damage")
+    assert any(f"{step} is empty" in note.text for note in checkpoint.of_kind("note")) == (name == "trainer-full")
 
 
 def test_a_link_to_the_same_checkpoint_is_no_second_one(fixtures: Path, tmp_path: Path) -> None:
@@ -59,7 +63,7 @@ def test_the_rows_of_a_loader_with_workers_are_read(since: int, rows: int) -> No
     main = {"_num_workers": 2, "_sampler_iter_state": {"samples_yielded": 8}}
     state = {"_snapshot": {"_snapshot_step": 2, "_main_snapshot": main}, "_steps_since_snapshot": since}
 
-    assert position_of(state) == Position(0, rows=rows)
+    assert position_of(state) == Position(None, rows=rows)
 
 
 def test_a_number_of_rows_below_zero_is_refused() -> None:

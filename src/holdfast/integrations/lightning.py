@@ -59,16 +59,15 @@ class _Saving:
         """
         return _load(self, checkpoint_path)
 
-    def setup(self, trainer: Any) -> None:
-        """Set up, then rehearse a save.
+    def on_train_start(self) -> None:
+        """Rehearse a save of all that will be saved, when everything is set up or resumed and no step was made.
 
         Raises:
             RehearsalFailed: A checkpoint could not be made; nothing was trained.
         """
-        super().setup(trainer)  # type: ignore[misc]  # of Lightning's strategy beside this
-        strategy: Any = self
-        if self._rehearse and trainer.state.fn == TrainerFn.FITTING and strategy.optimizers:
-            _rehearse(strategy, Path(trainer.default_root_dir))
+        super().on_train_start()  # type: ignore[misc]  # of Lightning's strategy beside this
+        if self._rehearse:
+            _rehearse(self)
 
 
 class ModelParallelStrategy(_Saving, strategies.ModelParallelStrategy):  # type: ignore[misc]  # Lightning is untyped here
@@ -118,18 +117,26 @@ def _parts(model: nn.Module, optimizer: Optimizer | None) -> StandIn:
     return StandIn(model, optimizer, {})
 
 
-def _rehearse(strategy: Any, folder: Path) -> None:
-    place = strategy.broadcast(str(folder / ".holdfast-rehearsal"))
+def _rehearse(strategy: Any) -> None:
+    trainer = strategy.lightning_module.trainer
+    place = strategy.broadcast(str(Path(trainer.default_root_dir) / ".holdfast-rehearsal"))
+    extra = _extra(strategy, trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
     parts = _parts(strategy.model, _optimizer(strategy))
-    checkpoint.rehearse(place, parts.model, parts.optimizer, {"weights_only": False})
+    checkpoint.rehearse(place, parts.model, parts.optimizer, extra)
     RankGroup().on_first_rank(lambda: Path(place).rmdir() if Path(place).is_dir() else None)
 
 
-def _save(strategy: Any, content: dict[str, Any], filepath: Any) -> None:
+def _extra(strategy: Any, content: dict[str, Any]) -> Any:
+    """Return what Lightning saves besides weights and optimizer, which is rank 0's."""
     whole = "optimizer_states" in content  # save_weights_only leaves it out
     extra = {key: value for key, value in content.items() if key not in _APART} | {"weights_only": not whole}
-    parts = _parts(strategy.model, _optimizer(strategy) if whole else None)
-    save_again(Path(strategy.broadcast(filepath)), parts.model, parts.optimizer, strategy.broadcast(extra))
+    return strategy.broadcast(extra)
+
+
+def _save(strategy: Any, content: dict[str, Any], filepath: Any) -> None:
+    extra = _extra(strategy, content)
+    parts = _parts(strategy.model, None if extra["weights_only"] else _optimizer(strategy))
+    save_again(Path(strategy.broadcast(filepath)), parts.model, parts.optimizer, extra)
     strategy.barrier()
 
 

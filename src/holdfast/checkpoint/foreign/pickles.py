@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from holdfast.checkpoint.foreign.modest import is_modest
 from holdfast.checkpoint.foreign.record import DamagedFile
 
 STORAGES = {
@@ -258,17 +258,6 @@ def _from_sharded(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sha
     return Sharded(shape, dtype, shard["tensor"], 0, (), None, offsets)
 
 
-_LENGTHS = {ord(each.code): (each.name, 0 if each.arg is None else each.arg.n) for each in pickletools.opcodes}
-"""By the byte of an instruction: its name, and how long its argument is, or how that is known (negative)."""
-_COUNTED = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
-_TWO_LINES = {"GLOBAL", "INST"}
-
-
 def unpickled(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     """Return what a pickle of a torch file holds.
 
@@ -279,45 +268,11 @@ def unpickled(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     Raises:
         DamagedFile: It is damaged, or asks for a name that is not listed.
     """
-    if not _is_modest(data):
-        raise DamagedFile("asks for more memory than goes with its size")
+    if not is_modest(data):
+        raise DamagedFile("asks for more memory or time than goes with its size")
     try:
         return _Unpickler(data, extra or {}).load()
     except DamagedFile:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
         raise DamagedFile(f"holds a pickle that cannot be read ({type(error).__name__}: {error})") from None
-
-
-def _is_modest(data: bytes) -> bool:
-    """Return whether a pickle asks for no more memory than goes with its length.
-
-    Two kinds of instruction grow the table of what is remembered up to a number of theirs. This walks over all
-    instructions, as pickletools does, several times as fast.
-    """
-    at, end = 0, len(data)
-    while at < end:
-        name, length = _LENGTHS.get(data[at], ("", 0))
-        at += 1
-        if length >= 0:
-            if name == "LONG_BINPUT" and int.from_bytes(data[at : at + 4], "little") > end:
-                return False
-            at += length
-        elif length == pickletools.UP_TO_NEWLINE:
-            stop = data.find(b"\n", at)
-            if name == "PUT" and not _is_small(data[at:stop], end):
-                return False
-            at = data.find(b"\n", stop + 1) + 1 if name in _TWO_LINES else stop + 1
-            if stop < 0 or at == 0:
-                return True  # it is cut short: whoever reads it says so
-        else:
-            size = _COUNTED[length]
-            count = int.from_bytes(data[at : at + size], "little")
-            if count > end - at:
-                return False
-            at += size + count
-    return True
-
-
-def _is_small(digits: bytes, most: int) -> bool:
-    return digits.isdigit() and len(digits) < 20 and int(digits) <= most

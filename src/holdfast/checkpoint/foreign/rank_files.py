@@ -353,9 +353,9 @@ def position_of(loader: Any) -> Position | None:
         case {"_snapshot": {"_main_snapshot": main, **snapshot}, "_steps_since_snapshot": int(since)}:
             return _of_workers(main, snapshot.get("_snapshot_step"), since)
         case {"_sampler_iter_state": {"samples_yielded": int(rows)}}:
-            return Position(0, rows=counted(rows, "the number of rows"))
+            return Position(None, rows=counted(rows, "the number of rows"))
         case {"_num_yielded": int(batches)}:
-            return Position(0, batches=counted(batches, "the number of batches"))
+            return Position(None, batches=counted(batches, "the number of batches"))
     return None
 
 
@@ -365,10 +365,10 @@ def _of_workers(main: Any, batches: Any, since: int) -> Position | None:
         case {"_sampler_iter_state": {"samples_yielded": int(rows)}}:
             rows, since = counted(rows, "the number of rows"), counted(since, "the number of batches")
             if since == 0:
-                return Position(0, rows=rows)
+                return Position(None, rows=rows)
             if type(batches) is int and batches > 0 and rows % batches == 0:
-                return Position(0, rows=rows // batches * (batches + since))
-            return Position(0, batches=since) if rows == 0 else None
+                return Position(None, rows=rows // batches * (batches + since))
+            return Position(None, batches=since) if rows == 0 else None
     return None
 
 

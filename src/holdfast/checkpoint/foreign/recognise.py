@@ -35,8 +35,10 @@ class ForeignPlace(NamedTuple):
 
     path: Path
     read: Callable[[Path], ForeignCheckpoint]
-    notes: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()
     """What is wrong on the way there."""
+    notes: tuple[str, ...] = ()
+    """What was passed by on the way there."""
 
 
 def open_foreign(path: Path) -> ForeignCheckpoint:
@@ -53,7 +55,8 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
         raise UnreadableForeign(f"{never_written(place.path if place else path, error)}.") from error
     except OSError as error:
         raise UnreadableForeign(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
-    checkpoint.add("damage", *place.notes)
+    checkpoint.add("damage", *place.damage)
+    checkpoint.add("note", *place.notes)
     return checkpoint
 
 
@@ -119,12 +122,14 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
         UnreadableForeign: There is none, or nobody can say which.
     """
     if names & set(TRACKERS) or any(STEP_FOLDER.match(name) for name in names):
-        step, notes = newest_step(path)
+        step, damage = newest_step(path)
         inner = recognise(step)
-        return inner._replace(notes=(*notes, *inner.notes))
-    inner_name = "actor" if "actor" in names else _newest(path, names) or "checkpoint"
+        return inner._replace(damage=(*damage, *inner.damage))
+    newest, notes = _newest(path, names)
+    inner_name = "actor" if "actor" in names else newest or "checkpoint"
     if inner_name in names and (path / inner_name).is_dir():
-        return recognise(path / inner_name)
+        inner = recognise(path / inner_name)
+        return inner._replace(notes=(*notes, *inner.notes)) if inner_name == newest else inner
     places = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
     files = sorted(places.values())  # last.ckpt may be a link to another one
     if len(files) == 1:
@@ -136,11 +141,16 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
     )
 
 
-def _newest(path: Path, names: set[str]) -> str | None:
-    """Return the newest step that holds any file, else the newest; None where there is none."""
+def _newest(path: Path, names: set[str]) -> tuple[str | None, list[str]]:
+    """Return the newest step that holds any file, else the newest, and what is to be said of newer ones."""
     steps = {int(match[1]): name for name in names if (match := re.match(r"^(?:checkpoint|step)-(\d+)$", name))}
-    steps = {step: name for step, name in steps.items() if holds_something(path / name)} or steps
-    return steps[max(steps)] if steps else None
+    if not steps:
+        return None, []
+    filled = [step for step, name in steps.items() if holds_something(path / name)]
+    chosen, newest = steps[max(filled or steps)], steps[max(steps)]
+    return chosen, [] if chosen == newest else [
+        f"{newest} is empty: a save that was cut off; {chosen} is the one before"
+    ]
 
 
 def _refuse_deepspeed(path: Path, names: set[str]) -> None:
@@ -148,8 +158,10 @@ def _refuse_deepspeed(path: Path, names: set[str]) -> None:
     inner = {each.name for name in steps[:1] for each in (path / name).iterdir()} if "latest" in names else set()
     if any(_DEEPSPEED.match(name) for name in names | inner):
         root = path if "latest" in names else path.parent
+        command = f"python -m deepspeed.utils.zero_to_fp32 {root} OUT --safe_serialization"
         raise UnreadableForeign(
             f"{path} is a checkpoint of DeepSpeed, whose pickles ask for its own classes and are not opened. Its own "
-            f"converter writes the weights: `python {root}/zero_to_fp32.py {root} OUT --safe_serialization`; then "
-            "`holdfast checkpoint check OUT`. Its optimizer state is lost on that way."
+            f"converter writes the weights: `{command}`, with the DeepSpeed that is installed; the copy of it in the "
+            "directory is code from wherever that is from, and both open the pickles. Then `holdfast checkpoint check "
+            "OUT`. Its optimizer state is lost on that way."
         )

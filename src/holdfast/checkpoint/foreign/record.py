@@ -34,7 +34,7 @@ _MOST = 2**53
 def never_written(where: object, error: BaseException) -> str:
     """Say that something holds what its system never writes; of the error only short words are told."""
     words = [word for word in error.args if isinstance(word, str)]
-    return f"{where} holds what its system never writes: {type(error).__name__} {' '.join(words)[:120]}".rstrip()
+    return f"{where} holds what its system never writes: {type(error).__name__} {' '.join(words)[:120]}".rstrip(" .")
 
 
 def refuse_outside(path: Path, within: Path) -> None:
@@ -163,8 +163,8 @@ class StoredGroup:
 class Position:
     """Where its data stood, as far as the system says."""
 
-    epoch: int
-    """Whole passes that were done."""
+    epoch: int | None
+    """Whole passes that were done; None where only the step says something of them."""
     rows: int | None = None
     """Rows drawn in the pass that was going on, over all ranks."""
     batches: int | None = None
@@ -215,7 +215,7 @@ class ForeignCheckpoint:
 
     def add(self, kind: Kind, *texts: str, there: bool = True) -> None:
         """Note findings."""
-        self.findings += [ForeignFinding(kind, text, there) for text in texts]
+        self.findings += [ForeignFinding(kind, text.removesuffix("."), there) for text in texts]
 
     def add_weight(self, name: str, tensor: StoredTensor, source: str) -> None:
         """Add a weight; a second one of its name is damage, of which the first is told.

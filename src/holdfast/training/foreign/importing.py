@@ -39,6 +39,7 @@ from holdfast.models.names import tied_names
 from holdfast.optim.schedule import learning_rate_factor
 from holdfast.parallel.mesh import World
 from holdfast.training import directory
+from holdfast.training.foreign.configurations import compare_configurations
 from holdfast.training.foreign.states import PlannedTensor, described_state, planned_states, rate_of
 from holdfast.training.foreign.weightless import weightless_run
 from holdfast.training.randomness import seed_rank
@@ -86,16 +87,18 @@ def import_run(
             "file."
         )
     parts = hold(run.trained.model)
+    notes = compare_configurations(checkpoint, run)
     align(checkpoint, {*parts.parameters, *parts.buffers}, tied_names(run.trained.model))
     if not checkpoint.states:
-        return _import_weights(run, checkpoint, step)
-    snapshot, notes = _snapshot(run, checkpoint, step)
+        return _import_weights(run, checkpoint, step, notes)
+    snapshot = _snapshot(run, checkpoint, step)
     _refuse_misfit(run, checkpoint, snapshot, step)
+    notes += [*_repairs(checkpoint), *_without_state(checkpoint)]
     notes += _move_to(run, checkpoint, step, wishes)
     return Imported(_written(run, checkpoint, snapshot, step), notes)
 
 
-def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Imported:
+def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> Imported:
     """Write weights alone as what they are: a checkpoint that a run begins from, and that none resumes.
 
     Raises:
@@ -122,11 +125,26 @@ def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Impor
         raise
     words = "it holds weights alone: the run begins at step 0 with a new optimizer, schedule and order of rows"
     path = f"{place}/{step_name(step)}"
-    return Imported(path, [*_repairs(checkpoint), words], f"checkpoint.init_from={path}")
+    return Imported(path, [*notes, *_repairs(checkpoint), words], f"checkpoint.init_from={path}")
 
 
 def _repairs(checkpoint: ForeignCheckpoint) -> list[str]:
     return [f"repaired: {finding.text}" for finding in checkpoint.of_kind("repair")]
+
+
+def _without_state(checkpoint: ForeignCheckpoint) -> list[str]:
+    """Say of which parameters that the optimizer had it kept nothing."""
+    names = [
+        name
+        for group in checkpoint.groups
+        for name in group.names
+        if name in checkpoint.weights and name not in checkpoint.states and name not in checkpoint.tied_away
+    ]
+    if not names:
+        return []
+    return [
+        f"{len(names)} parameters of the optimizer have no state, such as {names[0]}: they begin with moments of zero"
+    ]
 
 
 def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
@@ -137,12 +155,15 @@ def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
         raise ConfigError(
             f"{checkpoint.path} does not state its step, where the schedule has to go on. Give it: --step N."
         )
-    if checkpoint.step is not None and step != checkpoint.step:
-        raise ConfigError(f"{checkpoint.path} is of step {checkpoint.step}, and --step says {step}. Leave --step out.")
+    last = (checkpoint.schedule or {}).get("last_epoch")
+    stated = {checkpoint.step, last if isinstance(last, int) and not checkpoint.step_is_updates else None} - {None}
+    if stated and step not in stated:
+        of = f"step {checkpoint.step}" + (f", its schedule at {last}" if len(stated) > 1 else "")
+        raise ConfigError(f"{checkpoint.path} is of {of}, and --step says {step}. Leave --step out.")
     return step
 
 
-def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> tuple[Snapshot, list[str]]:
+def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
     """Return what will be written; its tensors have no memory until they are."""
     states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
     planned = {
@@ -155,13 +176,12 @@ def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> tuple[Snaps
     by_name = {
         name: {slot: snapshot.tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()
     }
-    complete = replace(
+    return replace(
         snapshot,
         optimizer=described_state(checkpoint, run.trained.optimizer, by_name),
         rank_state={"random": random_state_as_json(random_state())},
         contents=("model", "optimizer", "trainer", "rank"),
     )
-    return complete, _repairs(checkpoint)
 
 
 def _of_tensors(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
@@ -264,12 +284,35 @@ def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tupl
             f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other rows. "
             "Name the same ones, or give --data-from-start. Nothing was written."
         )
-    first = position.epoch * (whole or 0)
-    cursor = Cursor(first + rows, position.epoch, first, math.ceil(rows / data.batch_size), rows, 0)
-    words = f"data: goes on behind {rows:,} rows of pass {position.epoch + 1}"
-    if data.shuffle:
+    done = _passes_done(checkpoint, position, rows, data.batch_size, whole or 0)
+    cursor = _behind(rows, done or 0, whole or 0, data.batch_size)
+    return cursor, _where(rows, done, shuffled=data.shuffle)
+
+
+def _behind(rows: int, passes: int, whole: int, batch_size: int) -> Cursor:
+    first = passes * whole
+    return Cursor(first + rows, passes, first, math.ceil(rows / batch_size), rows, 0)
+
+
+def _where(rows: int, done: int | None, *, shuffled: bool) -> str:
+    name = "a pass whose number is not stated, and which is the first here" if done is None else f"pass {done + 1}"
+    if not rows:
+        return f"data: goes on with the first row of {name}"
+    words = f"data: goes on behind {rows:,} rows of {name}"
+    if shuffled:
         words += ", in this run's own order: some of these come again, and as many that were not trained on do not come"
-    return cursor, words
+    return words
+
+
+def _passes_done(
+    checkpoint: ForeignCheckpoint, position: Position, rows: int, batch_size: int, whole: int
+) -> int | None:
+    """Return the passes that were done; where only the step is stated, those that make it a whole number of passes."""
+    if position.epoch is not None:
+        return position.epoch
+    a_pass = whole // batch_size * batch_size  # a last batch that is not full is left out
+    before = (checkpoint.step or 0) * batch_size - rows
+    return before // a_pass if a_pass and before >= 0 and before % a_pass == 0 else None
 
 
 def _rows_done(position: Position, batch_size: int, whole: int) -> int:

@@ -54,7 +54,7 @@ def planned_states(
         parameter = parameters.get(name)
         if parameter is None:
             continue  # the comparison with the model says so
-        planned[name] = {slot: _slot(checkpoint, slot, stored, parameter) for slot in slots}
+        planned[name] = {slot: _slot(checkpoint, name, slot, stored, parameter) for slot in slots}
     return planned
 
 
@@ -100,10 +100,12 @@ def _is_wide(checkpoint: ForeignCheckpoint) -> bool:
 
 
 def _slot(
-    checkpoint: ForeignCheckpoint, slot: str, stored: Mapping[str, StoredTensor], parameter: nn.Parameter
+    checkpoint: ForeignCheckpoint, name: str, slot: str, stored: Mapping[str, StoredTensor], parameter: nn.Parameter
 ) -> PlannedTensor:
     shape, dtype = tuple(parameter.shape), parameter.dtype
     tensor = stored.get(slot)
+    if tensor is None and slot != _COMPENSATION:
+        raise CheckpointMismatch(f"{checkpoint.path} has no {slot} of {name}, which its other parameters have.")
     if tensor is None:
         return PlannedTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
     if not tensor.shape:

@@ -1,0 +1,51 @@
+"""The sizes by which a pickle is refused are those of what it holds."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.foreign.modest import _instructions, _Sizes, is_modest
+
+
+def size(value: Any) -> int:
+    """Return the elements of a value: of tuples and lists those in them; dictionaries and sets are one."""
+    if isinstance(value, tuple | list):
+        return 1 + sum(map(size, value))
+    return 1
+
+
+def drawn(chance: random.Random, depth: int, made: list[Any]) -> Any:
+    """Return a value that holds some of those that were made before it."""
+    kind = chance.randrange(7) if depth else chance.randrange(3)
+    if kind == 0 and made:
+        return chance.choice(made)
+    inner = [drawn(chance, depth - 1, made) for _ in range(chance.randrange(5))] if kind > 2 else []
+    value = {
+        3: lambda: tuple(inner),
+        4: lambda: tuple(inner),
+        5: lambda: inner,
+        6: lambda: {f"{number}": each for number, each in enumerate(inner)},
+    }.get(kind, lambda: chance.choice([chance.random(), chance.randrange(10**12), "word", None, True]))()
+    made.append(value)
+    return value
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_value_has_as_many_elements_as_its_instructions_say(protocol: int) -> None:
+    chance = random.Random(protocol)
+    for _ in range(300):
+        value = drawn(chance, 5, [])
+        data = pickle.dumps(value, protocol)
+        sizes = _Sizes(2**62)
+        follow = sizes.handlers()
+
+        for name, number in _instructions(data):
+            if name == "STOP":
+                assert sizes._size(sizes._stack) == size(pickle.loads(data)) or protocol < 2
+            follow[name](number)
+
+        assert is_modest(data)
