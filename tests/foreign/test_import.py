@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,6 +213,30 @@ def test_the_pass_of_a_loader_that_counts_rows_follows_from_the_step(
 
     assert f"goes on behind 8 rows of {words}" in said
     assert (tmp_path / f"runs/rescued/checkpoints/step-{step:08d}").is_dir()
+
+
+def test_adapters_that_were_saved_alone_go_on_beside_the_base_of_the_run(
+    fixtures: Path, tokens: Path, tmp_path: Path
+) -> None:
+    lora = {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]}
+    allowed = {"every_steps": 2, "rehearsal": {"enabled": False}, "resume": {"add": ["^(?!.*lora_)"]}}
+    file = run_file(tmp_path, tokens, model__freeze=[], model__lora=lora, checkpoint=allowed)
+    place = place_of(fixtures / "trainer-sharded-lora")
+
+    said = imported(place, "--as", file, "--data-from-start")
+    command = [sys.executable, "-m", "holdfast.cli.main", "sft", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    assert "model.lora.alpha of this run, 4, must be it" in said
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming from step 2" in done.stdout
+    scaled = {**lora, "alpha": 8, "rank": 2}
+    other = run_file(tmp_path, tokens, model__freeze=[], model__lora=scaled, checkpoint=allowed, run__name="other")
+    whole = tmp_path / "with its configuration"
+    shutil.copytree(place, whole)
+    (whole / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4, "peft_type": "LORA"}))
+    with pytest.raises(HoldfastError, match="lora_alpha is 4 there and 8.0 here"):
+        imported(whole, "--as", other, "--data-from-start")
 
 
 def test_parameters_of_the_optimizer_without_a_state_are_counted(fixtures: Path, tokens: Path, tmp_path: Path) -> None:
