@@ -1,4 +1,4 @@
-"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [own] [weights] [last] [resume=]`.
+"""A real `Trainer.fit` of Lightning on CPU ranks: `lightning_script.py OUT mp|fsdp [own|weights|last|odd|resume=]...`.
 
 Prints one JSON line: the loss of every step of rank 0, and what lies in OUT. benchmarks/plugin_saves.py takes the
 module and the strategy from here.
@@ -30,9 +30,9 @@ FullyShardedDataParallel.__init__ = _on_cpu
 
 
 class Module(pl.LightningModule):
-    def __init__(self, kind: str, width: int, *, frozen: bool = False) -> None:
+    def __init__(self, kind: str, width: int, *, frozen: bool = False, odd: bool = False) -> None:
         super().__init__()
-        self.kind, self.width, self.frozen = kind, width, frozen
+        self.kind, self.width, self.frozen, self.odd = kind, width, frozen, odd
         self.model = None
         self.seen: list[tuple[int, float]] = []
 
@@ -66,6 +66,10 @@ class Module(pl.LightningModule):
         if self.global_rank == 0:
             print(f"at {self.global_step + 1}", flush=True)
         return loss
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.odd:
+            checkpoint["odd"] = object()
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW([value for value in self.parameters() if value.requires_grad], lr=1e-2)
@@ -107,7 +111,7 @@ def rows():
 def main() -> None:
     out, kind, flags = Path(sys.argv[1]), sys.argv[2], set(sys.argv[3:])
     ranks = int(os.environ["WORLD_SIZE"])
-    module = Module(kind, 512 if "wide" in flags else 24, frozen="frozen" in flags)
+    module = Module(kind, 512 if "wide" in flags else 24, frozen="frozen" in flags, odd="odd" in flags)
     saves = ModelCheckpoint(
         dirpath=out,
         filename="s{step}",
