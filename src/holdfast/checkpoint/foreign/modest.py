@@ -9,7 +9,7 @@ value in the place of the value.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 _LEAST = 2**20
 _PER_BYTE = 16
@@ -32,18 +32,30 @@ _EFFECTS = {
 }
 """By instruction that knows no mark: how many values it takes, and how many it leaves."""
 
+_CODES = {each.name: ord(each.code) for each in pickletools.opcodes}
+_BINGET, _LONG_BINPUT, _STOP = (_CODES[name] for name in ("BINGET", "LONG_BINPUT", "STOP"))
+_CONSTANTS = {
+    code: length
+    for code, (name, length) in _LENGTHS.items()
+    if length >= 0 and name not in _MEMO and _EFFECTS.get(name) == (0, 1) and name not in {"EMPTY_LIST"}
+}
+"""By the byte of an instruction that leaves a value which holds no other: how long its argument is."""
+
 
 class _Immodest(Exception):  # noqa: N818 - an answer
     """It asks for too much."""
 
 
+def _decimal(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) >= 20:
+        raise _Immodest
+    return int(digits)
+
+
 def is_modest(data: bytes) -> bool:
     """Return whether a pickle asks for no more memory and time than goes with its length."""
-    sizes = _Sizes(_LEAST + _PER_BYTE * len(data))
-    follow = sizes.handlers()
     try:
-        for name, number in _instructions(data):
-            follow[name](number)
+        Sizes(data, _LEAST + _PER_BYTE * len(data)).follow()
     except _Immodest:
         return False
     except (IndexError, KeyError):
@@ -51,16 +63,58 @@ def is_modest(data: bytes) -> bool:
     return True
 
 
-def _instructions(data: bytes) -> Iterator[tuple[str, int]]:
-    """Yield instructions up to the last one, and of those that say where something is remembered the number.
+class Sizes:
+    """What an unpickler has on its stack, as numbers of elements; a list, which grows, as a negative number.
 
-    This walks as pickletools does, several times as fast.
+    Args:
+        data: The pickle.
+        most: How large a value, and all keys together, may be.
     """
-    at, end = 0, len(data)
-    while at < end:
-        name, length = _LENGTHS[data[at]]
-        at += 1
-        number = 0
+
+    def __init__(self, data: bytes, most: int) -> None:
+        self._data, self._most = data, most
+        self._keys = 0
+        self._stack: list[int] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, int] = {}
+        self._lists = [0]
+        self._handlers = self._made_handlers()
+
+    def follow(self) -> int:
+        """Follow the instructions to the last one, and return the size of the result; 0 if they are cut short.
+
+        Headers of a large model have millions of instructions: the most frequent ones are followed here.
+
+        Raises:
+            IndexError, KeyError: It cannot be read.
+        """
+        data, stack, memo, end = self._data, self._stack, self._memo, len(self._data)
+        at = 0
+        while at < end:
+            code = data[at]
+            at += 1
+            if code == _BINGET:
+                stack.append(memo[data[at]])
+                at += 1
+            elif code == _LONG_BINPUT:
+                number = int.from_bytes(data[at : at + 4], "little")
+                if number > end:
+                    raise _Immodest
+                memo[number] = stack[-1]
+                at += 4
+            elif code in _CONSTANTS:
+                stack.append(1)
+                at += _CONSTANTS[code]
+            elif code == _STOP:
+                return self._size(stack[-1:])
+            else:
+                at = self._follow_one(code, at)
+        return 0
+
+    def _follow_one(self, code: int, at: int) -> int:
+        """Follow an instruction whose argument begins at a place; return where the next one begins."""
+        data, end, number = self._data, len(self._data), 0
+        name, length = _LENGTHS[code]
         if length >= 0:
             if name in _MEMO:
                 number = int.from_bytes(data[at : at + length], "little")
@@ -71,7 +125,7 @@ def _instructions(data: bytes) -> Iterator[tuple[str, int]]:
                 number = _decimal(data[at:stop])
             at = data.find(b"\n", stop + 1) + 1 if name in _TWO_LINES else stop + 1
             if stop < 0 or at == 0:
-                return
+                raise IndexError
         else:
             size = _COUNTED[length]
             count = int.from_bytes(data[at : at + size], "little")
@@ -80,30 +134,11 @@ def _instructions(data: bytes) -> Iterator[tuple[str, int]]:
             at += size + count
         if number > end:
             raise _Immodest
-        yield name, number
-        if name == "STOP":
-            return
+        self._handlers[code](number)
+        return at
 
-
-def _decimal(digits: bytes) -> int:
-    if not digits.isdigit() or len(digits) >= 20:
-        raise _Immodest
-    return int(digits)
-
-
-class _Sizes:
-    """What an unpickler has on its stack, as numbers of elements; a list, which grows, as a negative number."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._keys = 0
-        self._stack: list[int] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
-        self._lists = [0]
-
-    def handlers(self) -> dict[str, Callable[[int], object]]:
-        """Return what follows each instruction."""
+    def _made_handlers(self) -> dict[int, Callable[[int], object]]:
+        """Return what follows each instruction, by its byte."""
         stack, memo = self._stack, self._memo
         handlers: dict[str, Callable[[int], object]] = {
             name: self._simple(taken, left) for name, (taken, left) in _EFFECTS.items()
@@ -114,7 +149,7 @@ class _Sizes:
             handlers[name] = lambda number: memo.__setitem__(number, stack[-1])
         for name in ("TUPLE", "FROZENSET", "INST", "OBJ"):
             handlers[name] = lambda _: self._make(self._since_mark())
-        return handlers | {
+        handlers |= {
             "MEMOIZE": lambda _: memo.__setitem__(len(memo), stack[-1]),
             "MARK": lambda _: self._marks.append(len(stack)),
             "POP": lambda _: self._drop(),
@@ -130,6 +165,7 @@ class _Sizes:
             "SETITEM": lambda _: self._look_up([stack.pop(), stack.pop()][1:]),
             "SETITEMS": lambda _: self._look_up(self._since_mark()[::2]),
         }
+        return {_CODES[name]: handler for name, handler in handlers.items()}
 
     def _simple(self, taken: int, left: int) -> Callable[[int], object]:
         stack = self._stack
@@ -137,11 +173,11 @@ class _Sizes:
             return lambda _: stack[len(stack) - taken :].clear()
         if taken == 0:
             return lambda _: stack.append(1)
+        if taken == 1:
+            return lambda _: self._make((stack.pop(),))
 
         def take(_: int) -> None:
-            items = stack[-taken:]
-            del stack[-taken:]
-            self._make(items)
+            self._make([stack.pop() for _ in range(taken)])
 
         return take
 
@@ -161,7 +197,9 @@ class _Sizes:
         return sum(each if each > 0 else self._lists[-each] for each in items)
 
     def _make(self, items: Sequence[int]) -> None:
-        size = 1 + self._size(items)
+        size = 1
+        for each in items:
+            size += each if each > 0 else self._lists[-each]
         if size > self._most:
             raise _Immodest
         self._stack.append(size)

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.foreign.record import ForeignCheckpoint
-from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.models.build.model import configured
 from holdfast.models.names import named_parameters, tied_names
-from holdfast.models.source.configuration import maker, on_meta
 
 
 def skeleton_of(folder: Path) -> Any:
@@ -20,6 +17,11 @@ def skeleton_of(folder: Path) -> Any:
     Raises:
         ModelError: transformers cannot build it.
     """
+    # Here, since what builds models takes long to import and many a checkpoint has no configuration.
+    from holdfast.config.sections.model import ModelConfig
+    from holdfast.models.build.model import configured
+    from holdfast.models.source.configuration import maker, on_meta
+
     raw_config, _ = configured(ModelConfig(path=str(folder)), folder)
     return on_meta(maker(raw_config, trust_remote_code=False, scorer=False), raw_config)
 
