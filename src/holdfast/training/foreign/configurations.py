@@ -21,7 +21,7 @@ from holdfast.training.run import Run
 _MEANS_NOTHING = re.compile(
     r"(^|\.)(_.*|transformers_version|(torch_)?dtype|architectures|use_cache|\w+_token_id|initializer_range|output_\w+"
     r"|return_dict|problem_type|(id2label|label2id|num_labels|auto_map|task_specific_params)(\..*)?|tokenizer_class"
-    r"|chunk_size_feed_forward|max_position_embeddings|\w*(dropout|pdrop|drop_path_rate)|router_aux_loss_coef|output_router_logits)$"
+    r"|chunk_size_feed_forward|max_position_embeddings|\w*(dropout|pdrop|drop_path_rate)|router_aux_loss_coef)$"
 )
 """Keys that change no number of a forward pass, and those of training alone, which a run sets for itself."""
 _MOST = 4
