@@ -341,12 +341,12 @@ def nested(path: Path) -> None:
     pickled(path, pickle.dumps({"state": {}, "param_groups": [{"params": [], "x": value}]}, 2))
 
 
-def shared_keys(path: Path, *, made: bytes) -> None:
-    """Let a key be a tuple of the same tuple twice, sixty times: 2**60 elements to look at, in some hundred bytes."""
+def shared_keys(made: bytes) -> bytes:
+    """Return a pickle whose key is a tuple of the same tuple twice, sixty times: 2**60 elements to look at."""
     words = [b"\x80\x02ctorch\nSize\nr\xff\x00\x00\x000})q\x00"]
     for level in range(60):
         words.append(b"0" + made % {b"one": bytes([level])} + b"q" + bytes([level + 1]))
-    pickled(path, b"".join(words) + b"K\x01s.")
+    return b"".join(words) + b"K\x01s."
 
 
 SHARED = {
@@ -461,8 +461,13 @@ def bomb(path: Path) -> None:
 
 HOSTILE |= {
     f"a key of the same tuple twice, {name}": Damage(
-        VERL, lambda f, made=made: shared_keys(rank_file(f), made=made), r"more memory or time than goes"
+        VERL, lambda f, made=made: pickled(rank_file(f), shared_keys(made)), r"more memory or time than goes"
     )
     for name, made in SHARED.items()
 }
+HOSTILE["a key of the same tuple twice, in DCP's list"] = Damage(
+    "dcp",
+    lambda f: (f / ".metadata").write_bytes(shared_keys(SHARED["remembered"])) and None,
+    r"more memory or time than goes",
+)
 HOSTILE["an archive that grows"] = Damage(VERL, lambda f: bomb(rank_file(f)), r"compressed members")

@@ -10,24 +10,33 @@ Lightning does not do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import strategies
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 from torch.optim import Optimizer
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointMismatch
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.integrations.fsdp1 import StandIn, hand_back, stand_in
 from holdfast.integrations.saves import UnsuitableTrainer, save_again
+from holdfast.optim.state_template import twin_of
 from holdfast.parallel.collectives import RankGroup
 
 _APART = ("state_dict", "optimizer_states")
+_WRAPPER = "_fsdp_wrapped_module."
 
 
 class _Saving:
@@ -110,11 +119,11 @@ def _optimizer(strategy: Any) -> Optimizer:
     return optimizer
 
 
-def _parts(model: nn.Module, optimizer: Optimizer | None) -> StandIn:
+def _parts(model: nn.Module, optimizer: Optimizer | None) -> _StandIn:
     """Return what is saved: the live model and optimizer, or what stands for them where FSDP1 has them."""
     if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
-        return stand_in(model, optimizer)
-    return StandIn(model, optimizer, {})
+        return _stand_in(model, optimizer)
+    return _StandIn(model, optimizer, {})
 
 
 def _rehearse(strategy: Any) -> None:
@@ -154,7 +163,98 @@ def _load(strategy: Any, checkpoint_path: Any) -> dict[str, Any]:
     parts = _parts(strategy.model, optimizer)
     restored = checkpoint.load(path, parts.model, parts.optimizer, hyperparameters="checkpoint")
     if parts.names:
-        hand_back(strategy.model, optimizer, parts)
+        _hand_back(strategy.model, optimizer, parts)
     content: dict[str, Any] = dict(restored.extra)
     # The connector looks for the key, and restores nothing from an empty list: the state is where it belongs already.
     return content if content.pop("weights_only") else content | {"optimizer_states": []}
+
+
+# FSDP1 keeps parameters in flat ones of its own; its sharded state is by name. It is laid into empty modules of the
+# same names, with an optimizer of the same class over them, and after a load it is handed back to FSDP1.
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A model and its optimizer, by name."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    names: dict[str, Tensor]
+    """The tensors of the model's state."""
+
+
+def _stand_in(model: nn.Module, optimizer: Optimizer | None) -> _StandIn:
+    """Return modules with the shards of a model, and an optimizer with those of its state; all ranks call this.
+
+    Raises:
+        UnsuitableTrainer: FSDP1 was given no mesh, without which its shards are of a class that cannot be saved.
+    """
+    trained = {name.replace(_WRAPPER, "") for name, value in model.named_parameters() if value.requires_grad}
+    frozen = {name.replace(_WRAPPER, "") for name, value in model.named_parameters() if not value.requires_grad}
+    with _sharded(model):
+        state: dict[str, Tensor] = model.state_dict()
+        optimizer_state = None if optimizer is None else FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    odd = [name for name, value in state.items() if type(value).__name__ == "ShardedTensor"]
+    if odd:
+        raise UnsuitableTrainer(
+            f"FSDP1 gives {odd[0]} as a ShardedTensor, since it was made without a mesh. Give it device_mesh, or use "
+            "FSDP2."
+        )
+    root = nn.Module()
+    parameters: dict[str, nn.Parameter] = {}
+    for name, value in state.items():
+        *path, last = name.split(".")
+        place = root
+        for part in path:
+            if part not in place._modules:  # noqa: SLF001 - names of layers may be those of methods
+                place.add_module(part, nn.Module())
+            place = place._modules[part]  # type: ignore[assignment]  # noqa: SLF001 - as above
+        if name in trained | frozen:
+            parameters[name] = nn.Parameter(value, requires_grad=name in trained)
+            place.register_parameter(last, parameters[name])
+        else:
+            place.register_buffer(last, value)
+    return _StandIn(
+        root, None if optimizer is None else _laid_optimizer(optimizer, optimizer_state or {}, parameters), state
+    )
+
+
+def _laid_optimizer(optimizer: Optimizer, state: dict[str, Any], parameters: dict[str, nn.Parameter]) -> Optimizer:
+    groups = [
+        {**group, "params": [parameters[name] for name in saved["params"] if parameters[name].requires_grad]}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    twin = twin_of(optimizer, groups)
+    for name, slots in state["state"].items():
+        if slots:
+            twin.state[parameters[name]] = dict(slots)
+    return twin
+
+
+def _hand_back(model: nn.Module, optimizer: Optimizer | None, loaded: _StandIn) -> None:
+    """Give FSDP1 what was loaded; all ranks call this together."""
+    names = {id(value): name for name, value in loaded.model.named_parameters()}
+    with _sharded(model):
+        model.load_state_dict(loaded.model.state_dict())
+        if optimizer is None or loaded.optimizer is None:
+            return
+        groups = [
+            {**group, "params": [names[id(value)] for value in group["params"]]}
+            for group in loaded.optimizer.param_groups
+        ]
+        state = {names[id(value)]: dict(slots) for value, slots in loaded.optimizer.state.items()}
+        flat = FullyShardedDataParallel.optim_state_dict_to_load(
+            model, optimizer, {"state": state, "param_groups": groups}
+        )
+    optimizer.load_state_dict(flat)
+
+
+@contextmanager
+def _sharded(model: nn.Module) -> Iterator[None]:
+    with FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    ):
+        yield

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.foreign.modest import is_modest
 from holdfast.checkpoint.foreign.record import DamagedFile
+from holdfast.checkpoint.format.modest_pickles import is_modest
 
 STORAGES = {
     "DoubleStorage": torch.float64,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import FileEntry, TensorEntry
+from holdfast.checkpoint.format.modest_pickles import is_modest
 from holdfast.checkpoint.place.memory import is_out_of_memory, no_memory_for
 from holdfast.checkpoint.place.storage import Storage
 
@@ -173,9 +173,6 @@ _CLASSES = {
     ("pathlib._local", "PosixPath"),
 }
 
-_NUMBERED = {"PUT", "LONG_BINPUT"}
-"""Opcodes that grow the table of what is remembered up to a number."""
-
 
 class _Unpickler(pickle.Unpickler):
     """Knows the classes of DCP's metadata and nothing else."""
@@ -202,25 +199,16 @@ def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Meta
         CheckpointUnreadable: This machine is short of memory.
     """
     try:
+        if foreign and not is_modest(data):
+            raise ValueError("it asks for more memory or time than goes with its size")  # noqa: TRY301 - as below
         metadata = _Unpickler(io.BytesIO(data)).load()
         _check_form(metadata, foreign=foreign)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
-        if is_out_of_memory(error) and _pickle_is_modest(data):
+        if is_out_of_memory(error) and is_modest(data):
             raise no_memory_for(where, len(data)) from error
         raise CheckpointCorrupt(f"{where} cannot be read: {str(error) or type(error).__name__}.") from None
     assert isinstance(metadata, Metadata)
     return metadata
-
-
-def _pickle_is_modest(data: bytes) -> bool:
-    """Return whether a pickle asks for no more memory than goes with its own length."""
-    try:
-        numbers = [number for opcode, number, _ in pickletools.genops(data) if opcode.name in _NUMBERED]
-    except ValueError:  # a text longer than what is left, or no pickle at all
-        return False
-    except MemoryError:  # this takes less than the pickle did
-        return True
-    return all(number is not None and number <= len(data) for number in numbers)
 
 
 def _check_form(metadata: Any, *, foreign: bool) -> None:

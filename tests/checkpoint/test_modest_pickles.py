@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.foreign.modest import Sizes, is_modest
+from holdfast.checkpoint.format.modest_pickles import Sizes, is_modest
 
 
 def size(value: Any) -> int:
