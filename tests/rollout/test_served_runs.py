@@ -50,7 +50,7 @@ from pathlib import Path
 
 
 def at_2(event):
-    time.sleep(0.3)
+    time.sleep(2.0 if event.step == 2 else 0.3)  # what was sent ahead is to be answered before the save
     return "stop" if event.step == 2 and Path(WHILE).exists() else None
 """
 
