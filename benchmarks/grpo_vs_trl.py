@@ -154,9 +154,12 @@ class Watch:
 
 
 def holdfast(shape: Shape, device: str) -> None:
+    import torch
+
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.grpo import GRPOConfig
     from holdfast.data.tasks.synthetic import character_tokenizer
+    from holdfast.metrics.throughput import peak_flops
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.grpo import grpo_step
     from holdfast.rewards.base import Sample, Scored
@@ -203,10 +206,11 @@ def holdfast(shape: Shape, device: str) -> None:
         for _ in range(STEPS):
             grpo_step(run)
             watch.tick()
-    if run.peak_flops is None:
+    most = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
+    if most is None:
         watch.report()
     else:
-        watch.report(lambda positions, seconds: run.trained.cost.flops(positions, length) / seconds / run.peak_flops)
+        watch.report(lambda positions, seconds: run.trained.cost.flops(positions, length) / seconds / most)
 
 
 def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
