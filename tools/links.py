@@ -81,6 +81,8 @@ def broken(path: Path, root: Path) -> Iterator[str]:
         goal = (root / file.lstrip("/") if file.startswith("/") else path.parent / file) if file else path
         if not goal.exists():
             yield f"{shown}:{number}: {target}: there is no {file} here"
+        elif goal.is_dir() and shown.parts[0] == "docs":
+            yield f"{shown}:{number}: {target}: the site holds files, and this is a directory"
         elif anchor and (goal.suffix != ".md" or anchor not in anchors(goal.resolve())):
             yield f"{shown}:{number}: {target}: {goal.name} has no heading #{anchor}"
 
