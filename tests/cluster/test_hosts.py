@@ -176,11 +176,11 @@ def test_a_slow_host_is_named_and_not_killed(hosts: Hosts, tmp_path: Path) -> No
 
 
 def test_a_line_of_200_ms_that_loses_every_twentieth_frame_changes_no_weight(hosts: Hosts, tmp_path: Path) -> None:
-    for agent in start(hosts, tmp_path / "good", "steps=2"):
+    for agent in start(hosts, tmp_path / "good", "steps=3"):
         assert agent.wait(timeout=180) == 0
 
     hosts.cable.delay_seconds, hosts.cable.loss = 0.2, 0.05
-    for agent in start(hosts, tmp_path / "bad", "steps=2", "checkpoint.rehearsal.enabled=false"):
+    for agent in start(hosts, tmp_path / "bad", "steps=3", "checkpoint.rehearsal.enabled=false"):
         assert agent.wait(timeout=550) == 0, screen(tmp_path / "bad", "a")
 
     assert hosts.cable.dropped > 20

@@ -151,6 +151,8 @@ BF16 = {"model__dtype": "bfloat16", "optim": {"kind": "adamw_bf16", "lr": 0.1}}
         ("verl-fsdp2", {"optim": {"kind": "adamw_8bit", "lr": 0.1}}, [], "optim.kind: adamw"),
         ("verl-fsdp2", {"optim__ema": {"decay": 0.9}}, [], "optim.ema"),
         ("verl-fsdp2", {}, ["--step", "7"], "is of step 2, and --step says 7"),
+        ("accelerate-v2-full", {}, ["--data-from-start", "--step", "4"], "is of step 2, and --step says 4"),
+        ("lightning-mp-frozen", {}, ["--step", "1"], "is of step 2, and --step says 1"),
         ("trainer-full", {}, [], "trained then and is frozen now"),
     ],
 )

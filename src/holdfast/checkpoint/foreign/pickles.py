@@ -17,6 +17,7 @@ import torch
 
 from holdfast.checkpoint.foreign.record import DamagedFile
 from holdfast.checkpoint.format.modest_pickles import is_modest
+from holdfast.checkpoint.place.memory import is_out_of_memory, no_memory_for
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -267,6 +268,7 @@ def unpickled(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
 
     Raises:
         DamagedFile: It is damaged, or asks for a name that is not listed.
+        CheckpointUnreadable: This machine is short of memory.
     """
     if not is_modest(data):
         raise DamagedFile("asks for more memory or time than goes with its size")
@@ -275,4 +277,6 @@ def unpickled(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     except DamagedFile:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
+        if is_out_of_memory(error):
+            raise no_memory_for("a file's list of tensors", len(data)) from error
         raise DamagedFile(f"holds a pickle that cannot be read ({type(error).__name__}: {error})") from None

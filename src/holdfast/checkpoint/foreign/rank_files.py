@@ -322,6 +322,7 @@ def _add_rest(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: i
 
 def _note_other_step(checkpoint: ForeignCheckpoint) -> None:
     last = (checkpoint.schedule or {}).get("last_epoch")
+    checkpoint.schedule_step = last if type(last) is int else None
     if checkpoint.step is not None and isinstance(last, int) and last != checkpoint.step:
         checkpoint.add(
             "note",

@@ -202,6 +202,8 @@ class ForeignCheckpoint:
     step_is_updates: bool = False
     """Whether its step counts the optimizer's updates; verl's does not where a step has several."""
     schedule: Mapping[str, Any] | None = None
+    schedule_step: int | None = None
+    """Where its schedule stands, in a system whose schedule may count updates of which a step has several."""
     position: Position | None = None
     random_state: bool = False
     """Whether it holds the state of random generators."""

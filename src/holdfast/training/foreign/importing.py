@@ -155,10 +155,9 @@ def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
         raise ConfigError(
             f"{checkpoint.path} does not state its step, where the schedule has to go on. Give it: --step N."
         )
-    last = (checkpoint.schedule or {}).get("last_epoch")
-    stated = {checkpoint.step, last if isinstance(last, int) and not checkpoint.step_is_updates else None} - {None}
-    if stated and step not in stated:
-        of = f"step {checkpoint.step}" + (f", its schedule at {last}" if len(stated) > 1 else "")
+    last = checkpoint.schedule_step
+    if checkpoint.step is not None and step not in {checkpoint.step, last}:
+        of = f"step {checkpoint.step}" + (f", its schedule at {last}" if last not in {None, checkpoint.step} else "")
         raise ConfigError(f"{checkpoint.path} is of {of}, and --step says {step}. Leave --step out.")
     return step
 
