@@ -22,6 +22,7 @@ from holdfast.checkpoint.foreign.rank_files import (
 )
 from holdfast.checkpoint.foreign.record import MALFORMED, ForeignCheckpoint, UnreadableForeign, never_written
 from holdfast.checkpoint.format.manifest import NAME as MANIFEST
+from holdfast.checkpoint.place.memory import collection_paused
 
 _DEEPSPEED = re.compile(r"^(zero_pp_rank_\d+_.*|mp_rank_\d+_model_states)\.pt$|^zero_to_fp32\.py$")
 _KNOWN = (
@@ -50,7 +51,8 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     place = None
     try:
         place = recognise(path)
-        checkpoint = place.read(place.path)
+        with collection_paused():
+            checkpoint = place.read(place.path)
     except MALFORMED as error:
         raise UnreadableForeign(f"{never_written(place.path if place else path, error)}.") from error
     except OSError as error:

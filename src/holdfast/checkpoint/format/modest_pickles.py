@@ -8,6 +8,7 @@ value in the place of the value.
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 from collections.abc import Callable, Sequence
 
@@ -15,31 +16,26 @@ _LEAST = 2**20
 _PER_BYTE = 16
 """A value, and all keys together, may be as large as this many elements for each byte of the pickle, and `_LEAST`."""
 
-_LENGTHS = {ord(each.code): (each.name, 0 if each.arg is None else each.arg.n) for each in pickletools.opcodes}
-"""By the byte of an instruction: its name, and how long its argument is, or how that is known (negative)."""
 _COUNTED = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-_TWO_LINES = {"GLOBAL", "INST"}
-_MEMO = {"PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"}
+_LINES = {"GLOBAL": 2, "INST": 2}
+_PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
 _EFFECTS = {
     each.name: (len(each.stack_before), len(each.stack_after))
     for each in pickletools.opcodes
     if pickletools.markobject not in (*each.stack_before, *each.stack_after)
 }
 """By instruction that knows no mark: how many values it takes, and how many it leaves."""
+_STOP, _BINGET, _LONG_BINPUT = ord(pickle.STOP), ord(pickle.BINGET), ord(pickle.LONG_BINPUT)
 
-_CODES = {each.name: ord(each.code) for each in pickletools.opcodes}
-_BINGET, _LONG_BINPUT, _STOP = (_CODES[name] for name in ("BINGET", "LONG_BINPUT", "STOP"))
-_CONSTANTS = {
-    code: length
-    for code, (name, length) in _LENGTHS.items()
-    if length >= 0 and name not in _MEMO and _EFFECTS.get(name) == (0, 1) and name not in {"EMPTY_LIST"}
-}
-"""By the byte of an instruction that leaves a value which holds no other: how long its argument is."""
+_Handler = Callable[[int], int]
+"""Follows an instruction whose argument begins at a place; returns where the next instruction begins."""
+_Effect = Callable[[], object]
+"""Does to the stack what an instruction does."""
 
 
 class _Immodest(Exception):  # noqa: N818 - an answer
@@ -52,13 +48,21 @@ def _decimal(digits: bytes) -> int:
     return int(digits)
 
 
+def _skipping(length: int, effect: _Effect) -> _Handler:
+    def follow(at: int) -> int:
+        effect()
+        return at + length
+
+    return follow
+
+
 def is_modest(data: bytes) -> bool:
     """Return whether a pickle asks for no more memory and time than goes with its length."""
     try:
         Sizes(data, _LEAST + _PER_BYTE * len(data)).follow()
     except _Immodest:
         return False
-    except (IndexError, KeyError):
+    except (IndexError, KeyError, ValueError):
         return True  # it cannot be read: whoever reads it says so
     except MemoryError:  # this takes less than what the pickle holds
         return True
@@ -80,108 +84,154 @@ class Sizes:
         self._marks: list[int] = []
         self._memo: dict[int, int] = {}
         self._lists = [0]
-        self._handlers = self._made_handlers()
+        effects = self._effects()
+        self._handlers = {ord(each.code): self._handler(each, effects.get(each.name)) for each in pickletools.opcodes}
 
     def follow(self) -> int:
         """Follow the instructions to the last one, and return the size of the result; 0 if they are cut short.
 
-        Headers of a large model have millions of instructions: the most frequent ones are followed here.
+        Headers of a large model have millions of instructions: the two most frequent ones are followed here.
 
         Raises:
-            IndexError, KeyError: It cannot be read.
+            IndexError, KeyError, ValueError: It cannot be read.
         """
-        data, stack, memo, end = self._data, self._stack, self._memo, len(self._data)
+        data, stack, memo, handlers, end = self._data, self._stack, self._memo, self._handlers, len(self._data)
         at = 0
         while at < end:
             code = data[at]
             at += 1
-            if code == _BINGET:
+            if code == _LONG_BINPUT and data[at + 3] == 0:  # below 2**24: others go the long way
+                place = data[at] | data[at + 1] << 8 | data[at + 2] << 16
+                if place > end:
+                    raise _Immodest
+                memo[place] = stack[-1]
+                at += 4
+            elif code == _BINGET:
                 stack.append(memo[data[at]])
                 at += 1
-            elif code == _LONG_BINPUT:
-                number = int.from_bytes(data[at : at + 4], "little")
-                if number > end:
-                    raise _Immodest
-                memo[number] = stack[-1]
-                at += 4
-            elif code in _CONSTANTS:
-                stack.append(1)
-                at += _CONSTANTS[code]
             elif code == _STOP:
                 return self._size(stack[-1:])
             else:
-                at = self._follow_one(code, at)
+                at = handlers[code](at)
         return 0
 
-    def _follow_one(self, code: int, at: int) -> int:
-        """Follow an instruction whose argument begins at a place; return where the next one begins."""
-        data, end, number = self._data, len(self._data), 0
-        name, length = _LENGTHS[code]
+    def _handler(self, instruction: pickletools.OpcodeInfo, effect: _Effect | None) -> _Handler:
+        """Return what skips an instruction's argument and has its effect; without one it leaves a value of size 1."""
+        length = 0 if instruction.arg is None else instruction.arg.n
+        if instruction.name in (*_PUTS, *_GETS):
+            return self._remembering(instruction.name in _PUTS, length)
         if length >= 0:
-            if name in _MEMO:
-                number = int.from_bytes(data[at : at + length], "little")
-            at += length
-        elif length == pickletools.UP_TO_NEWLINE:
-            stop = data.find(b"\n", at)
-            if name in _MEMO:
-                number = _decimal(data[at:stop])
-            at = data.find(b"\n", stop + 1) + 1 if name in _TWO_LINES else stop + 1
-            if stop < 0 or at == 0:
-                raise IndexError
-        else:
-            size = _COUNTED[length]
-            count = int.from_bytes(data[at : at + size], "little")
-            if count > end - at:
+            return self._constant(length) if effect is None else _skipping(length, effect)
+        effect = effect or (lambda: self._stack.append(1))
+        if length == pickletools.UP_TO_NEWLINE:
+            return self._lined(_LINES.get(instruction.name, 1), effect)
+        return self._counted(_COUNTED[length], effect)
+
+    def _constant(self, length: int) -> _Handler:
+        append = self._stack.append
+
+        def follow(at: int) -> int:
+            append(1)
+            return at + length
+
+        return follow
+
+    def _counted(self, size: int, effect: _Effect) -> _Handler:
+        data, end = self._data, len(self._data)
+
+        def follow(at: int) -> int:
+            at += size
+            at += int.from_bytes(data[at - size : at], "little")
+            if at > end:
                 raise _Immodest
-            at += size + count
-        if number > end:
-            raise _Immodest
-        self._handlers[code](number)
-        return at
+            effect()
+            return at
 
-    def _made_handlers(self) -> dict[int, Callable[[int], object]]:
-        """Return what follows each instruction, by its byte."""
+        return follow
+
+    def _lined(self, lines: int, effect: _Effect) -> _Handler:
+        data = self._data
+
+        def follow(at: int) -> int:
+            for _ in range(lines):
+                at = data.index(b"\n", at) + 1
+            effect()
+            return at
+
+        return follow
+
+    def _remembering(self, puts: bool, length: int) -> _Handler:
+        """Return the handler of an instruction that puts into the memo, or gets from it."""
+        data, end, stack, memo = self._data, len(self._data), self._stack, self._memo
+
+        def put(at: int) -> int:
+            place = int.from_bytes(data[at : at + length], "little")
+            if place > end:
+                raise _Immodest
+            memo[place] = stack[-1]
+            return at + length
+
+        def get(at: int) -> int:
+            stack.append(memo[int.from_bytes(data[at : at + length], "little")])
+            return at + length
+
+        def follow_line(at: int) -> int:
+            stop = data.index(b"\n", at)
+            place = _decimal(data[at:stop])
+            if puts and place > end:
+                raise _Immodest
+            if puts:
+                memo[place] = stack[-1]
+            else:
+                stack.append(memo[place])
+            return stop + 1
+
+        if length == pickletools.UP_TO_NEWLINE:
+            return follow_line
+        return put if puts else get
+
+    def _effects(self) -> dict[str, _Effect]:
+        """Return what each instruction does to the stack, by its name, but for those that leave a constant."""
         stack, memo = self._stack, self._memo
-        handlers: dict[str, Callable[[int], object]] = {
-            name: self._simple(taken, left) for name, (taken, left) in _EFFECTS.items()
-        }
-        for name in ("GET", "BINGET", "LONG_BINGET"):
-            handlers[name] = lambda number: stack.append(memo[number])
-        for name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            handlers[name] = lambda number: memo.__setitem__(number, stack[-1])
-        for name in ("TUPLE", "FROZENSET", "INST", "OBJ"):
-            handlers[name] = lambda _: self._make(self._since_mark())
-        handlers |= {
-            "MEMOIZE": lambda _: memo.__setitem__(len(memo), stack[-1]),
-            "MARK": lambda _: self._marks.append(len(stack)),
-            "POP": lambda _: self._drop(),
-            "POP_MARK": lambda _: self._since_mark(),
-            "DUP": lambda _: stack.append(stack[-1]),
-            "BUILD": lambda _: stack.pop(),
-            "EMPTY_LIST": lambda _: self._make_list(()),
-            "LIST": lambda _: self._make_list(self._since_mark()),
-            "DICT": lambda _: self._look_up(self._since_mark()[::2], makes=True),
-            "APPEND": lambda _: self._grow([stack.pop()]),
-            "APPENDS": lambda _: self._grow(self._since_mark()),
-            "ADDITEMS": lambda _: self._look_up(self._since_mark()),
-            "SETITEM": lambda _: self._look_up([stack.pop(), stack.pop()][1:]),
-            "SETITEMS": lambda _: self._look_up(self._since_mark()[::2]),
-        }
-        return {_CODES[name]: handler for name, handler in handlers.items()}
+        simple = {name: self._simple(*counts) for name, counts in _EFFECTS.items() if counts != (0, 1)}
+        made = {name: lambda: self._make(self._since_mark()) for name in ("TUPLE", "FROZENSET", "INST", "OBJ")}
+        return (
+            simple
+            | made
+            | {
+                "MEMOIZE": lambda: memo.__setitem__(len(memo), stack[-1]),
+                "MARK": lambda: self._marks.append(len(stack)),
+                "POP": self._drop,
+                "POP_MARK": self._since_mark,
+                "DUP": lambda: stack.append(stack[-1]),
+                "BUILD": stack.pop,
+                "EMPTY_LIST": lambda: self._make_list(()),
+                "LIST": lambda: self._make_list(self._since_mark()),
+                "DICT": lambda: self._look_up(self._since_mark()[::2], makes=True),
+                "APPEND": lambda: self._grow([stack.pop()]),
+                "APPENDS": lambda: self._grow(self._since_mark()),
+                "ADDITEMS": lambda: self._look_up(self._since_mark()),
+                "SETITEM": lambda: self._look_up([stack.pop(), stack.pop()][1:]),
+                "SETITEMS": lambda: self._look_up(self._since_mark()[::2]),
+            }
+        )
 
-    def _simple(self, taken: int, left: int) -> Callable[[int], object]:
-        stack = self._stack
+    def _simple(self, taken: int, left: int) -> _Effect:
+        stack, lists, most = self._stack, self._lists, self._most
+        pop = stack.pop
         if left == 0:
-            return lambda _: stack[len(stack) - taken :].clear()
-        if taken == 0:
-            return lambda _: stack.append(1)
-        if taken == 1:
-            return lambda _: self._make((stack.pop(),))
+            return lambda: None
 
-        def take(_: int) -> None:
-            self._make([stack.pop() for _ in range(taken)])
+        def make() -> None:
+            size = 1
+            for _ in range(taken):
+                each = pop()
+                size += each if each > 0 else lists[-each]
+            if size > most:
+                raise _Immodest
+            stack.append(size)
 
-        return take
+        return make
 
     def _since_mark(self) -> list[int]:
         start = self._marks.pop()
