@@ -39,7 +39,8 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert lines[-1] == "identical"
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.deep), 1])
+@pytest.mark.deep
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     with serving(ServedModel()) as url:

@@ -157,6 +157,7 @@ def test_more_ranks_than_rows_is_a_warning(capsys: Any, place: Path) -> None:
     assert "fewer than 3 ranks: 1 have nothing to do" in text
 
 
+@pytest.mark.deep
 def test_a_run_that_does_not_fit_fails_with_what_to_turn(capsys: Any, place: Path) -> None:
     large = {**MODEL["config"], "hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 4}
     path = written(place, model={**MODEL, "config": large})

@@ -200,6 +200,7 @@ def test_completions_of_two_policies_tell_where_one_ends(tmp_path: Path) -> None
     assert all(0 < each[1][0] < 6 for each in segments)
 
 
+@pytest.mark.deep
 def test_the_rehearsal_counts_what_is_sampled_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
     for staleness in (0, 1):
