@@ -63,7 +63,7 @@ test-deep: checks
 
 # Steps as CUDA code on devices that compute nothing. By file: its tests look at what the same few processes said.
 test-devices: checks
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "devices and not slow and not gpu"
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "devices and not slow and not gpu"
 
 # With a real vLLM, which has an environment of its own; two servers of 3 GiB at a time, so one worker.
 VLLM_VENV ?= .venv-vllm
