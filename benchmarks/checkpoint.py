@@ -117,7 +117,7 @@ class Arms:
         from holdfast.checkpoint.format.manifest import About
         from holdfast.checkpoint.format.snapshot import take
         from holdfast.checkpoint.place.storage import LocalStorage
-        from holdfast.checkpoint.save.writer import commit
+        from holdfast.checkpoint.saving.writer import commit
 
         snapshot = take(self.model, self.optimizer)
         commit(snapshot, LocalStorage(folder.parent), About(run_id="b", step=0), self.ranks, name=folder.name)
@@ -128,13 +128,13 @@ class Arms:
         load(self.state(), storage_reader=FileSystemReader(folder), process_group=self.group)
 
     def our_load(self, folder: Path) -> None:
-        from holdfast.checkpoint.load.reader import load_state
+        from holdfast.checkpoint.loading.reader import load_state
         from holdfast.checkpoint.place.storage import LocalStorage
 
         load_state(LocalStorage(folder.parent), folder.name, self.model, self.optimizer, self.ranks)
 
     def verify(self, folder: Path) -> None:
-        from holdfast.checkpoint.load.reader import verified_manifest
+        from holdfast.checkpoint.loading.reader import verified_manifest
         from holdfast.checkpoint.place.storage import LocalStorage
 
         verified_manifest(LocalStorage(folder.parent), folder.name, self.ranks)

@@ -138,7 +138,7 @@ def _import(source: Path, target: Path) -> None:
     from holdfast.checkpoint.format.snapshot import MODEL, Snapshot
     from holdfast.checkpoint.format.verification import verify_checkpoint
     from holdfast.checkpoint.place.storage import open_storage
-    from holdfast.checkpoint.save.writer import commit
+    from holdfast.checkpoint.saving.writer import commit
     from holdfast.parallel.collectives import RankGroup
 
     checkpoint = open_foreign(source)

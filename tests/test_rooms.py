@@ -53,8 +53,8 @@ ROOMS = {
         errors
         place
         format
-        background foreign load
-        inspect save
+        background foreign loading
+        inspect saving
         calls export
         keep
         interface session

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from holdfast import checkpoint
 from holdfast.checkpoint.format.snapshot import outline, take
-from holdfast.checkpoint.load.matching import Declared
+from holdfast.checkpoint.loading.matching import Declared
 from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.config.sections.optim import (
     AdamW4bitConfig,

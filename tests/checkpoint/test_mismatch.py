@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import checkpoint
-from holdfast.checkpoint.load.matching import Declared
+from holdfast.checkpoint.loading.matching import Declared
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import Block, build, contents, optimizer_of, refused_save, save_after, step
 from tests.distributed.toys import Toy, shard

@@ -12,7 +12,7 @@ from holdfast import checkpoint
 from holdfast.checkpoint.format.manifest import About
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import commit
+from holdfast.checkpoint.saving.writer import commit
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, optimizer_of, refused_save, step

@@ -12,7 +12,7 @@ from torch import nn
 from holdfast import checkpoint
 from holdfast.checkpoint.inspect.compare import differences, state_hash
 from holdfast.checkpoint.keep import find
-from holdfast.checkpoint.load.matching import Declared
+from holdfast.checkpoint.loading.matching import Declared
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from tests.checkpoint.cases import build, contents, step

@@ -14,7 +14,7 @@ from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.layout import QUARANTINE
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import _bytes_to_write
+from holdfast.checkpoint.saving.writer import _bytes_to_write
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build

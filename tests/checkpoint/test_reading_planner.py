@@ -15,7 +15,7 @@ from holdfast.checkpoint.format.snapshot import MODEL, Snapshot
 from holdfast.checkpoint.format.verification import verify_checkpoint
 from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import commit
+from holdfast.checkpoint.saving.writer import commit
 from holdfast.parallel.collectives import RankGroup
 
 COUNT = 6

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.rehearsal import RehearsalReport, Room, run_rehearsal
+from holdfast.checkpoint.saving.rehearsal import RehearsalReport, Room, run_rehearsal
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.synthetic import character_tokenizer

@@ -25,7 +25,7 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable
 from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from holdfast.checkpoint.format.stored_chunks import chunk_from
 from holdfast.checkpoint.keep.choose import newest_verified
-from holdfast.checkpoint.load.reader import load_state
+from holdfast.checkpoint.loading.reader import load_state
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.keep import find
-from holdfast.checkpoint.load import reader
+from holdfast.checkpoint.loading import reader
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.optim.tagged_json import decode
 from holdfast.parallel.collectives import RankGroup

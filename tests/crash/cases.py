@@ -14,7 +14,7 @@ from holdfast.checkpoint.format.snapshot import set_random_state, take
 from holdfast.checkpoint.format.verification import verify_checkpoint
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import Retention, remove_leftovers, steps
-from holdfast.checkpoint.load import reader
+from holdfast.checkpoint.loading import reader
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.checkpoint.session import Session
 from holdfast.parallel.collectives import RankGroup

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.save.writer import SAVE_PHASES
+from holdfast.checkpoint.saving.writer import SAVE_PHASES
 from tests.crash.cases import ALL_STEPS, STEPS, die_in_phase, die_in_storage, look_after, straight
 from tests.crash.processes import acknowledged, run_doomed
 

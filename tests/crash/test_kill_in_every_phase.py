@@ -12,7 +12,7 @@ import pytest
 from holdfast.checkpoint.export.model import EXPORT_PHASES
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import SAVE_PHASES
+from holdfast.checkpoint.saving.writer import SAVE_PHASES
 from holdfast.parallel.collectives import RankGroup
 from tests.cli.warm import WarmPython
 from tests.crash.killed import confirmed, start

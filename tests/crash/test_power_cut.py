@@ -22,7 +22,7 @@ from holdfast.checkpoint.export.model import export
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import read_pins, write_pins
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.save.writer import SAVE_PHASES
+from holdfast.checkpoint.saving.writer import SAVE_PHASES
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.models.build.model import blueprint

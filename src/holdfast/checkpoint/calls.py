@@ -23,8 +23,8 @@ from holdfast.checkpoint.format.snapshot import Snapshot, hold, mesh_of, take
 from holdfast.checkpoint.place.layout import step_of
 from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.storage import Storage, open_storage
-from holdfast.checkpoint.save.agreement import together_in_phase
-from holdfast.checkpoint.save.writer import commit
+from holdfast.checkpoint.saving.agreement import together_in_phase
+from holdfast.checkpoint.saving.writer import commit
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, RankFailed, UserError
 from holdfast.optim.tagged_json import UnknownType, decode, encode

@@ -31,13 +31,13 @@ from holdfast.checkpoint.format import verification
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import Snapshot, set_random_state
 from holdfast.checkpoint.keep import retention
-from holdfast.checkpoint.load import reader
-from holdfast.checkpoint.load.matching import Declared
-from holdfast.checkpoint.load.reader import LoadedState
+from holdfast.checkpoint.loading import reader
+from holdfast.checkpoint.loading.matching import Declared
+from holdfast.checkpoint.loading.reader import LoadedState
 from holdfast.checkpoint.place.object_lease import lease_of
 from holdfast.checkpoint.place.storage import open_storage
-from holdfast.checkpoint.save import rehearsal
-from holdfast.checkpoint.save.rehearsal import RehearsalReport
+from holdfast.checkpoint.saving import rehearsal
+from holdfast.checkpoint.saving.rehearsal import RehearsalReport
 from holdfast.errors import HoldfastError, RankFailed
 from holdfast.optim.tagged_json import decode
 

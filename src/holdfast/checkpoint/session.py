@@ -13,11 +13,11 @@ from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointError, SaveF
 from holdfast.checkpoint.format.manifest import About, Manifest
 from holdfast.checkpoint.format.snapshot import Snapshot
 from holdfast.checkpoint.keep.retention import Retention, apply_retention, put_aside
-from holdfast.checkpoint.load.reader import verified_manifest
+from holdfast.checkpoint.loading.reader import verified_manifest
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.save.agreement import together_in_phase
-from holdfast.checkpoint.save.writer import Reached, commit
+from holdfast.checkpoint.saving.agreement import together_in_phase
+from holdfast.checkpoint.saving.writer import Reached, commit
 from holdfast.errors import HoldfastError
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out

@@ -26,7 +26,7 @@ from holdfast.checkpoint.keep.retention import (
     write_pins,
 )
 from holdfast.checkpoint.keep.retention_record import better, read_retention, resume_source
-from holdfast.checkpoint.load.wrapped_state import records
+from holdfast.checkpoint.loading.wrapped_state import records
 from holdfast.checkpoint.place.layout import FOLDER, NOT_FINITE, QUARANTINE, step_name
 from holdfast.checkpoint.place.object_lease import lease_of
 from holdfast.checkpoint.place.storage import Storage, open_storage

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import ConfigError
 from holdfast.escaping import escaped
 from holdfast.files import size_words
-from holdfast.training.directory import run_directory
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -174,6 +173,7 @@ def import_checked(path: Path, run: Path, step: int | None, *, data_from_start: 
     """Write a checkpoint of a run and yield what to say."""
     from holdfast.config.verbs.roots import load_run
     from holdfast.parallel.mesh import joined_world
+    from holdfast.training.directory import run_directory
     from holdfast.training.foreign.importing import Wishes, import_run
 
     loaded = load_run(run, [])

@@ -264,7 +264,7 @@ def meet_ranks(task: RankTask) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from holdfast.checkpoint.save.rehearsal import check_shared
+    from holdfast.checkpoint.saving.rehearsal import check_shared
     from holdfast.parallel.collectives import RankGroup
     from holdfast.parallel.mesh import joined_world
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.checkpoint.keep.choose import Choice
-from holdfast.checkpoint.load.reader import verified_manifest
+from holdfast.checkpoint.loading.reader import verified_manifest
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.sections.engine import LocalEngineConfig

@@ -19,7 +19,7 @@ import torch
 from pydantic import ConfigDict
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.load.companions import AheadOfStep, Companion
+from holdfast.checkpoint.loading.companions import AheadOfStep, Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig

@@ -32,7 +32,7 @@ from holdfast.checkpoint.export.small_files import ExportFailed
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, TRAINED
 from holdfast.checkpoint.inspect.tensors import ModelTensors, StoredCheckpoint
-from holdfast.checkpoint.load.wrapped_state import records
+from holdfast.checkpoint.loading.wrapped_state import records
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import ASSETS, STAGING
 from holdfast.checkpoint.place.storage import rename_new

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.foreign.pickles import StoredView
 from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.checkpoint.foreign.torch_file import TorchFile
-from holdfast.checkpoint.format.dcp import METADATA, read_dcp_metadata
+from holdfast.checkpoint.place.layout import METADATA
 from holdfast.files import REGULAR, file_kind, read_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _MOST_METADATA = 2**30
 
@@ -29,6 +31,8 @@ class DcpDirectory:
         Raises:
             DamagedFile: There is no list, or it is damaged.
         """
+        from holdfast.checkpoint.format.dcp import read_dcp_metadata  # torch's own takes a second, which others save
+
         self.folder, self._checkpoint = folder, checkpoint
         path = folder / METADATA
         try:
@@ -93,6 +97,8 @@ class DcpDirectory:
 
     def is_tensor(self, name: str) -> bool:
         """Return whether a name is a tensor's; others are pickles."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         return isinstance(self._metadata.state_dict_metadata[name], TensorStorageMetadata)
 
     def tensor(self, name: str) -> StoredTensor:

@@ -23,7 +23,7 @@ from holdfast.checkpoint.foreign.record import (
     counted,
     never_written,
 )
-from holdfast.checkpoint.format.unsupported_tensors import is_finite
+from holdfast.checkpoint.format.finite import is_finite
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.names import canonical_name, named_parameters, tied_names

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, TensorsDiffer
-from holdfast.checkpoint.format.dcp import METADATA, read_dcp_metadata
+from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from holdfast.checkpoint.format.manifest import Chunk, Manifest
 from holdfast.checkpoint.format.stored_chunks import chunk_within
 from holdfast.checkpoint.format.verification import other_each_time, patiently, verified_bytes
 from holdfast.checkpoint.place.hashing import hash_tensor
-from holdfast.checkpoint.place.layout import DCP
+from holdfast.checkpoint.place.layout import DCP, METADATA
 from holdfast.checkpoint.place.storage import Storage
 
 

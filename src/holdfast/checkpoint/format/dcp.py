@@ -152,8 +152,6 @@ class Reader(FileSystemReader):
         return done
 
 
-METADATA = ".metadata"
-
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),

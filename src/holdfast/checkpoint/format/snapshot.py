@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.format.finite import is_finite
 from holdfast.checkpoint.format.manifest import Chunk, TensorEntry
 from holdfast.checkpoint.format.unsupported_tensors import (
-    is_finite,
     refuse_extra_state,
     refuse_lazy,
     refuse_odd,
@@ -56,7 +56,7 @@ class Snapshot:
     """Files to lay beside, rank 0's."""
     contents: tuple[str, ...] = ("model",)
     companions: Mapping[str, OptimizerState] = field(default_factory=dict)
-    """Of models trained beside, by name; their tensors are among `tensors`: `checkpoint/load/companions.py`."""
+    """Of models trained beside, by name; their tensors are among `tensors`: `checkpoint/loading/companions.py`."""
     coordinate: Mapping[str, int] = field(default_factory=dict)
     """This rank's place on the mesh, by axis; empty on none."""
     readers: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)

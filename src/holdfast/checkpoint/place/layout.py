@@ -16,6 +16,8 @@ _AXIS = re.compile(r"^\w+$", flags=re.ASCII)
 STEP = re.compile(r"^step-(\d{8,})$")
 FOLDER = "checkpoints"
 DCP, RANK, ASSETS = "dcp", "rank", "assets"
+METADATA = ".metadata"
+"""What torch calls the list of a DCP directory's contents."""
 TRAINER, PINS, LEASE = "trainer.json", "pins.json", ".lease.json"
 STAGING, QUARANTINE, TRASH, REHEARSAL = ".staging-", ".quarantine-", ".trash-", ".rehearsal-"
 LATER = ".later-"

@@ -25,12 +25,12 @@ from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, P
 from holdfast.checkpoint.format.manifest import About, Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, Snapshot, hold, random_state, random_state_as_json
 from holdfast.checkpoint.format.verification import verify_checkpoint
-from holdfast.checkpoint.load.matching import Declared, refusal
-from holdfast.checkpoint.load.trained import PlannedLoad, plan_trained
+from holdfast.checkpoint.loading.matching import Declared, refusal
+from holdfast.checkpoint.loading.trained import PlannedLoad, plan_trained
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import open_storage
-from holdfast.checkpoint.save.agreement import described_optimizers
-from holdfast.checkpoint.save.writer import commit
+from holdfast.checkpoint.saving.agreement import described_optimizers
+from holdfast.checkpoint.saving.writer import commit
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.versions import versions
 from holdfast.data.batches.stream import Cursor

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.checkpoint.keep.retention import replaceable
-from holdfast.checkpoint.save.rehearsal import Beside, RehearsalFailed, RehearsalReport, Room, run_rehearsal
+from holdfast.checkpoint.saving.rehearsal import Beside, RehearsalFailed, RehearsalReport, Room, run_rehearsal
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run, say

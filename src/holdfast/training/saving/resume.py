@@ -16,8 +16,8 @@ from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import set_random_state
 from holdfast.checkpoint.format.verification import verified_bytes
 from holdfast.checkpoint.keep.choose import Choice, newest_verified
-from holdfast.checkpoint.load.matching import Declared
-from holdfast.checkpoint.load.reader import LoadedState, load_state
+from holdfast.checkpoint.loading.matching import Declared
+from holdfast.checkpoint.loading.reader import LoadedState, load_state
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import SavedCount, leaves

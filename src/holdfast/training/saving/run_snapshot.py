@@ -14,7 +14,7 @@ from holdfast.checkpoint.export.model import write_assets
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
 from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, hold, outline, take, with_companions
-from holdfast.checkpoint.save.rehearsal import RehearsalFailed, TrainedState
+from holdfast.checkpoint.saving.rehearsal import RehearsalFailed, TrainedState
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.models.adapters.files import AdapterSource
 from holdfast.models.weights.loading import StoredSource

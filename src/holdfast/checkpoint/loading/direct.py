@@ -15,13 +15,13 @@ import xxhash
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointUnreadable
-from holdfast.checkpoint.format.dcp import METADATA, read_dcp_metadata
+from holdfast.checkpoint.format.dcp import read_dcp_metadata
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import chunk_of, like
 from holdfast.checkpoint.format.stored_chunks import chunk_from
-from holdfast.checkpoint.load.matching import Target
+from holdfast.checkpoint.loading.matching import Target
 from holdfast.checkpoint.place.hashing import HASH_BLOCK, hash_bytes, hash_tensor
-from holdfast.checkpoint.place.layout import DCP
+from holdfast.checkpoint.place.layout import DCP, METADATA
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part

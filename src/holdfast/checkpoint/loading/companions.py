@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OWN_CONTENTS, TRAINED, LiveTensors, companion_key, hold
-from holdfast.checkpoint.load.matching import Declared, LoadPlan, Target, allow
-from holdfast.checkpoint.load.trained import (
+from holdfast.checkpoint.loading.matching import Declared, LoadPlan, Target, allow
+from holdfast.checkpoint.loading.trained import (
     Hyperparameters,
     PlannedLoad,
     optimizer_state,

@@ -39,15 +39,15 @@ from holdfast.checkpoint.format.verification import (
     tensors_within,
     verified_bytes,
 )
-from holdfast.checkpoint.load.companions import (
+from holdfast.checkpoint.loading.companions import (
     Companion,
     companion_state,
     own_tensors,
     plan_companions,
     targets_of,
 )
-from holdfast.checkpoint.load.direct import read_parts
-from holdfast.checkpoint.load.matching import (
+from holdfast.checkpoint.loading.direct import read_parts
+from holdfast.checkpoint.loading.matching import (
     Declared,
     LoadPlan,
     Target,
@@ -55,7 +55,7 @@ from holdfast.checkpoint.load.matching import (
     poisoned,
     refusal,
 )
-from holdfast.checkpoint.load.trained import (
+from holdfast.checkpoint.loading.trained import (
     Hyperparameters,
     PlannedLoad,
     optimizer_state,

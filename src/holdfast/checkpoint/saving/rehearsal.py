@@ -30,10 +30,10 @@ from holdfast.checkpoint.format.snapshot import (
     take,
     with_companions,
 )
-from holdfast.checkpoint.load.reader import check_read_back, verified_manifest
+from holdfast.checkpoint.loading.reader import check_read_back, verified_manifest
 from holdfast.checkpoint.place.layout import DCP, REHEARSAL, fresh
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.save.writer import commit
+from holdfast.checkpoint.saving.writer import commit
 from holdfast.errors import UserError
 from holdfast.files import size_words
 from holdfast.optim.state import OptimizerState, collect

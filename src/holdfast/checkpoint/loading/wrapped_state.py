@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OPTIM
-from holdfast.checkpoint.load.matching import Declared, LoadPlan, Target, allow
+from holdfast.checkpoint.loading.matching import Declared, LoadPlan, Target, allow
 from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
 from holdfast.optim.state_template import inert_state
 from holdfast.optim.wrapped import BETWEEN, LISTED, NotSeparable, Part, Wrapped, from_plain, placed_like, shards_of

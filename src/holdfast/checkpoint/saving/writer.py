@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointCorrupt, PlaceLost, SaveFailed
 from holdfast.checkpoint.format.dcp import (
-    METADATA,
     Writer,
     one_process_is_meant,
     read_dcp_metadata,
@@ -38,10 +37,10 @@ from holdfast.checkpoint.format.dcp import (
 )
 from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, Manifest, TensorEntry
 from holdfast.checkpoint.format.snapshot import Described, Snapshot, describe_snapshot
-from holdfast.checkpoint.place.layout import ASSETS, DCP, RANK, STAGING, TRAINER, fresh, step_name
+from holdfast.checkpoint.place.layout import ASSETS, DCP, METADATA, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.checkpoint.save.agreement import agree_on_save, described_optimizers, reason_of, together_in_phase
-from holdfast.checkpoint.save.reading_planner import ReadingPlanner
+from holdfast.checkpoint.saving.agreement import agree_on_save, described_optimizers, reason_of, together_in_phase
+from holdfast.checkpoint.saving.reading_planner import ReadingPlanner
 from holdfast.errors import HoldfastError
 from holdfast.files import size_words
 from holdfast.parallel.collectives import RankGroup

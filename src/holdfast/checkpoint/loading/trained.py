@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import OPTIM, like
-from holdfast.checkpoint.load.matching import (
+from holdfast.checkpoint.loading.matching import (
     Declared,
     LoadPlan,
     plan_model,
     plan_optimizer,
     saved_groups,
 )
-from holdfast.checkpoint.load.wrapped_state import WrappedPlan, made_again, plan_wrapped
+from holdfast.checkpoint.loading.wrapped_state import WrappedPlan, made_again, plan_wrapped
 from holdfast.optim.state import OptimizerState, names_of, restore
 from holdfast.parallel.shards import local_part
 
