@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast import checkpoint
-from holdfast.checkpoint.format.finite import is_finite
+from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.errors import ModelError
 
 BYTES = torch.arange(16, dtype=torch.uint8).reshape(4, 4)

@@ -15,7 +15,7 @@ from holdfast.checkpoint.export.about import ABOUT_FILE, Exported
 from holdfast.checkpoint.export.model import ExportFormat, check_outside, write_model
 from holdfast.checkpoint.foreign.alignment import align
 from holdfast.checkpoint.foreign.record import DamagedFile, ForeignCheckpoint, StoredTensor, UnreadableForeign
-from holdfast.checkpoint.format.finite import is_finite
+from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError
 from holdfast.files import REGULAR, file_kind, size_words

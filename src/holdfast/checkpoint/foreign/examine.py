@@ -23,7 +23,6 @@ from holdfast.checkpoint.foreign.record import (
     counted,
     never_written,
 )
-from holdfast.checkpoint.format.finite import is_finite
 from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.names import canonical_name, named_parameters, tied_names
@@ -85,6 +84,8 @@ def _all(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
 
 def _read(checkpoint: ForeignCheckpoint, what: str, tensor: StoredTensor) -> None:
     """Look at every number of a tensor, piece by piece."""
+    from holdfast.checkpoint.format.unsupported_tensors import is_finite  # distributed tensors, which headers need not
+
     for piece in tensor.pieces:
         values = _piece(checkpoint, what, piece)
         if values is not None and values.is_floating_point() and not is_finite(values):

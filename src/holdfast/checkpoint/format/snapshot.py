@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.format.finite import is_finite
 from holdfast.checkpoint.format.manifest import Chunk, TensorEntry
 from holdfast.checkpoint.format.unsupported_tensors import (
+    is_finite,
     refuse_extra_state,
     refuse_lazy,
     refuse_odd,

@@ -13,6 +13,8 @@ from holdfast.errors import ModelError
 from holdfast.parallel.shards import local_part, odd_class
 
 _EXTRA_STATE = "_extra_state"
+_PIECE = 1 << 20
+"""Elements widened at once, of dtypes that have no minimum."""
 
 
 def refuse_odd(tensors: Mapping[str, Tensor]) -> None:
@@ -75,3 +77,16 @@ def refuse_extra_state(state: Mapping[str, Any]) -> None:
                 f"The model cannot be saved: {name} is extra state of a module (get_extra_state), which would be lost. "
                 "Keep it in a buffer, or give it to the save as `extra`."
             )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no number of a plain tensor is NaN or infinite."""
+    if tensor.is_complex():
+        return is_finite(torch.view_as_real(tensor))
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype.itemsize > 1:
+        return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        return True  # it has neither
+    return all(bool(torch.isfinite(piece.to(torch.float32)).all()) for piece in torch.split(tensor.flatten(), _PIECE))
