@@ -77,9 +77,9 @@ ROOMS = {
 
 def rooms_of(layer: str) -> set[str]:
     """Return folders and modules of a layer; a folder that was renamed may leave byte code behind."""
-    return {path.relative_to(SOURCE / layer).parts[0].removesuffix(".py") for path in (SOURCE / layer).rglob("*.py")} - {
-        "__init__"
-    }
+    return {
+        path.relative_to(SOURCE / layer).parts[0].removesuffix(".py") for path in (SOURCE / layer).rglob("*.py")
+    } - {"__init__"}
 
 
 def against_the_rooms(source: str, path: str) -> list[str]:
