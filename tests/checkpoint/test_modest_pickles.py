@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.format.modest_pickles import Sizes, is_modest
+from holdfast.checkpoint.format.modest_pickles import Sizes, differ_where_it_matters, is_modest
 
 
 def size(value: Any) -> int:
@@ -43,3 +43,36 @@ def test_a_value_has_as_many_elements_as_its_instructions_say(protocol: int) -> 
 
         assert Sizes(data, 2**62).follow() == size(pickle.loads(data))
         assert is_modest(data)
+
+
+def test_a_pickle_that_differs_in_constants_alone_has_the_sizes_of_the_other() -> None:
+    chance, alike = random.Random(21), 0
+    for _ in range(600):
+        data = pickle.dumps(drawn(chance, 5, []), chance.choice([2, 4]))
+        before = Sizes(data, 2**62)
+        size_before = before.follow()
+        free = [at for at, matters in enumerate(before.matters) if not matters]
+        changed = bytearray(data)
+        for _ in range(chance.randrange(1, 4)):
+            changed[chance.choice(free) if free and chance.random() < 0.9 else chance.randrange(len(data))] ^= 1
+        if differ_where_it_matters(bytes(changed), data, bytes(before.matters)):
+            continue
+        alike += bytes(changed) != data
+
+        assert Sizes(bytes(changed), 2**62).follow() == size_before
+    assert alike > 200
+
+
+def test_a_bomb_as_long_as_the_pickle_before_it_is_refused() -> None:
+    value: Any = ("x",)
+    for _ in range(40):
+        value = (value, value)
+    bomb = pickle.dumps([value], 2)
+    length = len(bomb) - 8
+    benign = b"\x80\x02X" + length.to_bytes(4, "little") + b"x" * length + b"."
+    assert len(pickle.loads(benign)) == length
+
+    assert is_modest(benign)
+    assert not is_modest(bomb)
+    assert is_modest(benign)
+    assert not is_modest(bomb)

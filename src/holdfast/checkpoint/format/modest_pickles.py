@@ -12,6 +12,8 @@ import pickle
 import pickletools
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 _LEAST = 2**20
 _PER_BYTE = 16
 """A value, and all keys together, may be as large as this many elements for each byte of the pickle, and `_LEAST`."""
@@ -56,17 +58,40 @@ def _skipping(length: int, effect: _Effect) -> _Handler:
     return follow
 
 
+_MOST_REMEMBERED, _LONG = 2**26, 256
+"""Bytes of a pickle that is remembered, and of a word in it that may differ."""
+_followed: tuple[bytes, bytes] = (b"", b"")
+"""The last modest pickle, and where its bytes say nothing of sizes (0)."""
+
+
 def is_modest(data: bytes) -> bool:
-    """Return whether a pickle asks for no more memory and time than goes with its length."""
+    """Return whether a pickle asks for no more memory and time than goes with its length.
+
+    Files of many ranks hold pickles that differ in a few numbers and words: one that differs from the last one only
+    where a number or a word stands has the same sizes, and is not followed again.
+    """
+    global _followed  # noqa: PLW0603 - only to save time
+    before, matters = _followed
+    if len(data) == len(before) and not differ_where_it_matters(data, before, matters):
+        return True
+    sizes = Sizes(data, _LEAST + _PER_BYTE * len(data))
     try:
-        Sizes(data, _LEAST + _PER_BYTE * len(data)).follow()
+        sizes.follow()
     except _Immodest:
         return False
     except (IndexError, KeyError, ValueError):
         return True  # it cannot be read: whoever reads it says so
     except MemoryError:  # this takes less than what the pickle holds
         return True
+    if len(data) < _MOST_REMEMBERED:
+        _followed = data, bytes(sizes.matters[: len(data)])
     return True
+
+
+def differ_where_it_matters(one: bytes, other: bytes, matters: bytes) -> bool:
+    """Return whether two pickles of one length differ in more than constants; `matters` is of one that was followed."""
+    first, second, mask = (np.frombuffer(each, dtype=np.uint8) for each in (one, other, matters))
+    return bool(((first ^ second) & mask).any())
 
 
 class Sizes:
@@ -84,6 +109,8 @@ class Sizes:
         self._marks: list[int] = []
         self._memo: dict[int, int] = {}
         self._lists = [0]
+        self.matters = bytearray(b"\xff" * len(data))
+        """Zero where a constant stands: with another one there, all sizes are the same."""
         effects = self._effects()
         self._handlers = {ord(each.code): self._handler(each, effects.get(each.name)) for each in pickletools.opcodes}
 
@@ -128,24 +155,27 @@ class Sizes:
         return self._counted(_COUNTED[length], effect)
 
     def _constant(self, length: int) -> _Handler:
-        append = self._stack.append
+        append, matters, zeros = self._stack.append, self.matters, bytes(length)
 
         def follow(at: int) -> int:
             append(1)
+            matters[at : at + length] = zeros
             return at + length
 
-        return follow
+        return follow if length else _skipping(0, lambda: append(1))
 
     def _counted(self, size: int, effect: _Effect) -> _Handler:
-        data, end = self._data, len(self._data)
+        data, end, matters = self._data, len(self._data), self.matters
 
         def follow(at: int) -> int:
-            at += size
-            at += int.from_bytes(data[at - size : at], "little")
-            if at > end:
+            start = at + size
+            length = int.from_bytes(data[at:start], "little")
+            if start + length > end:
                 raise _Immodest
+            if length < _LONG:
+                matters[start : start + length] = bytes(length)
             effect()
-            return at
+            return start + length
 
         return follow
 

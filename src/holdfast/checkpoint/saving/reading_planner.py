@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.checkpoint.format.manifest import Chunk, TensorEntry
 from holdfast.checkpoint.format.snapshot import Described, Snapshot
+from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.checkpoint.place.hashing import hash_tensor
 
 
