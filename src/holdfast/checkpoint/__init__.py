@@ -6,17 +6,23 @@ The names resolve on first use: whoever only reads headers does not wait for wha
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint import errors
     from holdfast.checkpoint.interface import clean, load, rehearse, save, save_in_background, verify
 
-__all__ = ["clean", "load", "rehearse", "save", "save_in_background", "verify"]
+__all__ = ["clean", "errors", "load", "rehearse", "save", "save_in_background", "verify"]
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package's
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from holdfast.checkpoint import interface
+    def __getattr__(name: str) -> Any:
+        if name == "errors":
+            return importlib.import_module("holdfast.checkpoint.errors")
+        if name in __all__:
+            return getattr(importlib.import_module("holdfast.checkpoint.interface"), name)
+        raise AttributeError(f"module 'holdfast.checkpoint' has no attribute {name!r}")
 
-        return getattr(interface, name)
-    raise AttributeError(f"module 'holdfast.checkpoint' has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -60,7 +60,7 @@ def protect(trainer: Trainer, *, rehearse: bool = True) -> Trainer:
         raise UnsuitableTrainer(
             "This trainer is to load its best model after the last step (load_best_model_at_end), out of files of "
             "FSDP that are not written here: it would fail when all steps are done. Leave load_best_model_at_end out, "
-            "and load checkpoint-N/holdfast of the best step with holdfast.checkpoint.loading."
+            "and load checkpoint-N/holdfast of the best step with holdfast.checkpoint.load."
         )
     saves = _Saves(trainer, trainer.train)
     trainer.train = saves.train

@@ -58,8 +58,8 @@ def _skipping(length: int, effect: _Effect) -> _Handler:
     return follow
 
 
-_MOST_REMEMBERED, _LONG = 2**26, 256
-"""Bytes of a pickle that is remembered, and of a word in it that may differ."""
+_MOST_REMEMBERED, _LONG = 2**24, 256
+"""Bytes of a pickle that is remembered, for the life of the process, and of a word in it that may differ."""
 _followed: tuple[bytes, bytes] = (b"", b"")
 """The last modest pickle, and where its bytes say nothing of sizes (0)."""
 
@@ -71,20 +71,21 @@ def is_modest(data: bytes) -> bool:
     where a number or a word stands has the same sizes, and is not followed again.
     """
     global _followed  # noqa: PLW0603 - only to save time
-    before, matters = _followed
-    if len(data) == len(before) and not differ_where_it_matters(data, before, matters):
-        return True
-    sizes = Sizes(data, _LEAST + _PER_BYTE * len(data))
+    remembers = len(data) <= _MOST_REMEMBERED
     try:
+        before, matters = _followed
+        if len(data) == len(before) and not differ_where_it_matters(data, before, matters):
+            return True
+        sizes = Sizes(data, _LEAST + _PER_BYTE * len(data), marks_constants=remembers)
         sizes.follow()
+        if remembers:
+            _followed = data, bytes(sizes.matters[: len(data)])
     except _Immodest:
         return False
     except (IndexError, KeyError, ValueError):
         return True  # it cannot be read: whoever reads it says so
     except MemoryError:  # this takes less than what the pickle holds
         return True
-    if len(data) < _MOST_REMEMBERED:
-        _followed = data, bytes(sizes.matters[: len(data)])
     return True
 
 
@@ -100,16 +101,17 @@ class Sizes:
     Args:
         data: The pickle.
         most: How large a value, and all keys together, may be.
+        marks_constants: Whether `matters` is wanted.
     """
 
-    def __init__(self, data: bytes, most: int) -> None:
+    def __init__(self, data: bytes, most: int, *, marks_constants: bool = False) -> None:
         self._data, self._most = data, most
         self._keys = 0
         self._stack: list[int] = []
         self._marks: list[int] = []
         self._memo: dict[int, int] = {}
         self._lists = [0]
-        self.matters = bytearray(b"\xff" * len(data))
+        self.matters = bytearray(b"\xff") * len(data) if marks_constants else bytearray()
         """Zero where a constant stands: with another one there, all sizes are the same."""
         effects = self._effects()
         self._handlers = {ord(each.code): self._handler(each, effects.get(each.name)) for each in pickletools.opcodes}
@@ -143,7 +145,10 @@ class Sizes:
         return 0
 
     def _handler(self, instruction: pickletools.OpcodeInfo, effect: _Effect | None) -> _Handler:
-        """Return what skips an instruction's argument and has its effect; without one it leaves a value of size 1."""
+        """Return what skips an instruction's argument and has its effect.
+
+        One without an effect leaves a value of size 1, whatever its argument is: a constant.
+        """
         length = 0 if instruction.arg is None else instruction.arg.n
         if instruction.name in (*_PUTS, *_GETS):
             return self._remembering(instruction.name in _PUTS, length)
@@ -159,7 +164,8 @@ class Sizes:
 
         def follow(at: int) -> int:
             append(1)
-            matters[at : at + length] = zeros
+            if matters:
+                matters[at : at + length] = zeros
             return at + length
 
         return follow if length else _skipping(0, lambda: append(1))
@@ -172,7 +178,7 @@ class Sizes:
             length = int.from_bytes(data[at:start], "little")
             if start + length > end:
                 raise _Immodest
-            if length < _LONG:
+            if matters and length < _LONG:
                 matters[start : start + length] = bytes(length)
             effect()
             return start + length
