@@ -65,6 +65,7 @@ def test_a_run_of_another_verb_continues_what_was_imported(
     assert "done after step 4" in printed
 
 
+@pytest.mark.deep
 def test_weights_alone_are_continued_as_what_they_are(fixtures: Path, tokens: Path, tmp_path: Path) -> None:
     """Report 003: what was saved without an optimizer is never taken for a run that goes on."""
     file = run_file(tmp_path, tokens, model__freeze=[])

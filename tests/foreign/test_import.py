@@ -79,7 +79,7 @@ def stored_at(folder: Path) -> StoredCheckpoint:
     return StoredCheckpoint(LocalStorage(folder.parent), folder.name, manifest)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", [
     "verl-fsdp2", "verl-fsdp1-orig-4", "verl-fsdp2-poison", "titan-frozen", "lightning-mp-frozen", "accelerate-v2-full",
 ])  # fmt: skip

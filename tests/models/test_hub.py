@@ -152,6 +152,7 @@ def test_a_missing_name_and_a_missing_revision_are_one_paragraph_each(found: dic
     assert "at revision v9" in found["missing revision"]
 
 
+@pytest.mark.deep
 def test_a_hub_that_does_not_answer_is_one_paragraph(tmp_path: Path) -> None:
     found = run({"it": case("blueprint", path="lab/tiny")}, tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
 

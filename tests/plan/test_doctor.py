@@ -73,6 +73,7 @@ def by_name(findings: list[dict[str, str]], name: str) -> tuple[str, str]:
     return finding["grade"], finding["text"]
 
 
+@pytest.mark.deep
 def test_a_sound_run_is_ok_and_nothing_is_left(capsys: Any, place: Path) -> None:
     path = written(place)
     before = sorted(place.rglob("*"))
@@ -333,6 +334,7 @@ def test_a_check_that_is_not_there_is_refused_with_those_that_are(capsys: Any, p
         looked(capsys, written(place), only="reward")
 
 
+@pytest.mark.deep
 def test_a_model_that_an_earlier_run_would_write_is_missing_once(capsys: Any, place: Path) -> None:
     path = written(place, model={"path": "runs/first/exports/final"})
 

@@ -116,6 +116,7 @@ def test_a_second_push_sends_nothing(hub: Hub, export: Path) -> None:
     assert [asked.method for asked in hub.asked[before:]] == ["GET"]
 
 
+@pytest.mark.deep
 def test_other_contents_are_replaced_only_by_a_word(hub: Hub, export: Path) -> None:
     hub.add("me/tiny", {"README.md": b"theirs", "notes.txt": b"stay"})
 

@@ -63,7 +63,7 @@ def assert_same(found: list[Sampled], expected: list[Sampled], tolerance: float 
 
 
 @pytest.mark.parametrize("kind", sorted(SETTINGS))
-@pytest.mark.cases(8)
+@pytest.mark.cases(3)
 def test_rows_in_fixed_memory_draw_what_rows_as_they_are_draw(kind: str) -> None:
     model, asked, recorder = reference(kind), requests(5), Steps()
     sampling = SamplingConfig(max_new_tokens=20, temperature=1.3)
@@ -78,7 +78,7 @@ _PROGRAMS = ["qwen3", "qwen2", "gemma2", "gemma3_text", "cohere2", "phi3", "gran
 
 
 @pytest.mark.parametrize("kind", [*_PROGRAMS, "phi3:longrope", "llama:dynamic"])
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 def test_a_step_is_a_program_of_its_memory_alone(kind: str) -> None:
     model, asked, recorder = reference(kind), requests(3), Program()
 

@@ -183,6 +183,7 @@ def test_prompts_are_drawn_again_where_groups_of_the_next_step_teach_nothing(tmp
     assert ages == {0, 1}  # those drawn again are of the present weights
 
 
+@pytest.mark.deep
 def test_completions_of_two_policies_tell_where_one_ends(tmp_path: Path) -> None:
     served = ServedModel(seconds=1.5)
     (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(tmp_path / "e"))).replace("SECONDS", "0.6"))
