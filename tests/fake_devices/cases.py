@@ -106,3 +106,16 @@ ONE_RANK_LESS = {"sft copies"}
 """Runs that one rank cannot make."""
 NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""
+NOT_BY_PLACE = {
+    "sft one pass", "sft chunks of logits", "sft head in float32", "sft experts, loads of the update",
+    "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
+    "grpo experts replayed", "grpo truncated sampling", "grpo by covariance", "distill on own texts",
+}  # fmt: skip
+"""Runs that differ from another one in what every rank does alike: executed as the first of 8 alone."""
+
+
+def is_made(name: str, place: tuple[int, int]) -> bool:
+    """Return whether a run is executed as a rank of so many."""
+    if name in NOT_BY_PLACE:
+        return place == (8, 0)
+    return place[0] > 1 or name not in ONE_RANK_LESS | NOT_SHARDED_ALONE

@@ -54,15 +54,15 @@ def main(folder: str, ranks: str, rank: str, *names: str) -> None:
 
     load_guard()
     warnings.simplefilter("error", ResourceWarning)
-    from tests.fake_devices.cases import NOT_SHARDED_ALONE, ONE_RANK_LESS, RUNS
+    from tests.fake_devices.cases import RUNS, is_made
     from tests.fake_devices.parts import SHAPES
 
-    left_out = ONE_RANK_LESS | NOT_SHARDED_ALONE if ranks == "1" else set[str]()
-    runs = {name: (values, int(ranks)) for name, values in RUNS.items()}
+    place = int(ranks), int(rank)
+    runs = {name: (values, int(ranks)) for name, values in RUNS.items() if is_made(name, place)}
     if ranks == "0":
         runs = {name: (shape.run(), shape.ranks) for name, shape in SHAPES.items()}
     for name, (values, size) in runs.items():
-        if name in left_out or (names and name not in names):
+        if names and name not in names:
             continue
         started = time.process_time()
         try:

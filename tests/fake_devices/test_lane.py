@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_devices.cases import NOT_SHARDED_ALONE, ONE_RANK_LESS, PLACES, RUNS
+from tests.fake_devices.cases import NOT_BY_PLACE, PLACES, RUNS, is_made
 from tests.fake_devices.conftest import Lane
 from tests.fake_devices.expected import difference, expected
 from tests.fake_devices.parts import Matrix, Shape, block, ends
@@ -47,9 +47,7 @@ WAITS: dict[str, list[str]] = {
 }  # fmt: skip
 """For what the host waits in a step of at most two micro-batches; of a run that is not named, once for its sums."""
 
-CASES = [
-    (name, place) for name in RUNS for place in PLACES if place[0] > 1 or name not in ONE_RANK_LESS | NOT_SHARDED_ALONE
-]
+CASES = [(name, place) for name in RUNS for place in PLACES if is_made(name, place)]
 
 
 def of(lane: Lane, name: str, place: tuple[int, int]) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def test_a_step_is_executed_and_waits_for_its_listed_host_values_alone(
 
 @pytest.mark.cases("all")
 @pytest.mark.parametrize("ranks", [8, 64])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sorted(RUNS.keys() - NOT_BY_PLACE))
 def test_first_and_last_rank_send_as_many_messages_of_every_kind(lane: Lane, name: str, ranks: int) -> None:
     first, last = (of(lane, name, (ranks, rank))["messages"] for rank in (0, ranks - 1))
 
