@@ -58,7 +58,7 @@ def main(folder: str, ranks: str, rank: str, *names: str) -> None:
     from tests.fake_devices.parts import SHAPES
 
     place = int(ranks), int(rank)
-    runs = {name: (values, int(ranks)) for name, values in RUNS.items() if is_made(name, place)}
+    runs = {name: (values, int(ranks)) for name, values in RUNS.items() if name in names or is_made(name, place)}
     if ranks == "0":
         runs = {name: (shape.run(), shape.ranks) for name, shape in SHAPES.items()}
     for name, (values, size) in runs.items():

@@ -1,4 +1,4 @@
-"""What takes minutes: planted device bugs, lines for GPUs alone, and the resident memory of a run of gigabytes."""
+"""What takes minutes: planted device bugs, runs as any rank, lines for GPUs alone, and memory of a run of gigabytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 from holdfast.config.yaml12 import to_yaml
 from holdfast.plan.measured import measured_peaks
-from tests.fake_devices.cases import tree
-from tests.fake_devices.conftest import ROOT, child, needs_guard
+from tests.fake_devices.cases import NOT_BY_PLACE, tree
+from tests.fake_devices.conftest import ROOT, child, executed, needs_guard
+from tests.fake_devices.lane import make_models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -39,6 +40,19 @@ def test_nine_of_ten_drawn_device_bugs_are_noticed() -> None:
 
 def test_lines_for_gpus_alone_are_executed_or_have_a_reason() -> None:
     assert "NO REASON GIVEN" not in tool("tools/cuda_lines.py", "run")
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_runs_that_differ_in_what_every_rank_does_alike_are_those_of_any_rank(ranks: int, tmp_path: Path) -> None:
+    needs_guard()
+    make_models(tmp_path)
+    names = sorted(NOT_BY_PLACE)
+    first, last = (executed(tmp_path, ranks, rank, *names) for rank in (0, ranks - 1))
+
+    assert {name: said.get("error") for name, said in (first | last).items()} == dict.fromkeys(names)
+    for what in ("host_values", "messages"):
+        assert {name: first[name][what] for name in names} == {name: last[name][what] for name in names}
 
 
 WIDE: dict[str, Any] = {
