@@ -49,5 +49,5 @@ def lane(tmp_path_factory: pytest.TempPathFactory) -> Lane:
     needs_guard()
     folder = tmp_path_factory.mktemp("lane")
     make_models(folder)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(len(PLACES)) as pool:  # all at once: the last one alone would leave a core without work
         return dict(zip(PLACES, pool.map(lambda place: executed(folder, *place), PLACES), strict=True))
