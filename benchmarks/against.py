@@ -1,11 +1,13 @@
-"""This checkout against an earlier one: the same SFT and GRPO updates and rollouts, update by update in turn.
+"""This checkout against an earlier one: the same SFT and GRPO updates and rollouts.
 
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before [--rounds 2] [--only sft grpo-64+64]
 
 The arms are those that sft_vs_trl.py, grpo_vs_trl.py and decode.py call `holdfast`, as each checkout has them, in the
-same environment. A ratio is this checkout's CPU seconds, or memory, over the other's; what stands to TRL is unchanged
-where it is 1. Target: the median of all pairs within 1.03, and memory within 1.05.
+same environment. SFT's updates and decoding's rollouts are made in turn, one each. A GRPO arm makes its steps in one
+go, and the arms change places every other round: give it more rounds. A ratio is this checkout's CPU seconds, or
+memory, over the other's; what stands to TRL is unchanged where it is 1. Target: the median of all pairs within 1.03,
+and memory within 1.05.
 """
 
 from __future__ import annotations

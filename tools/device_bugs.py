@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -165,30 +164,35 @@ def first_difference(source: Path, runs: Sequence[str], folder: Path) -> str:
     """
     names = list(runs or RUNS)
     shares = [share for share in (names[::2], names[1::2]) if share]
-    with tempfile.TemporaryFile("w+") as errors:  # beside the lines of JSON it could cut one in two
-        processes = [_lane(source, share, folder, errors) for share in shares]
-        try:
-            with ThreadPoolExecutor(len(shares)) as pool:
-                answers = [pool.submit(_compared, *each) for each in zip(processes, shares, strict=True)]
-                for answer in as_completed(answers):
-                    if answer.result():
-                        for process in processes:
-                            process.kill()
-                        return answer.result()
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    errors = folder / "errors.txt"  # among the lines of JSON they could cut one in two
+    errors.unlink(missing_ok=True)
+    processes = [_lane(source, share, folder, errors) for share in shares]
+    try:
+        with ThreadPoolExecutor(len(shares)) as pool:
+            answers = [pool.submit(_compared, *each) for each in zip(processes, shares, strict=True)]
+            for answer in as_completed(answers):
+                if words := answer.result():
+                    for process in processes:
+                        process.kill()
+                    return f"{words}: {errors.read_text()[-160:]}" if words.endswith(_ENDED) else words
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     return ""
 
 
-def _lane(source: Path, runs: Sequence[str], folder: Path, errors: IO[str]) -> subprocess.Popen[str]:
+def _lane(source: Path, runs: Sequence[str], folder: Path, errors: Path) -> subprocess.Popen[str]:
     """Start the lane as rank 0 of 8."""
     environment = os.environ | {
         "PYTHONPATH": f"{source / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.fake_devices.lane", str(folder), "8", "0", *runs]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment)
+    with errors.open("a") as end:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, text=True, cwd=ROOT, env=environment)
+
+
+_ENDED = "is not executed"
 
 
 def _compared(process: subprocess.Popen[str], runs: Sequence[str]) -> str:
@@ -201,7 +205,7 @@ def _compared(process: subprocess.Popen[str], runs: Sequence[str]) -> str:
             left.discard(said["run"])
             if words := difference(expected(said["run"]), said):
                 return words
-    return f"{min(left)} is not executed" if left else ""
+    return f"{min(left)} {_ENDED}" if left else ""
 
 
 def main() -> int:

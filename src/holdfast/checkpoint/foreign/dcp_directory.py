@@ -31,7 +31,7 @@ class DcpDirectory:
         Raises:
             DamagedFile: There is no list, or it is damaged.
         """
-        from holdfast.checkpoint.format.dcp import read_dcp_metadata  # torch's own takes a second, which others save
+        from holdfast.checkpoint.format.dcp import read_dcp_metadata  # imports what other formats do without
 
         self.folder, self._checkpoint = folder, checkpoint
         path = folder / METADATA

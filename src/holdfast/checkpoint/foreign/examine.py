@@ -84,7 +84,7 @@ def _all(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
 
 def _read(checkpoint: ForeignCheckpoint, what: str, tensor: StoredTensor) -> None:
     """Look at every number of a tensor, piece by piece."""
-    from holdfast.checkpoint.format.unsupported_tensors import is_finite  # distributed tensors, which headers need not
+    from holdfast.checkpoint.format.unsupported_tensors import is_finite  # imports what headers do without
 
     for piece in tensor.pieces:
         values = _piece(checkpoint, what, piece)

@@ -77,7 +77,7 @@ def memory_for(where: str, size: int | None = None) -> Iterator[None]:
 @contextmanager
 def collection_paused() -> Iterator[None]:
     """Pause the collection of cycles where many small objects are made that all stay: it would visit them again and
-    again, a third of the time that headers of a large model take."""
+    again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
