@@ -20,7 +20,7 @@ import socket
 import stat
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,15 @@ def run(command: list[Any], *, cwd: Path, timeout_seconds: float = 120.0) -> Don
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=timeout_seconds)
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def run_and_list_imports(command: list[Any], *, cwd: Path) -> tuple[Done, set[str]]:
+    """Run a program of Python; return with its end the names of all modules that it imported."""
+    done = run(["env", "PYTHONPROFILEIMPORTTIME=1", *command], cwd=cwd)
+    lines = done.err.splitlines()
+    imports = [line for line in lines if line.startswith("import time:")]
+    others = "".join(f"{line}\n" for line in lines if line not in imports)
+    return replace(done, err=others), {line.rpartition("|")[2].strip() for line in imports}
 
 
 def _serve(address: str, program: str, ready: Event) -> None:

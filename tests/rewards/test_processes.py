@@ -128,18 +128,15 @@ def test_a_worker_holds_no_heavy_library(start: Start) -> None:
     assert not any(parts.values()), parts
 
 
-def test_the_worker_module_imports_fast_and_alone() -> None:
+def test_the_worker_module_imports_alone() -> None:
     code = """
-import sys, time
-before = time.process_time()
+import sys
 import holdfast.rewards.serving.worker
-print(time.process_time() - before, sorted({"torch", "numpy", "transformers", "pydantic"} & set(sys.modules)))
+print(sorted({"torch", "numpy", "transformers", "pydantic", "tenacity", "asyncio"} & set(sys.modules)))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
-    seconds, heavy = said.split(" ", 1)
-    assert heavy.strip() == "[]"
-    assert float(seconds) < 0.3
+    assert said == "[]\n"
 
 
 def test_a_pool_starts_and_closes_twice(start: Start) -> None:

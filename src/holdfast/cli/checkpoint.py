@@ -1,7 +1,5 @@
 """`holdfast checkpoint`: look at checkpoints, prove them whole, turn them into models, keep and delete them."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -309,7 +307,7 @@ def pin(
     typer.echo(pinned(run, step, remove=remove))
 
 
-def _dtype(choice: Dtype) -> TorchDtype | None:
+def _dtype(choice: Dtype) -> "TorchDtype | None":
     import torch
 
     return None if choice is Dtype.same else getattr(torch, choice.value)

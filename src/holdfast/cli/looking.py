@@ -1,7 +1,5 @@
 """Commands that show what happened in runs, and `push`, which shows a model to others. `main` adds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -3,9 +3,7 @@
 Exit codes: 0 done; 1 a check says no; 2 usage or configuration; 3 the run stopped and can be started again.
 """
 
-from __future__ import annotations
-
-import importlib.metadata
+# Without `from __future__ import annotations`: typer evaluates each string of it twice, a third of what --help takes.
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +16,6 @@ from holdfast.cli.checkpoint import TrustCode, checkpoint_app
 from holdfast.cli.hints import HintingGroup
 from holdfast.cli.looking import push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError
-from holdfast.files import NotRegular
 from holdfast.quiet import hush
 
 _DASH_H = {"help_option_names": ["-h", "--help"]}
@@ -61,7 +58,9 @@ Rows = Annotated[str | None, typer.Option("--data", help="Rows: a file, a direct
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
     if asked:
-        typer.echo(f"holdfast {importlib.metadata.version('holdfast')}")
+        from importlib.metadata import version
+
+        typer.echo(f"holdfast {version('holdfast')}")
         raise typer.Exit
 
 
@@ -378,7 +377,11 @@ def main() -> None:
         if await_first_rank():
             print(error, file=sys.stderr)
         sys.exit(leave(error.exit_code))
-    except NotRegular as error:
+    except OSError as error:
+        from holdfast.files import NotRegular
+
+        if not isinstance(error, NotRegular):
+            raise
         print(f"{error}. Put the file back, or remove what stands in its place.", file=sys.stderr)
         sys.exit(UserError.exit_code)
 
