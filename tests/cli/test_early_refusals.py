@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import HOLDFAST, TINY, write_rows, write_run
-from tests.cli.warm import WarmPython, run, run_and_list_imports
+from tests.cli.warm import WarmPython, run_and_list_imports
 
 
 @pytest.mark.cases("all")
