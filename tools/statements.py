@@ -1,0 +1,70 @@
+"""Count the statements of `src`, and what its history took out of it.
+
+    python tools/statements.py [COMMIT]
+
+With a commit: what each later commit added to or took from the count, summed apart. Features make it larger; what the
+commits that make it smaller took out is what was said again or in more words than it needs. Merges are left aside, as
+their parents are counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_FILE = "0" * 40
+
+
+def count(text: str) -> int:
+    """Return the statements of a module, at every depth."""
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
+
+
+def main() -> None:
+    """Print the count now and, with a commit, then, and both sums with the ten largest of the smaller ones."""
+    files = sorted((ROOT / "src").rglob("*.py"))
+    print(f"{sum(count(file.read_text()) for file in files):,} statements in {len(files)} files of src")
+    if len(sys.argv) == 1:
+        return
+    start = sys.argv[1]
+    commits = _git("rev-list", "--no-merges", f"{start}..HEAD").split()
+    changes = {commit: _change_of(commit) for commit in commits}
+    less = {commit: -change for commit, change in changes.items() if change < 0}
+    more = [change for change in changes.values() if change > 0]
+    print(f"{_count_at(start):,} at {start}; of {len(commits)} commits since then")
+    print(f"  {len(more)} added {sum(more):,}")
+    print(f"  {len(less)} took out {sum(less.values()):,}, most of it")
+    for commit in sorted(less, key=lambda commit: less[commit], reverse=True)[:10]:
+        print(f"  {less[commit]:6,}  {_git('log', '-1', '--format=%h %s', commit).strip()}")
+
+
+def _change_of(commit: str) -> int:
+    """Return how many statements a commit added to `src`; below 0 where it took some out."""
+    lines = _git("diff-tree", "-r", "--no-renames", "--no-commit-id", commit, "--", "src").splitlines()
+    changes = [line.split(maxsplit=4) for line in lines if line.endswith(".py")]
+    return sum(_count_of(after) - _count_of(before) for _, _, before, after, _ in changes)
+
+
+def _count_at(commit: str) -> int:
+    lines = _git("ls-tree", "-r", commit, "--", "src").splitlines()
+    return sum(_count_of(line.split()[2]) for line in lines if line.endswith(".py"))
+
+
+@cache
+def _count_of(blob: str) -> int:
+    return 0 if blob == NO_FILE else count(_git("cat-file", "-p", blob))
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"git {' '.join(arguments[:3])}: {done.stderr.strip()}. A clone of the whole history is needed.")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
