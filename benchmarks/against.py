@@ -1,13 +1,13 @@
-"""This checkout against an earlier one: the same SFT and GRPO updates and rollouts.
+"""This checkout against an earlier one: the same updates, rollouts, heads and packs.
 
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before [--rounds 2] [--only sft grpo-64+64]
 
-The arms are those that sft_vs_trl.py, grpo_vs_trl.py and decode.py call `holdfast`, as each checkout has them, in the
-same environment. SFT's updates and decoding's rollouts are made in turn, one each. A GRPO arm makes its steps in one
-go, and the arms change places every other round: give it more rounds. A ratio is this checkout's CPU seconds, or
-memory, over the other's; what stands to TRL is unchanged where it is 1. Target: the median of all pairs within 1.03,
-and memory within 1.05.
+The arms are those that the scripts named below have of Holdfast, as each checkout has them, in the same environment.
+Updates and decoding's rollouts are made in turn, one each. A GRPO arm makes its steps in one go, as the head's and the
+packing's do, and the arms change places every other round: give them more rounds. A ratio is this checkout's CPU
+seconds, or memory, over the other's; what stands to TRL, or to a bare loop, is unchanged where it is 1. Target: the
+median of all pairs within 1.03, and memory within 1.05.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ WORK = {
     "grpo-64+64": ("grpo_vs_trl.py", "holdfast 64+64", "step_seconds"),
     "grpo-256+32": ("grpo_vs_trl.py", "holdfast 256+32", "step_seconds"),
     "decode": ("decode.py", "holdfast", "speeds"),
+    "mixture": ("kinds.py", "holdfast_mixture", "seconds"),
+    "vision": ("kinds.py", "holdfast_vision", "seconds"),
+    "long": ("fsdp.py", "long_1", "updates"),
+    "head": ("head.py", "one_pass", "seconds"),
+    "packing": ("packing.py", "best_fit, median 300", "us_per_token"),
 }
 """By name: the script, its arm, and what the arm prints of each update, or of all of them."""
 

@@ -348,7 +348,8 @@ def main() -> None:
     parser.add_argument("--swap", action="store_true")
     options = parser.parse_args()
     if options.rank:
-        be_rank(*options.rank, options.swap)
+        disk, memory = options.rank
+        be_rank(disk, memory, options.swap)
         return
     print(heading())
     rounds = []

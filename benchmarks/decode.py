@@ -162,10 +162,12 @@ def rank_of_rollouts(device: str) -> None:
         )
         run = build_policy_run(config, Path.cwd(), world, lambda _: [], live)
         calls: list[int] = []
-        run.evaluation.sampler.engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
+        engine: Any = run.evaluation.sampler.engine
+        engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
         meter, times = Meter(), []
         for number in range(STEPS):
-            prompts = run.common.stream.next(number, 2).own_prompts[:1]
+            batch: Any = run.common.stream.next(number, 2)
+            prompts = batch.own_prompts[:1]
             run.trained.state.updates = number  # new weights, as far as the engine can know
             seeds = {prompt.prompt_id: tuple(mixed(number, i) for i in range(shape.group)) for prompt in prompts}
             take_turn()

@@ -302,7 +302,7 @@ class Transformers(System):
         )
         self.model = LlamaForCausalLM(self.config)
         if change == "dtype":
-            self.model.to(torch.bfloat16)
+            self.model.bfloat16()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the parameters; there is no optimizer in it."""

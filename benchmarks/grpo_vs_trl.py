@@ -199,7 +199,8 @@ def holdfast(shape: Shape, device: str) -> None:
             rows=[{"prompt": text} for text in shape.texts()], model=endless(device), tokenizer=character_tokenizer()
         )
         run = build_policy_run(settings, Path.cwd(), world, score, live)
-        decoder = run.evaluation.sampler.engine._replica.model  # what `rollout_forwards` counts
+        engine: Any = run.evaluation.sampler.engine
+        decoder = engine._replica.model  # what `rollout_forwards` counts
         watch = Watch(shape, Meter(device), run.trained.model.language_model.base_model, decoder.base_model)
         run.trained.model.register_forward_pre_hook(note)
         watch.tick()

@@ -25,7 +25,7 @@ import numpy as np
 from measure import Meter, Verdicts, alternate, heading, take_turn
 
 STEPS, WARM_UP, ROWS = 10, 2, 16
-OPTIMIZER = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIMIZER: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 TEXT = {"vocab_size": 8_000, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "mixture": {

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 from measure import Meter, alternate, heading, resident_mib
@@ -48,13 +50,13 @@ def lengths_of(documents: int, median: float) -> np.ndarray:
     return drawn.astype(np.int64).clip(8, LONGEST)
 
 
-def tokenise(row: dict[str, int], sample_id: int, source: str, name: str) -> Tokenised:  # noqa: ARG001
+def tokenise(row: Mapping[str, Any], sample_id: int, source: str, name: str) -> Tokenised:  # noqa: ARG001
     mask = np.ones(row["length"], dtype=np.bool_)
     mask[0] = False
     return Tokenised((Example(sample_id, sample_id, np.zeros(row["length"], dtype=np.int64), mask, source),), {})
 
 
-def serve(packing: str, documents: int, median: float) -> dict[str, float]:
+def serve(packing: Literal["best_fit", "wrapped"], documents: int, median: float) -> dict[str, float]:
     lengths = lengths_of(documents, median)
     source = from_rows(Lengths(lengths), "documents")
     config = DataConfig(
@@ -63,7 +65,8 @@ def serve(packing: str, documents: int, median: float) -> dict[str, float]:
     ranks = RankGroup()
     reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, ranks)
     stream = SampleStream(reader, config, ranks, limits=StreamLimits(passes=1))
-    tokens = fill = step = 0
+    tokens = step = 0
+    fill = 0.0
     resident: list[float] = []
     meter = Meter()
     begin = meter.seconds()
@@ -93,7 +96,7 @@ def plan(documents: int, median: float) -> dict[str, float]:
         "us_per_token": 1e6 * seconds / sum(lengths),
         "us_per_document": 1e6 * seconds / documents,
         "tokens": sum(lengths),
-        "fill": sum(lengths) / (packs.micro_batches * 8 * BUDGET),
+        "fill": sum(lengths) / (len(packs[0]) * 8 * BUDGET),
     }
 
 

@@ -76,7 +76,7 @@ def trainer(folder: Path, width: int) -> None:
 
             timed_pairs({"own": lambda place: save(own, place), "ours": lambda place: save(ours, place)}, folder)
 
-    live = trainer_of(folder, set(), width, Saves())
+    live: Any = trainer_of(folder, set(), width, Saves())
     own = live._save_optimizer_and_scheduler  # noqa: SLF001 - as above
     ours = protect(live, rehearse=False)._save_optimizer_and_scheduler  # noqa: SLF001 - as above
     live.train()
@@ -126,8 +126,8 @@ def main() -> None:
             continue
         rounds: list[Round] = []
         for number in range(arguments.rounds):
-            with tempfile.TemporaryDirectory(prefix="saves-", dir=".") as folder:
-                words = ["--arm", host, folder, "--width", str(arguments.width)]
+            with tempfile.TemporaryDirectory(prefix="saves-", dir=".") as place:
+                words = ["--arm", host, place, "--width", str(arguments.width)]
                 rounds.append(run_ranks(__file__, 2, *words))
             middle = {arm: {"wall": sorted(said["wall"])[PAIRS // 2]} for arm, said in rounds[-1].items()}
             show_round(number, middle)

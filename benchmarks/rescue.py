@@ -202,7 +202,7 @@ def _import_round(number: int, source: Path, target: Path) -> Round:
 def _show_passes() -> None:
     """Print what one pass over the same bytes costs: an import makes one of each, and three of the hash."""
     numbers = torch.randn(COUNT * SIDE**2)
-    data = memoryview(numbers.numpy()).cast("B")
+    data = numbers.numpy().data.cast("B")
     passes: dict[str, Callable[[], object]] = {
         "CRC-32 of the source's archive": lambda: zlib.crc32(data),
         "xxh3-128 (of each tensor, of the file, of the file read back)": lambda: xxhash.xxh3_128_digest(data),

@@ -30,7 +30,7 @@ from measure import Meter, Verdicts, alternate, heading, take_turn
 
 ROWS, STEPS, WARM_UP, PACKS = 8, 12, 2, 3
 """Rows to an update, updates (all of the data), updates that are not timed, and TRL's packs to an update."""
-OPTIMIZER = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIMIZER: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 TEXT_ENDS = 1
 """The token that ends a text, by `character_tokenizer`."""
 
