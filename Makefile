@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-devices test-browser test-slurm test-ray test-vllm test-all release-check deep-tests lint types count checks bench clean
+.PHONY: setup demo docs test test-deep test-devices test-browser test-slurm test-ray test-vllm test-all release-check deep-tests lint types benchmark-types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -37,6 +37,9 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# Benchmarks run seldom: what they use of ours is looked at in the second lane, so that nobody waits for it in the first.
+benchmark-types: setup
 	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 # Collects every test, and says how many each lane has; the workers then read the byte code that this one wrote.
@@ -59,7 +62,7 @@ test-ray: setup
 	tools/install_ray.sh $(RAY_VENV)
 	HOLDFAST_RAY_PYTHON=$(abspath $(RAY_VENV))/bin/python $(BIN)/python -m pytest -n 0 -rs tests/cluster/test_ray.py
 
-test-deep: checks
+test-deep: checks benchmark-types
 	$(PYTEST) -m "deep and not slow and not gpu and not devices"
 
 # Steps as CUDA code on devices that compute nothing. By file: its tests look at what the same few processes said.
