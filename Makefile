@@ -41,6 +41,7 @@ types: setup
 # Benchmarks run seldom: what they use of ours is looked at in the second lane, so that nobody waits for it in the first.
 benchmark-types: setup
 	$(BIN)/mypy --config-file benchmarks/mypy.ini
+test-deep: benchmark-types
 
 # Collects every test, and says how many each lane has; the workers then read the byte code that this one wrote.
 count: setup
@@ -62,7 +63,7 @@ test-ray: setup
 	tools/install_ray.sh $(RAY_VENV)
 	HOLDFAST_RAY_PYTHON=$(abspath $(RAY_VENV))/bin/python $(BIN)/python -m pytest -n 0 -rs tests/cluster/test_ray.py
 
-test-deep: checks benchmark-types
+test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu and not devices"
 
 # Steps as CUDA code on devices that compute nothing. By file: its tests look at what the same few processes said.

@@ -3,11 +3,11 @@
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before [--rounds 2] [--only sft grpo-64+64]
 
-The arms are those that the scripts named below have of Holdfast, as each checkout has them, in the same environment.
+The arms are those of Holdfast in the scripts named below, as each checkout has them, in the same environment.
 Updates and decoding's rollouts are made in turn, one each. A GRPO arm makes its steps in one go, as the head's and the
 packing's do, and the arms change places every other round: give them more rounds. A ratio is this checkout's CPU
 seconds, or memory, over the other's; what stands to TRL, or to a bare loop, is unchanged where it is 1. Target: the
-median of all pairs within 1.03, and memory within 1.05.
+median of all pairs within 1.03, and memory, where an arm prints its peak, within 1.05.
 """
 
 from __future__ import annotations

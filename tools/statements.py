@@ -2,9 +2,9 @@
 
     python tools/statements.py [COMMIT]
 
-With a commit: what each later commit added to or took from the count, summed apart. Features make it larger; what the
-commits that make it smaller took out is what was said again or in more words than it needs. Merges are left aside, as
-their parents are counted.
+With a commit: by how many each later commit made the count larger or smaller, summed apart. Features make it larger; a
+commit that makes it smaller says the same in less, or takes a feature out. Merges are left aside, as their parents are
+counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     more = [change for change in changes.values() if change > 0]
     print(f"{_count_at(start):,} at {start}; of {len(commits)} commits since then")
     print(f"  {len(more)} added {sum(more):,}")
-    print(f"  {len(less)} took out {sum(less.values()):,}, most of it")
+    print(f"  {len(less)} took out {sum(less.values()):,}; the largest:")
     for commit in sorted(less, key=lambda commit: less[commit], reverse=True)[:10]:
         print(f"  {less[commit]:6,}  {_git('log', '-1', '--format=%h %s', commit).strip()}")
 
@@ -62,7 +62,7 @@ def _count_of(blob: str) -> int:
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"git {' '.join(arguments[:3])}: {done.stderr.strip()}. A clone of the whole history is needed.")
+        sys.exit(f"git {' '.join(arguments[:3])}: {done.stderr.strip()}. Give a commit that a clone of the whole history has.")
     return done.stdout
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.cli.main import app
 from tests.cli.conftest import HOLDFAST, write_run
 from tests.cli.warm import Done, run_and_list_imports
 from tests.config.test_schema import SNAPSHOT
@@ -20,15 +21,52 @@ from tests.config.test_schema import SNAPSHOT
 Command = Callable[..., Done]
 
 
-def test_help_imports_nothing_that_it_does_not_print(tmp_path: Path) -> None:
+def test_help_imports_the_files_of_commands_and_typer_alone(tmp_path: Path) -> None:
+    _, always = run_and_list_imports([sys.executable, "-c", "pass"], cwd=tmp_path)
+
     done, imports = run_and_list_imports([HOLDFAST, "--help"], cwd=tmp_path)
 
-    assert {"typer", "holdfast.cli.main"} <= imports
-    assert not {"torch", "numpy", "pydantic", "yaml", "importlib.metadata", "holdfast.files"} & imports
+    ours = {f"holdfast.cli.{name}" for name in ("main", "beforehand", "checkpoint", "hints", "looking")}
+    others = {"holdfast", "holdfast.cli", "holdfast.errors", "holdfast.escaping", "holdfast.quiet"}
+    assert {name for name in imports if name.partition(".")[0] == "holdfast"} == ours | others
+    libraries = {name.partition(".")[0] for name in imports - always} - sys.stdlib_module_names
+    assert {"holdfast", "typer"} <= libraries <= {"holdfast", "typer", "shellingham", "annotated_doc"}
+    assert not {"email", "asyncio", "importlib.metadata"} & imports
     assert done.code == 0
     assert done.err == ""
     for verb in ("sft", "eval", "config", "data", "model", "version"):
         assert f"\n  {verb} " in done.out
+
+
+def test_no_annotation_of_a_command_is_a_string_that_typer_evaluates() -> None:
+    apps = [app, *(group.typer_instance for group in app.registered_groups)]
+    commands = [command.callback for each in apps for command in each.registered_commands]
+    annotations = [value for command in commands for value in command.__annotations__.values()]
+
+    assert len(commands) > 30
+    assert [value for value in annotations if isinstance(value, str)] == []
+
+
+@pytest.mark.parametrize(
+    ("stands", "code", "message"),
+    [("is a directory", 2, "is a directory. Put the file back, or remove what stands in its place."), ("", 1, "")],
+)
+def test_an_error_of_the_system_is_a_paragraph_where_something_stands_in_the_place_of_a_file(
+    stands: str, code: int, message: str
+) -> None:
+    program = f"""
+import errno
+from holdfast.cli import main
+from holdfast.files import NotRegular
+def fail():
+    raise NotRegular(errno.EINVAL, {stands!r}, "rows") if {stands!r} else OSError(errno.EIO, "broken", "rows")
+main.app = fail
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert done.returncode == code
+    assert done.stderr == f"rows: {message}\n" if message else "OSError: [Errno 5] broken: 'rows'" in done.stderr
 
 
 @pytest.mark.parametrize(

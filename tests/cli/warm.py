@@ -103,7 +103,10 @@ def run(command: list[Any], *, cwd: Path, timeout_seconds: float = 120.0) -> Don
 
 
 def run_and_list_imports(command: list[Any], *, cwd: Path) -> tuple[Done, set[str]]:
-    """Run a program of Python; return with its end the names of all modules that it imported."""
+    """Run a program of Python; return with its end the names of the modules that it imported.
+
+    Python does not list what `importlib.import_module` loads itself, only what that imports.
+    """
     done = run(["env", "PYTHONPROFILEIMPORTTIME=1", *command], cwd=cwd)
     lines = done.err.splitlines()
     imports = [line for line in lines if line.startswith("import time:")]

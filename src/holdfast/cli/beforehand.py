@@ -1,5 +1,6 @@
 """Commands that look at a run before it starts: whether it fits, whether it would start. `main` adds them."""
 
+# As `main`, without `from __future__ import annotations`.
 from pathlib import Path
 from typing import Annotated
 

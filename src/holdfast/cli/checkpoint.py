@@ -1,5 +1,6 @@
 """`holdfast checkpoint`: look at checkpoints, prove them whole, turn them into models, keep and delete them."""
 
+# As `main`, without `from __future__ import annotations`.
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -1,5 +1,6 @@
 """Commands that show what happened in runs, and `push`, which shows a model to others. `main` adds them."""
 
+# As `main`, without `from __future__ import annotations`.
 from pathlib import Path
 from typing import Annotated
 
