@@ -62,7 +62,7 @@ def _count_of(blob: str) -> int:
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"git {' '.join(arguments[:3])}: {done.stderr.strip()}. Give a commit that a clone of the whole history has.")
+        sys.exit(f"git {arguments[0]}: {done.stderr.strip()}. Give a commit that a clone of the whole history has.")
     return done.stdout
 
 
