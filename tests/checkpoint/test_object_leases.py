@@ -137,6 +137,22 @@ def test_of_jobs_that_find_the_same_dead_one_at_once_only_one_takes_over(server:
     assert open_storage(url).names() == []
 
 
+def test_a_store_that_lets_two_jobs_put_one_number_has_one_holder(server: dict[str, str]) -> None:
+    class WritesOver(type(open_storage("s3://bucket/written-over"))):  # type: ignore[misc]
+        """Lets another job, which found no object either, write behind this one."""
+
+        def put_new(self, path: str, data: bytes) -> None:
+            super().put_new(path, data)
+            held_by(self, path, 7)
+
+    storage = WritesOver("s3://bucket/written-over")
+
+    with pytest.raises(DirectoryTaken, match=r"s3://bucket/written-over is in use by another job \(process 7 on "):
+        ObjectLease(storage).__enter__()
+
+    assert json.loads(storage.read(FIRST))["token"] == "another"
+
+
 def test_a_lease_that_could_not_be_taken_to_the_end_is_given_back(server: dict[str, str]) -> None:
     class FallsSilent(type(open_storage("s3://bucket/broken-off"))):  # type: ignore[misc]
         """Does not let go of the dead job's lease."""

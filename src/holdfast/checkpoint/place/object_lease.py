@@ -58,6 +58,7 @@ class ObjectLease(Renewed):
             # Others may have come and gone since the first look, and one may have begun again at the lowest number.
             others = [turn for turn in self._turns() if turn != self._turn]
             self._refuse_living(others)
+            self._refuse_overwritten()
             for turn in others:
                 self._storage.remove(self._name(turn))
         except BaseException:
@@ -65,6 +66,12 @@ class ObjectLease(Renewed):
             raise
         self._begin()
         return self
+
+    def _refuse_overwritten(self) -> None:
+        """Refuse the place where the store let two jobs put one number: not every store looks and writes in one act."""
+        holder = self._holder(self._turn)
+        if holder.get("token") != self._token:
+            raise DirectoryTaken(taken(self._place, holder))
 
     def check(self) -> None:
         """Refuse to go on where another job has taken over.
