@@ -30,8 +30,8 @@ def test_help_imports_the_files_of_commands_and_typer_alone(tmp_path: Path) -> N
     others = {"holdfast", "holdfast.cli", "holdfast.errors", "holdfast.escaping", "holdfast.quiet"}
     assert {name for name in imports if name.partition(".")[0] == "holdfast"} == ours | others
     # `copy` looks for `org.python`, which is Jython's.
-    others = {name.partition(".")[0] for name in imports - always} - sys.stdlib_module_names
-    assert {"holdfast", "typer"} <= others <= {"holdfast", "typer", "shellingham", "annotated_doc", "org"}
+    packages = {name.partition(".")[0] for name in imports - always} - sys.stdlib_module_names
+    assert {"holdfast", "typer"} <= packages <= {"holdfast", "typer", "shellingham", "annotated_doc", "org"}
     assert not {"email", "asyncio", "importlib.metadata"} & imports
     assert done.code == 0
     assert done.err == ""

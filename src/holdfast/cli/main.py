@@ -3,8 +3,8 @@
 Exit codes: 0 done; 1 a check says no; 2 usage or configuration; 3 the run stopped and can be started again.
 """
 
-# Files of commands do without `from __future__ import annotations`: typer evaluates each string of it twice, which is a
-# third of what --help takes.
+# Files of commands do without `from __future__ import annotations`: typer evaluates each string of it twice at every
+# start.
 import sys
 from enum import StrEnum
 from pathlib import Path
