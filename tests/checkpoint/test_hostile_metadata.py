@@ -12,12 +12,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt
@@ -61,12 +63,19 @@ def opens_by_an_allowed_class(saved: Path, target: Path) -> bytes:
     return b"\x80\x04cpathlib\nPath.touch\n" + pickle.dumps(target)[2:-1] + b"\x85R."
 
 
+def opens_by_an_attribute(saved: Path, target: Path) -> bytes:
+    """`getattr` is how some versions of Python write a member of an enumeration; of nothing else is it answered."""
+    path_and_touch = pickle.dumps(Path)[2:-1] + pickle.dumps("touch")[2:-1]
+    return b"\x80\x04cbuiltins\ngetattr\n" + path_and_touch + b"\x86R" + pickle.dumps(target)[2:-1] + b"\x85R."
+
+
 @pytest.mark.parametrize(
     "payload",
     [
         pytest.param(touches_alone, id="14-hostile .metadata"),
         pytest.param(touches_inside_metadata, id="14-hostile object inside a real .metadata"),
         pytest.param(opens_by_an_allowed_class, id="14-method of an allowed class"),
+        pytest.param(opens_by_an_attribute, id="14-attribute of an allowed class"),
     ],
 )
 def test_a_hostile_metadata_is_never_unpickled(pools: Any, saved: Path, tmp_path: Path, payload: Any) -> None:
@@ -83,6 +92,57 @@ def test_a_hostile_metadata_is_never_unpickled(pools: Any, saved: Path, tmp_path
     assert not target.exists()
     pickle.loads(data)
     assert target.exists(), "the payload does nothing, so the test shows nothing"
+
+
+class PicklerOf(pickle.Pickler):
+    """Writes members of enumerations as another version of Python does."""
+
+    def __init__(self, file: io.BytesIO, *, by_name: bool) -> None:
+        super().__init__(file)
+        self.by_name = by_name
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Enum):
+            return NotImplemented
+        return (getattr, (type(value), value.name)) if self.by_name else (type(value), (value.value,))
+
+
+@pytest.mark.parametrize("by_name", [pytest.param(True, id="3.11.0 to 3.11.3"), pytest.param(False, id="others")])
+def test_metadata_of_any_version_of_python_is_read(saved: Path, by_name: bool) -> None:
+    data = (saved / "dcp/.metadata").read_bytes()
+    file = io.BytesIO()
+    PicklerOf(file, by_name=by_name).dump(pickle.loads(data))
+
+    metadata = read_dcp_metadata(file.getvalue(), "of another Python")
+
+    assert (b"getattr" in file.getvalue()) == by_name
+    assert metadata == pickle.loads(data)
+    formats = {entry.properties.memory_format for entry in metadata.state_dict_metadata.values()}
+    assert formats == {torch.contiguous_format}
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [(_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, "__class__"), (Path, "touch"), (torch.Size, "numel")],
+)
+def test_no_other_attribute_is_returned(saved: Path, of: Any, name: str) -> None:
+    file = io.BytesIO()
+    metadata = pickle.loads((saved / "dcp/.metadata").read_bytes())
+    metadata.planner_data = Attribute(of, name)
+    PicklerOf(file, by_name=True).dump(metadata)
+
+    with pytest.raises(CheckpointCorrupt, match="an attribute that is no memory format"):
+        read_dcp_metadata(file.getvalue(), "hostile")
+
+
+class Attribute:
+    """Pickled as an attribute of something."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
 
 
 def test_an_entry_that_would_be_unpickled_is_refused(pools: Any, saved: Path, tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -172,6 +177,13 @@ _CLASSES = {
 }
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """Return the member of a listed enumeration; `getattr` itself would open everything that hangs on a class."""
+    if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in kind.__members__:
+        raise pickle.UnpicklingError("it asks for an attribute that is no memory format, which no checkpoint needs")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the classes of DCP's metadata and nothing else."""
 
@@ -179,6 +191,9 @@ class _Unpickler(pickle.Unpickler):
         """Return a listed class or a dtype; refuse the rest."""
         if (module, name) in _CLASSES:
             return super().find_class(module, name)
+        # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), all others as class(value).
+        if (module, name) in {("builtins", "getattr"), ("__builtin__", "getattr")}:
+            return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
