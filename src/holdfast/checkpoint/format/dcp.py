@@ -191,7 +191,7 @@ class _Unpickler(pickle.Unpickler):
         """Return a listed class or a dtype; refuse the rest."""
         if (module, name) in _CLASSES:
             return super().find_class(module, name)
-        # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), all others as class(value).
+        # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), others as class(value).
         if (module, name) in {("builtins", "getattr"), ("__builtin__", "getattr")}:
             return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
