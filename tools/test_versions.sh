@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
-# Tests against the other versions we promise to work with: the oldest torch, and the transformers that vLLM accepts.
+# Tests against the other versions we promise to work with: another Python, the oldest torch, and the transformers that
+# vLLM accepts.
+#
+# OTHER_PYTHON, the system's own if it is not set, is skipped by name where it is older than 3.11 or the version of .venv:
+# patch releases differ too, as in how they pickle (3.11.0 to 3.11.3 write members of enumerations by name).
 #
 # An environment made by other means (.venv-torch2.11 in which `import torch` is 2.11) is used as it is. Else pip makes
 # one; where it finds the CUDA build alone, that takes 6 GB, since the build cannot be imported without NVIDIA's packages.
@@ -37,6 +41,25 @@ install_torch_2_11() {  # says why it returns 1
     grep -v '^torch==' constraints.txt >"$others"
     .venv-torch2.11/bin/python -m pip install "${PIP_OPTIONS[@]}" -c "$others" -e '.[dev,lowbit,math,qlora,vlm]'
 }
+
+echo "== another Python: smoke set, saves and resumes"
+OTHER_PYTHON="${OTHER_PYTHON:-/usr/bin/python3}"
+version() { "$1" -c "import platform; print(platform.python_version())" 2>/dev/null || echo none; }
+other="$(version "$OTHER_PYTHON")" ours="$(version .venv/bin/python)"
+if [[ "$other" == "$ours" ]] || ! [[ "$other" =~ ^3\.(1[1-9]|[2-9][0-9])\. ]]; then
+    echo "another Python is not tested: $OTHER_PYTHON is $other, and .venv has $ours; OTHER_PYTHON names another one."
+else
+    echo "python $other"
+    if ! test ".venv-python$other/.installed" -nt constraints.txt; then
+        test -x ".venv-python$other/bin/python" || "$OTHER_PYTHON" -m venv ".venv-python$other"
+        other_pip=(".venv-python$other/bin/python" -m pip install "${PIP_OPTIONS[@]}")
+        "${other_pip[@]}" "$(grep '^torch==' constraints.txt)"
+        "${other_pip[@]}" -c constraints.txt -e '.[dev,lowbit,math,qlora,vlm]'
+        touch ".venv-python$other/.installed"
+    fi
+    ".venv-python$other/bin/python" -m pytest "${WORKERS[@]}" -m "not slow and not gpu and not deep and not devices" \
+        "${SMOKE[@]}" tests/checkpoint tests/crash tests/cli || status=1
+fi
 
 echo "== the oldest torch: smoke set on torch 2.11"
 if has_torch .venv-torch2.11 2.11 || install_torch_2_11; then

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint import verify
+from tests.archives import unpack
 from tests.cli.warm import WarmPython
 
 HERE = Path(__file__).parents[1] / "earlier"
@@ -29,8 +29,7 @@ def test_a_run_of_an_earlier_commit_goes_on_to_the_same_numbers(warm: WarmPython
     verb = name.partition("-")[0]
     for file in (f"{verb}.yaml", "digits.py"):
         shutil.copy(HERE / file, tmp_path)
-    with tarfile.open(HERE / f"{name}.tar.xz") as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+    unpack(HERE / f"{name}.tar.xz", tmp_path / "unpacked")
     (tmp_path / "runs").mkdir()
     directory = (tmp_path / "unpacked" / "run").rename(tmp_path / "runs" / verb)
     expected = tmp_path / "unpacked" / "expected"

@@ -11,10 +11,11 @@ import torch
 from holdfast.checkpoint.foreign.examine import examine
 from holdfast.checkpoint.foreign.recognise import open_foreign
 from holdfast.checkpoint.foreign.record import ForeignCheckpoint
+from tests.archives import unpack
 from tests.failures import saving
 from tests.failures.lab import Lab, Observed, last_words
 from tests.foreign.damages import rank_file, state_of
-from tests.foreign.reading import place_of, truth_of, unpack
+from tests.foreign.reading import ARCHIVE, place_of, truth_of
 from tests.integrations.test_checks import recomputed, references
 from tests.integrations.test_trainers import result_of
 
@@ -33,7 +34,7 @@ def _repairs(checkpoint: ForeignCheckpoint) -> str:
 
 def frozen_tower(lab: Lab) -> Observed:
     """Read what verl saved of an optimizer that its own offloading had put empty entries into (000)."""
-    fixture = unpack(lab.folder) / "verl-fsdp2-poison"
+    fixture = unpack(ARCHIVE, lab.folder) / "verl-fsdp2-poison"
     checkpoint, truth = _read(place_of(fixture)), truth_of(fixture)["optim"]
     exact = checkpoint.states.keys() == truth.keys() and all(
         torch.equal(checkpoint.states[name][key].read(), torch.as_tensor(value))
@@ -46,7 +47,7 @@ def frozen_tower(lab: Lab) -> Observed:
 
 def dtype_in_a_group(lab: Lab) -> Observed:
     """Read rank files whose param groups hold a torch.dtype (001)."""
-    path = place_of(unpack(lab.folder) / "verl-fsdp2")
+    path = place_of(unpack(ARCHIVE, lab.folder) / "verl-fsdp2")
     for rank in range(2):
         state_of(rank_file(path, "optim", rank), lambda content: content["param_groups"][0].update(momentum=torch.half))
     checkpoint = _read(path)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.foreign.reading import unpack
+from tests.archives import unpack
+from tests.foreign.reading import ARCHIVE
 
 
 @pytest.fixture(scope="session")
 def fixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every fixture; tests that change one copy it first."""
-    folder = unpack(tmp_path_factory.mktemp("foreign"))
+    folder = unpack(ARCHIVE, tmp_path_factory.mktemp("foreign"))
     written_anew = os.environ.get("HOLDFAST_FOREIGN")  # by tools/test_rescue.sh
     for each in Path(written_anew).iterdir() if written_anew else ():
         if each.is_dir():

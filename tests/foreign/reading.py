@@ -13,13 +13,6 @@ HERE = Path(__file__).parent
 ARCHIVE = HERE / "fixtures.tar.xz"
 
 
-def unpack(folder: Path) -> Path:
-    """Lay the fixtures out below a folder; one directory each."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
 def read_archive() -> dict[str, bytes]:
     """Return every file of the archive by its name."""
     with tarfile.open(ARCHIVE) as archive:
