@@ -20,8 +20,19 @@ SMOKE=(
 WORKERS=(-n "${TEST_WORKERS:-4}" --dist worksteal)
 status=0
 
-new_environment() {  # DIRECTORY: an environment with pip, kept if it is there
-    test -x "$1/bin/python" || "$PYTHON" -m venv "$1"
+new_environment() {  # DIRECTORY [PYTHON]: an environment with pip, kept if it is there
+    test -x "$1/bin/python" || "${2:-$PYTHON}" -m venv "$1"
+}
+
+install() {  # DIRECTORY CONSTRAINTS: our packages; nothing where they were installed since these files changed
+    ! test "$1/.installed" -nt pyproject.toml || ! test "$1/.installed" -nt "$2" || return 0
+    local pip=("$1/bin/python" -m pip install "${PIP_OPTIONS[@]}")
+    # torch goes first and alone: beside other packages pip may choose another build of it.
+    "${pip[@]}" "$(grep '^torch==' "$2")" && "${pip[@]}" -c "$2" -e '.[dev,lowbit,math,qlora,vlm]' && touch "$1/.installed"
+}
+
+version_of() {  # PYTHON
+    "$1" -c "import platform; print(platform.python_version())" 2>/dev/null || echo none
 }
 
 has_torch() {  # DIRECTORY VERSION
@@ -44,21 +55,15 @@ install_torch_2_11() {  # says why it returns 1
 
 echo "== another Python: smoke set, saves and resumes"
 OTHER_PYTHON="${OTHER_PYTHON:-/usr/bin/python3}"
-version() { "$1" -c "import platform; print(platform.python_version())" 2>/dev/null || echo none; }
-other="$(version "$OTHER_PYTHON")" ours="$(version .venv/bin/python)"
-if [[ "$other" == "$ours" ]] || ! [[ "$other" =~ ^3\.(1[1-9]|[2-9][0-9])\. ]]; then
-    echo "another Python is not tested: $OTHER_PYTHON is $other, and .venv has $ours; OTHER_PYTHON names another one."
-else
+other="$(version_of "$OTHER_PYTHON")" ours="$(version_of .venv/bin/python)"
+if test "$other" = "$ours" || ! [[ "$other" =~ ^3\.(1[1-9]|[2-9][0-9])\. ]]; then
+    echo "another Python is not tested: $OTHER_PYTHON is $other and .venv has $ours; OTHER_PYTHON may name a third."
+elif new_environment ".venv-python$other" "$OTHER_PYTHON" && install ".venv-python$other" constraints.txt; then
     echo "python $other"
-    if ! test ".venv-python$other/.installed" -nt constraints.txt; then
-        test -x ".venv-python$other/bin/python" || "$OTHER_PYTHON" -m venv ".venv-python$other"
-        other_pip=(".venv-python$other/bin/python" -m pip install "${PIP_OPTIONS[@]}")
-        "${other_pip[@]}" "$(grep '^torch==' constraints.txt)"
-        "${other_pip[@]}" -c constraints.txt -e '.[dev,lowbit,math,qlora,vlm]'
-        touch ".venv-python$other/.installed"
-    fi
     ".venv-python$other/bin/python" -m pytest "${WORKERS[@]}" -m "not slow and not gpu and not deep and not devices" \
         "${SMOKE[@]}" tests/checkpoint tests/crash tests/cli || status=1
+else
+    echo "another Python is not tested: pip cannot install for $other, for the reason above."
 fi
 
 echo "== the oldest torch: smoke set on torch 2.11"
@@ -67,15 +72,8 @@ if has_torch .venv-torch2.11 2.11 || install_torch_2_11; then
 fi
 
 echo "== the transformers that vLLM accepts: fast tests under constraints-vllm.txt"
-stamp=.venv-vllm-constraints/.installed
-if ! test "$stamp" -nt pyproject.toml || ! test "$stamp" -nt constraints-vllm.txt; then
-    new_environment .venv-vllm-constraints
-    vllm_pip=(.venv-vllm-constraints/bin/python -m pip install "${PIP_OPTIONS[@]}")
-    # torch goes first and alone: beside other packages pip may choose another build of it.
-    "${vllm_pip[@]}" "$(grep '^torch==' constraints-vllm.txt)"
-    "${vllm_pip[@]}" -c constraints-vllm.txt -e '.[dev,lowbit,math,qlora,vlm]'
-    touch "$stamp"
-fi
+new_environment .venv-vllm-constraints
+install .venv-vllm-constraints constraints-vllm.txt
 .venv-vllm-constraints/bin/python -c "import transformers; print('transformers', transformers.__version__)"
 .venv-vllm-constraints/bin/python -m pytest "${WORKERS[@]}" -m "not slow and not gpu" || status=1
 
