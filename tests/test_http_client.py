@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -152,3 +154,21 @@ def test_requests_share_a_connection_until_an_answer_of_500() -> None:
     ports = dict(seen)
     assert ports["/one"] == ports["/two"] == ports["/broken"]
     assert ports["/three"] != ports["/one"]
+
+
+ASKS_AT_ITS_END = """
+import atexit, sys
+from holdfast.http_client import Endpoint
+atexit.register(lambda: print(Endpoint(sys.argv[1], None, timeout_seconds=5.0, attempts=1).ask("GET", "/bye")))
+"""
+
+
+def test_a_process_may_ask_at_its_very_end(serve: Serve) -> None:
+    """From Python 3.12 on no thread can start there, and the time limit of a request is one."""
+    server = serve([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"])
+
+    command = [sys.executable, "-c", ASKS_AT_ITS_END, f"http://127.0.0.1:{server.port}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert (done.stdout, done.stderr) == ("{}\n", "")
+    assert len(server.requests) == 1

@@ -79,6 +79,26 @@ def file_kind(path: Path, within: Path | None = None) -> str:
     return _kind(mode)
 
 
+def is_there(path: Path) -> bool:
+    """Return whether a path leads to something.
+
+    Raises:
+        OSError: Nobody can look there; `Path.exists` takes this for a no, from Python 3.14 on whatever the error is.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        raise_unless_absent(error)
+        return False
+    return True
+
+
+def raise_unless_absent(error: OSError) -> None:
+    """Raise what pathlib and os.walk would pass over: a place that nobody can look at is not an empty one."""
+    if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:  # the last: a link to itself leads nowhere
+        raise error
+
+
 def _kind(mode: int) -> str:
     return next((words for is_kind, words in _KINDS if is_kind(mode)), "something unknown")
 

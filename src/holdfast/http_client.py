@@ -8,6 +8,7 @@ byte now and then never meets one, and a rank that waits for it holds all others
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -157,7 +158,8 @@ class Endpoint:
         # A time-out of the socket is one of each read: an endpoint that sends a byte now and then never meets it.
         alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
         alarm.daemon = True
-        alarm.start()
+        with contextlib.suppress(RuntimeError):  # at the end of a process, from Python 3.12 on, no thread can start
+            alarm.start()
         opened = connection.sock  # a connection forgets it when it closes
         self._busy.add(opened)
         try:

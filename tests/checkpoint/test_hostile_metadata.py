@@ -121,6 +121,17 @@ def test_metadata_of_any_version_of_python_is_read(saved: Path, by_name: bool) -
     assert formats == {torch.contiguous_format}
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_of_any_version_of_python_is_read(saved: Path, module: str) -> None:
+    """`dcp.save` notes where it wrote as a path if it was called with one; Python 3.13 has another name for its class."""
+    metadata = pickle.loads((saved / "dcp/.metadata").read_bytes())
+    metadata.storage_meta.checkpoint_id = Path("somewhere")
+    data = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\n", f"c{module}\n".encode())
+
+    assert f"c{module}\nPosixPath".encode() in data
+    assert read_dcp_metadata(data, "of another Python", foreign=True) == metadata
+
+
 @pytest.mark.parametrize(
     ("of", "name"),
     [(_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, "__class__"), (Path, "touch"), (torch.Size, "numel")],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,33 @@ def test_a_directory_of_tables_alone_is_read_by_the_names_of_its_files(tmp_path:
     (tmp_path / "train.txt").write_text("3\n")
     with pytest.raises(DataError, match=r"holds both table and text files\. Name one kind by a glob"):
         opened(tmp_path)
+
+
+READS_AS_NOBODY = """
+import os
+from pathlib import Path
+from holdfast.data.rows.files import files_of_split
+from holdfast.errors import DataError
+if os.geteuid() == 0:
+    os.seteuid(65534)
+try:
+    print(files_of_split([Path("rows")], None, "rows"))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_not_left_out(tmp_path: Path) -> None:
+    for name in ("rows/a.jsonl", "rows/closed/b.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    tmp_path.chmod(0o755)
+    (tmp_path / "rows/closed").chmod(0)
+
+    def read() -> str:
+        command = [sys.executable, "-c", READS_AS_NOBODY]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert read().startswith("rows/closed cannot be read (Permission denied), and rows may be in it. Grant")
+    (tmp_path / "rows/closed").chmod(0o755)
+    assert [name in read() for name in ("rows/a.jsonl", "rows/closed/b.jsonl")] == [True, True]

@@ -38,7 +38,11 @@ def combine(
     """
     judged = list(zip(rewards, outcomes, strict=True))
     values = {reward.label: _value(reward, outcome, config) for reward, outcome in judged}
-    total = sum(reward.weight * value for reward in rewards if (value := values[reward.label]) is not None)
+    total: float = 0
+    for reward in rewards:
+        value = values[reward.label]
+        if value is not None:
+            total += reward.weight * value  # sum() rounds otherwise from Python 3.12 on
     faults = [(reward, outcome) for reward, outcome in judged if outcome.fault not in {None, "none"}]
     if all(outcome.fault == "none" for outcome in outcomes):
         faults = judged[:1]

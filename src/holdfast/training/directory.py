@@ -16,7 +16,7 @@ from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
-from holdfast.files import append_text, naming, parse_json, read_bytes, read_json, read_text
+from holdfast.files import append_text, is_there, naming, parse_json, read_bytes, read_json, read_text
 
 IDENTITY, EVENTS, PLAN = "run.json", "events.jsonl", "plan.json"
 COMPLETIONS = "completions"
@@ -94,7 +94,7 @@ def create(
     with refusing(directory):
         make_durably(directory)
     identity = directory / IDENTITY
-    if run_id is not None or not identity.exists():
+    if run_id is not None or not is_there(identity):
         fields = {"run_id": run_id or uuid.uuid4().hex, "verb": verb, "format": 1, "parent": parent}
         _write(identity, json.dumps(fields, indent=2) + "\n")
     _write(directory / "config.resolved.yaml", resolved_yaml(config))

@@ -173,7 +173,6 @@ _CLASSES = {
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     ("pathlib", "Path"),
-    ("pathlib._local", "PosixPath"),
 }
 
 
@@ -189,6 +188,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a listed class or a dtype; refuse the rest."""
+        if module in {"pathlib", "pathlib._local"}:  # the second as 3.13 names it, and no other version has it
+            module = "pathlib"
         if (module, name) in _CLASSES:
             return super().find_class(module, name)
         # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), others as class(value).

@@ -19,7 +19,17 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 
 from holdfast.checkpoint.place.hashing import HashingWriter, hash_file
-from holdfast.files import REGULAR, RegularFile, file_kind, naming, open_regular, read_bytes, size_words
+from holdfast.files import (
+    REGULAR,
+    RegularFile,
+    file_kind,
+    is_there,
+    naming,
+    open_regular,
+    raise_unless_absent,
+    read_bytes,
+    size_words,
+)
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
@@ -182,12 +192,7 @@ class LocalStorage:
 
     def exists(self, path: str) -> bool:
         """Return whether it is there."""
-        try:
-            self.path(path).stat()  # pathlib's own test takes some errors for a no
-        except OSError as error:
-            _unless_absent(error)
-            return False
-        return True
+        return is_there(self.path(path))
 
     def is_file(self, path: str) -> bool:
         """Return whether it is a regular file, or a link to one below the same first directory."""
@@ -198,7 +203,7 @@ class LocalStorage:
         try:
             return file_kind(self.path(path), self.path(PurePath(path).parts[0]))
         except OSError as error:
-            _unless_absent(error)
+            raise_unless_absent(error)
             return "nothing"
 
     def names(self, path: str = "") -> list[str]:
@@ -206,14 +211,14 @@ class LocalStorage:
         try:
             return sorted(os.listdir(self.path(path)))  # noqa: PTH208 - pathlib's would make a path of each
         except OSError as error:
-            _unless_absent(error)
+            raise_unless_absent(error)
             return []
 
     def files(self, path: str) -> list[str]:
         """Return sorted files; a link is listed as itself and never followed out of the tree."""
         place = self.path(path)
         files = []
-        for folder, below, names in os.walk(place, onerror=_unless_absent):
+        for folder, below, names in os.walk(place, onerror=raise_unless_absent):
             linked = [name for name in below if (Path(folder) / name).is_symlink()]
             files += [str((Path(folder) / name).relative_to(place)) for name in (*names, *linked)]
         return sorted(files)
@@ -259,7 +264,7 @@ class LocalStorage:
         place = self.path(path)
         if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place, ignore_errors=True)
-        elif place.is_symlink() or place.exists():  # a read-only disk refuses even to unlink nothing
+        elif place.is_symlink() or is_there(place):  # a read-only disk refuses even to unlink nothing
             with contextlib.suppress(FileNotFoundError):
                 place.unlink()
 
@@ -298,15 +303,9 @@ class LocalStorage:
         return status.f_bavail * status.f_frsize
 
 
-def _unless_absent(error: OSError) -> None:
-    """Raise what pathlib and os.walk would pass over: a place that nobody can look at is not an empty one."""
-    if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:  # the last: a link to itself leads nowhere
-        raise error
-
-
 def make_durably(place: Path) -> None:
     """Create a directory and what lacks above it, under names that outlive a power cut; one that is there is fine."""
-    made = [each for each in (place, *place.parents) if not each.exists()]
+    made = [each for each in (place, *place.parents) if not is_there(each)]
     place.mkdir(parents=True, exist_ok=True)
     for each in made:
         with contextlib.suppress(PermissionError):  # one may write to a directory and not read it
@@ -321,7 +320,7 @@ def rename_new(old: Path, new: Path) -> None:
     """
     if _renameat2(old, new, _RENAME_NOREPLACE):
         return
-    if new.exists():  # file systems without the flag; the run's lease keeps other jobs away
+    if is_there(new):  # file systems without the flag; the run's lease keeps other jobs away
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     old.rename(new)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,10 +111,9 @@ def _ends_in() -> str:
 
 
 def _by_name(directory: Path) -> dict[str, list[Path]]:
+    below = (Path(folder) / name for folder, _, names in os.walk(directory, onerror=_refuse) for name in names)
     named = sorted(
-        file
-        for file in directory.rglob("*")
-        if file.name.endswith(SUFFIXES) and file.name not in _BESIDE_THE_DATA and file.is_file()
+        file for file in below if file.name.endswith(SUFFIXES) and file.name not in _BESIDE_THE_DATA and file.is_file()
     )
     if not named:
         raise DataError(f"{directory} has no data files. {_ends_in()}.")
@@ -129,6 +129,14 @@ def _by_name(directory: Path) -> dict[str, list[Path]]:
             f"Name the files you mean by a glob, as in {directory}/*.jsonl."
         )
     return dict(sorted(splits.items())) or {"train": unnamed}
+
+
+def _refuse(error: OSError) -> None:
+    """Refuse a folder that cannot be read: pathlib would leave its rows out without a word."""
+    raise DataError(
+        f"{error.filename} cannot be read ({error.strerror}), and rows may be in it. Grant the permission, or name the "
+        "files you mean by a glob."
+    ) from error
 
 
 def _split_of(relative: Path) -> str | None:

@@ -20,6 +20,7 @@ from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.renewal import Told
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
 from holdfast.errors import ConfigError
+from holdfast.files import is_there
 from holdfast.training import directory
 from holdfast.training.run import Run, say
 
@@ -112,7 +113,7 @@ class Places:
             DirectoryTaken: Another job holds one of them; this one left nothing.
             ConfigError: The run's directory or the place of the checkpoints cannot be written.
         """
-        is_new = not self._directory.exists()
+        is_new = not is_there(self._directory)
         with directory.refusing(self._directory):
             self._leases = [stack.enter_context(Lease(self._directory / directory.CHECKPOINTS, self._announce))]
         try:
