@@ -123,7 +123,7 @@ def test_metadata_of_any_version_of_python_is_read(saved: Path, by_name: bool) -
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_a_path_of_any_version_of_python_is_read(saved: Path, module: str) -> None:
-    """`dcp.save` notes where it wrote as a path if it was called with one; Python 3.13 has another name for its class."""
+    """`dcp.save` notes where it wrote, as a path if it was called with one; Python 3.13 names its class otherwise."""
     metadata = pickle.loads((saved / "dcp/.metadata").read_bytes())
     metadata.storage_meta.checkpoint_id = Path("somewhere")
     data = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\n", f"c{module}\n".encode())
