@@ -38,11 +38,7 @@ def combine(
     """
     judged = list(zip(rewards, outcomes, strict=True))
     values = {reward.label: _value(reward, outcome, config) for reward, outcome in judged}
-    total: float = 0
-    for reward in rewards:
-        value = values[reward.label]
-        if value is not None:
-            total += reward.weight * value  # sum() rounds otherwise from Python 3.12 on
+    total = _total([reward.weight * value for reward in rewards if (value := values[reward.label]) is not None])
     faults = [(reward, outcome) for reward, outcome in judged if outcome.fault not in {None, "none"}]
     if all(outcome.fault == "none" for outcome in outcomes):
         faults = judged[:1]
@@ -58,6 +54,14 @@ def combine(
     message = escaped(f"reward {reward.label} {_cut(outcome.message)}; sample {sample.sample_id}: {cited}")
     drop = _DROPS[_policy(reward, outcome, config).kind]
     return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
+
+
+def _total(weighted: Sequence[float]) -> float:
+    """Add one after the other: `sum` rounds otherwise from Python 3.12 on."""
+    total: float = 0
+    for value in weighted:
+        total += value
+    return total
 
 
 def _told(

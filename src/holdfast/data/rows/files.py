@@ -111,10 +111,7 @@ def _ends_in() -> str:
 
 
 def _by_name(directory: Path) -> dict[str, list[Path]]:
-    below = (Path(folder) / name for folder, _, names in os.walk(directory, onerror=_refuse) for name in names)
-    named = sorted(
-        file for file in below if file.name.endswith(SUFFIXES) and file.name not in _BESIDE_THE_DATA and file.is_file()
-    )
+    named = _data_files(directory)
     if not named:
         raise DataError(f"{directory} has no data files. {_ends_in()}.")
     files = [file for file in named if file.name.endswith(_FIRST)] or named
@@ -129,6 +126,18 @@ def _by_name(directory: Path) -> dict[str, list[Path]]:
             f"Name the files you mean by a glob, as in {directory}/*.jsonl."
         )
     return dict(sorted(splits.items())) or {"train": unnamed}
+
+
+def _data_files(directory: Path) -> list[Path]:
+    """Return the files below a directory that may hold rows, sorted; a linked folder is not followed.
+
+    Raises:
+        DataError: A folder cannot be read.
+    """
+    below = (Path(folder) / name for folder, _, names in os.walk(directory, onerror=_refuse) for name in names)
+    return sorted(
+        file for file in below if file.name.endswith(SUFFIXES) and file.name not in _BESIDE_THE_DATA and file.is_file()
+    )
 
 
 def _refuse(error: OSError) -> None:
