@@ -8,7 +8,6 @@ byte now and then never meets one, and a rank that waits for it holds all others
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -158,8 +157,11 @@ class Endpoint:
         # A time-out of the socket is one of each read: an endpoint that sends a byte now and then never meets it.
         alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
         alarm.daemon = True
-        with contextlib.suppress(RuntimeError):  # at the end of a process, from Python 3.12 on, no thread can start
+        try:
             alarm.start()
+        except RuntimeError as error:
+            if "shutdown" not in str(error):  # when a process ends, from Python 3.12 on, no thread can start
+                raise
         opened = connection.sock  # a connection forgets it when it closes
         self._busy.add(opened)
         try:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import _get_layout, get_crc32_options, set_crc32_options
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import FileEntry, TensorEntry
@@ -157,6 +157,7 @@ class Reader(FileSystemReader):
         return done
 
 
+_NOTHING = object()
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", "Metadata"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
@@ -168,7 +169,6 @@ _CLASSES = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.planner", "SavePlan"),
-    ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
@@ -176,28 +176,75 @@ _CLASSES = {
 }
 
 
-def _member(kind: Any, name: Any) -> Any:
-    """Return the member of a listed enumeration; `getattr` itself would open everything that hangs on a class."""
-    if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in kind.__members__:
-        raise pickle.UnpicklingError("it asks for an attribute that is no memory format, which no checkpoint needs")
-    return kind[name]
+def _functions() -> dict[tuple[str, str], Callable[..., Any]]:
+    """Return what stands for the functions that metadata calls; new ones each time, since a pickle can change them."""
+
+    def member(kind: Any, name: Any) -> Any:
+        # `getattr` itself would open everything that hangs on a class.
+        if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in kind.__members__:
+            raise pickle.UnpicklingError("it asks for an attribute that is no memory format, which no checkpoint needs")
+        return kind[name]
+
+    def layout(name: Any) -> Any:
+        return _get_layout(name)  # type: ignore[no-untyped-call]
+
+    return {
+        # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), others as class(value).
+        ("builtins", "getattr"): member,
+        ("__builtin__", "getattr"): member,
+        ("torch.serialization", "_get_layout"): layout,
+    }
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and nothing else."""
+    """Knows the classes of DCP's metadata and nothing else, and leaves them as they were."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._functions = _functions()
+        self._before: dict[type, tuple[Any, dict[str, Any]]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a listed class or a dtype; refuse the rest."""
-        if module in {"pathlib", "pathlib._local"}:  # the second as 3.13 names it, and no other version has it
+        if (module, name) in self._functions:
+            return self._functions[module, name]
+        if module == "pathlib._local":  # Python 3.13 alone has this module
             module = "pathlib"
         if (module, name) in _CLASSES:
-            return super().find_class(module, name)
-        # Python 3.11.0 to 3.11.3 write a member of an enumeration as getattr(class, "name"), others as class(value).
-        if (module, name) in {("builtins", "getattr"), ("__builtin__", "getattr")}:
-            return _member
+            kind = super().find_class(module, name)
+            self._before.setdefault(kind, (kind.__bases__, dict(vars(kind))))
+            return kind
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+    def load(self) -> Any:
+        """Return what the pickle holds.
+
+        Raises:
+            UnpicklingError: It asks for a name that is not listed, or sets attributes of a class: they are put back.
+        """
+        try:
+            return super().load()
+        finally:
+            changed = [kind.__name__ for kind, before in self._before.items() if _put_back(kind, *before)]
+            if changed:
+                raise pickle.UnpicklingError(f"it sets attributes of the class {changed[0]}, which no checkpoint needs")
+
+
+def _put_back(kind: Any, bases: tuple[type, ...], attributes: Mapping[str, Any]) -> bool:
+    """Give a class what it had before; return whether it had anything else."""
+    now = dict(vars(kind))
+    other = [name for name in {*now, *attributes} if now.get(name, _NOTHING) is not attributes.get(name, _NOTHING)]
+    for name in other:  # by the method of `type`, since an enumeration has one of its own that refuses
+        if name in attributes:
+            type.__setattr__(kind, name, attributes[name])
+        else:
+            type.__delattr__(kind, name)
+    if kind.__bases__ == bases:
+        return bool(other)
+    kind.__bases__ = bases
+    return True
 
 
 def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Metadata:
@@ -215,7 +262,7 @@ def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Meta
     try:
         if foreign and not is_modest(data):
             raise ValueError("it asks for more memory or time than goes with its size")  # noqa: TRY301 - as below
-        metadata = _Unpickler(io.BytesIO(data)).load()
+        metadata = _Unpickler(data).load()
         _check_form(metadata, foreign=foreign)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
         if is_out_of_memory(error) and is_modest(data):

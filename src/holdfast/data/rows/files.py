@@ -27,6 +27,8 @@ _SPLIT_SUFFIX = re.compile(r"(?P<path>.+)@(?P<split>[\w.\-+%:\[\]]+)")
 _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?:ing)?(?![a-z])")
 _CANONICAL = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
 _GLOB = "*?["
+_LOST = "lost+found"
+"""Root's own folder in every file system of the ext family."""
 _BESIDE_THE_DATA = {"dataset_infos.json", "dataset_info.json", "state.json"}
 
 
@@ -142,6 +144,8 @@ def _data_files(directory: Path) -> list[Path]:
 
 def _refuse(error: OSError) -> None:
     """Refuse a folder that cannot be read: pathlib would leave its rows out without a word."""
+    if Path(error.filename).name == _LOST:
+        return
     raise DataError(
         f"{error.filename} cannot be read ({error.strerror}), and rows may be in it. Grant the permission, or name the "
         "files you mean by a glob."
