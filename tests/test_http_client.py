@@ -164,7 +164,7 @@ atexit.register(lambda: print(Endpoint(sys.argv[1], None, timeout_seconds=5.0, a
 
 
 def test_a_process_may_ask_at_its_very_end(serve: Serve) -> None:
-    """From Python 3.12 on no thread can start there, and the time limit of a request is one."""
+    """In Python 3.12 no thread can start there, and the time limit of a request is one."""
     server = serve([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"])
 
     command = [sys.executable, "-c", ASKS_AT_ITS_END, f"http://127.0.0.1:{server.port}/v1"]

@@ -160,7 +160,7 @@ class Endpoint:
         try:
             alarm.start()
         except RuntimeError as error:
-            if "shutdown" not in str(error):  # when a process ends, from Python 3.12 on, no thread can start
+            if "shutdown" not in str(error):  # as a process of Python 3.12 ends, no thread can start
                 raise
         opened = connection.sock  # a connection forgets it when it closes
         self._busy.add(opened)

@@ -236,5 +236,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_not_left_out(tmp_path: Path) 
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     assert read().startswith("rows/closed cannot be read (Permission denied), and rows may be in it. Grant")
-    (tmp_path / "rows/closed").chmod(0o755)
+    (tmp_path / "rows/closed").rename(tmp_path / "rows/lost+found")
+    assert read() == "[PosixPath('rows/a.jsonl')]\n", "root's own folder of an ext file system"
+    (tmp_path / "rows/lost+found").rename(tmp_path / "rows/closed").chmod(0o755)
     assert [name in read() for name in ("rows/a.jsonl", "rows/closed/b.jsonl")] == [True, True]

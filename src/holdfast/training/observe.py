@@ -36,7 +36,7 @@ class Observer:
         """Note whether the function wants a state."""
         try:
             self._takes_state = len(inspect.signature(self.function).parameters) > 1
-        except (TypeError, ValueError, NameError) as error:  # the last: an annotation, from 3.14 on
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"observers: {self.name} is no function of an event: {error}.") from error
 
     def __call__(self, event: StepEvent, state: dict[str, Any]) -> frozenset[str]:

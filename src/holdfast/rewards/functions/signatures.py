@@ -129,7 +129,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
 def _parameters(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> Mapping[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError, NameError) as error:  # the last: an annotation, from 3.14 on
+    except (TypeError, ValueError) as error:
         raise CannotStart(f"reward {name}: its signature cannot be read ({error}). Write it as a def.") from error
     positional = [key for key, item in parameters.items() if item.kind is item.POSITIONAL_ONLY]
     if positional:
