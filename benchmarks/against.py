@@ -1,46 +1,97 @@
-"""This checkout against an earlier one: the same updates, rollouts, heads and packs.
+"""This checkout against an earlier one: the same updates, rollouts, heads, packs, saves and loads.
 
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before [--rounds 2] [--only sft grpo-64+64]
 
 The arms are those of Holdfast in the scripts named below, as each checkout has them, in the same environment.
-Updates and decoding's rollouts are made in turn, one each. A GRPO arm makes its steps in one go, as the head's and the
-packing's do, and the arms change places every other round: give them more rounds. A ratio is this checkout's CPU
-seconds, or memory, over the other's; what stands to TRL, or to a bare loop, is unchanged where it is 1. Target: the
-median of all pairs within 1.03, and memory, where an arm prints its peak, within 1.05.
+Updates, decoding's rollouts, and saves and loads of two ranks, are made in turn, one each. A GRPO arm makes its steps
+in one go, as the head's and the packing's do, and the arms change places every other round: give them more rounds. A
+ratio is this checkout's CPU seconds, or memory, over the other's; what stands to TRL, or to a bare loop, is unchanged
+where it is 1. Target: the median of all pairs within 1.03, and memory, where an arm prints its peak, within 1.05.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
+import shutil
 import sys
+import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import Round, Verdicts, alternate, heading
+from measure import Ranks, Round, Verdicts, alternate, heading, take_turn
 
 HERE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both checkouts do: a script, its arm, what the arm prints of each update or of all, and its ranks."""
+
+    script: str
+    arm: str
+    key: str
+    ranks: int = 1
+
+
 WORK = {
-    "sft": ("sft_vs_trl.py", "holdfast", "seconds"),
-    "grpo-64+64": ("grpo_vs_trl.py", "holdfast 64+64", "step_seconds"),
-    "grpo-256+32": ("grpo_vs_trl.py", "holdfast 256+32", "step_seconds"),
-    "decode": ("decode.py", "holdfast", "speeds"),
-    "mixture": ("kinds.py", "holdfast_mixture", "seconds"),
-    "vision": ("kinds.py", "holdfast_vision", "seconds"),
-    "long": ("fsdp.py", "long_1", "updates"),
-    "head": ("head.py", "one_pass", "seconds"),
-    "packing": ("packing.py", "best_fit, median 300", "us_per_token"),
+    "sft": Work("sft_vs_trl.py", "holdfast", "seconds"),
+    "grpo-64+64": Work("grpo_vs_trl.py", "holdfast 64+64", "step_seconds"),
+    "grpo-256+32": Work("grpo_vs_trl.py", "holdfast 256+32", "step_seconds"),
+    "decode": Work("decode.py", "holdfast", "speeds"),
+    "mixture": Work("kinds.py", "holdfast_mixture", "seconds"),
+    "vision": Work("kinds.py", "holdfast_vision", "seconds"),
+    "long": Work("fsdp.py", "long_1", "updates"),
+    "sharded": Work("fsdp.py", "long_2", "updates", ranks=2),
+    "head": Work("head.py", "one_pass", "seconds"),
+    "packing": Work("packing.py", "best_fit, median 300", "us_per_token"),
+    "save": Work("checkpoint.py", "our_save", "seconds", ranks=2),
+    "load": Work("checkpoint.py", "our_load", "seconds", ranks=2),
 }
-"""By name: the script, its arm, and what the arm prints of each update, or of all of them."""
+PAIRS = 16
+"""Saves or loads of one round."""
 
 
 def be_arm(name: str, checkout: Path) -> None:
     """Become an arm of a checkout."""
-    script, arm, _ = WORK[name]
+    work = WORK[name]
+    if work.script == "checkpoint.py":
+        save_or_load(work.arm, checkout)
+        sys.exit()
     environment = os.environ | {"PYTHONPATH": str(checkout / "src")}
-    command = [sys.executable, "-W", "ignore", str(checkout / "benchmarks" / script), "--arm", arm]
+    command = [sys.executable, "-W", "ignore", str(checkout / "benchmarks" / work.script), "--arm", work.arm]
     os.execve(sys.executable, command, environment)
+
+
+def save_or_load(arm: str, checkout: Path) -> None:
+    """Save or load in memory, as one rank, what the `checkpoint.py` of a checkout saves; its script has no such arm."""
+    import torch
+    import torch.distributed as dist
+
+    sys.path[:0] = [str(checkout / "src"), str(checkout / "benchmarks")]
+    script: Any = importlib.import_module("checkpoint")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    place = [tempfile.mkdtemp(prefix="holdfast-bench-", dir="/dev/shm") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(place)
+    arms = script.Arms(Path(place[0]))
+    saved = Path(place[0]) / "saved"
+    arms.our_save(saved)
+    seconds = []
+    for _ in range(PAIRS + 1):
+        take_turn()
+        folder = saved if arm == "our_load" else arms.fresh("save")
+        seconds.append(script.timed(lambda folder=folder: getattr(arms, arm)(folder), time.process_time))
+        arms.forget()
+    print(json.dumps({"seconds": seconds[1:]}), flush=True)  # the first one pays for imports
+    if dist.get_rank() == 0:
+        shutil.rmtree(place[0])
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -61,14 +112,15 @@ def main() -> None:
     for name in options.only:
         print(name)
         arms = {"now": HERE, "before": options.checkout.resolve()}
-        rounds = alternate(__file__, [f"{name} {checkout}" for checkout in arms.values()], options.rounds)
+        names = [f"{name} {checkout}" for checkout in arms.values()]
+        rounds = alternate(__file__, names, options.rounds, ranks=dict.fromkeys(names, Ranks(WORK[name].ranks)))
         missed = compare(name, [dict(zip(arms, turn.values(), strict=True)) for turn in rounds]) or missed
     sys.exit(missed)
 
 
 def compare(name: str, rounds: list[Round]) -> bool:
     """Print the ratios of one kind of work; return whether one misses its target."""
-    key = WORK[name][2]
+    key = WORK[name].key
     listed = [{arm: said | {key: _as_list(said[key])} for arm, said in turn.items()} for turn in rounds]
     verdicts = Verdicts(listed)
     over, under = ("before", "now") if key == "speeds" else ("now", "before")  # a speed is the inverse of seconds

@@ -18,7 +18,7 @@ from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 from holdfast.files import append_text, is_there, naming, parse_json, read_bytes, read_json, read_text
 
-IDENTITY, EVENTS, PLAN = "run.json", "events.jsonl", "plan.json"
+IDENTITY, EVENTS, PLAN, LOGS = "run.json", "events.jsonl", "plan.json", "logs"
 COMPLETIONS = "completions"
 MEMORY = "memory"
 """An event: `device`, and `peaks`, phase -> bytes on rank 0, the largest of all steps so far.
@@ -63,7 +63,7 @@ def _check_writable(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
     # What an evaluation or a plan before the run leaves is no reason to refuse the run.
-    own = {CHECKPOINTS, "logs", COMPLETIONS, PLAN}
+    own = {CHECKPOINTS, LOGS, COMPLETIONS, PLAN}
     others = {entry.name for entry in directory.iterdir()} - own if directory.exists() else set()
     foreign = directory / CHECKPOINTS
     if foreign.is_dir() and any(not entry.name.startswith((".", "step-", "pins")) for entry in foreign.iterdir()):

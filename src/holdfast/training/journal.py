@@ -22,11 +22,11 @@ from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
 from holdfast.rewards.base import FAULTS
 from holdfast.training import directory
-from holdfast.training.directory import MEMORY
+from holdfast.training.directory import LOGS, MEMORY
 from holdfast.training.run import Run
 from holdfast.types import Batch
 
-LOGS, LOG = "logs", "rank-0.log"
+LOG = "rank-0.log"
 """Of the launcher's directory and of the run's."""
 SPIKES_FOLDER = "spikes"
 """Of the run: the batches of steps whose loss or gradient spiked, a file of each rank. What makes an alarm a spike are

@@ -20,6 +20,7 @@ from typing import Any, Self
 from holdfast import patience
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.escaping import escaped
 from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
 from holdfast.rewards.processes import framing, kernel
@@ -28,6 +29,8 @@ _AUTO_WORKERS = 4
 # One thread, or every worker would start as many as there are cores. A fixed hash seed, or sets would order their
 # strings otherwise after a restart, and a sum over one would round otherwise. `env` changes both and nothing else.
 _ENVIRONMENT = ("env", "OMP_NUM_THREADS=1", "PYTHONHASHSEED=0")
+_MOST_SHOWN_LINES, _MOST_SHOWN_BYTES = 3, 1000
+"""Of what a reward file printed, in a message."""
 
 
 class RewardPool:
@@ -60,6 +63,8 @@ class RewardPool:
         """Columns of the row without which a reward scores nothing, by its name; known once started."""
         self.log_path = log_dir / f"rewards-{os.uname().nodename}-{os.getpid()}.log"
         """What reward functions print, tracebacks of those that raise included."""
+        self.log_is_named = False
+        """Whether an error sends its reader to the log."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -124,6 +129,14 @@ class RewardPool:
 
     def _places(self, only: Collection[str] | None) -> list[int]:
         return [place for place, each in enumerate(self._rewards) if only is None or each.label in only]
+
+    def move_log(self, folder: Path) -> None:
+        """Move the log into another folder of its file system; functions go on printing into it.
+
+        Raises:
+            OSError: It cannot be renamed.
+        """
+        self.log_path = self.log_path.rename(folder / self.log_path.name)
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""
@@ -217,12 +230,21 @@ class RewardPool:
                 "first call, or raise rewards.start_timeout_seconds."
             ) from None
         raise ConfigError(
-            f"reward {building}: importing its file ended the process{self._how()}. Read {self.log_path}, and import "
-            "the file in a Python of your own."
+            f"reward {building}: importing its file ended the process{self._how()}.{self._printed()} Import the file "
+            "in a Python of your own."
         )
+
+    def _printed(self) -> str:
+        """Return the end of the log for a message: a run that is refused leaves no log behind."""
+        with contextlib.suppress(OSError):
+            lines = self.log_path.read_bytes()[-_MOST_SHOWN_BYTES:].decode(errors="replace").strip().splitlines()
+            if lines:
+                return f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}."
+        return ""
 
     def _log(self) -> str:
         """Return where a reader finds the log: with the others it moves to a run directory that is made later."""
+        self.log_is_named = True
         return str(self.log_path) if self.log_path.exists() else f"logs/{self.log_path.name} in the run's directory"
 
     def _how(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from holdfast.rewards.combine import combine
 from holdfast.rewards.processes.pool import RewardPool
 from holdfast.rewards.serving.in_process import RewardsHere
 from holdfast.training.build.begin import Live
+from holdfast.training.policy.reward_log import RewardLog
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
 from holdfast.training.run import ConfiguredRun, Setting
@@ -66,16 +66,26 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
     models = {reward.label: open_reward_model(reward, setting) for reward in named}
-    scorer = ranks.on_all_ranks(lambda: RewardScorer(setting, section, models, _logs(setting)))
+    log = ranks.on_all_ranks(lambda: RewardLog(setting))
+    pool: RewardPool | None = None
     try:
+        scorer = ranks.on_all_ranks(lambda: RewardScorer(setting, section, models, log.folder))
+        pool = scorer.pool
         ranks.on_all_ranks(scorer.start)
         if all(reward.place == "whole" for reward in named):
             ranks.close()
         answers = {each.label: each.column for each in config.reward if isinstance(each, MathConfig)}
-        yield OpenRewards(scorer.score, scorer.columns, answers, scorer.unreadable)
+
+        def score(samples: Sequence[Sample]) -> list[Scored]:
+            log.settle(pool)
+            return scorer.score(samples)
+
+        yield OpenRewards(score, scorer.columns, answers, scorer.unreadable)
         ranks.close()
     finally:
-        scorer.close()
+        if pool is not None:
+            pool.close()
+        log.close(pool)
 
 
 class RewardScorer:
@@ -95,14 +105,14 @@ class RewardScorer:
         rewards = run_file.config.reward
         functions = [reward for reward in rewards if not isinstance(reward, ModelRewardConfig)]
         self._models = models
-        self._pool = RewardPool(functions, config, run_file.base, logs) if functions else None
+        self.pool = RewardPool(functions, config, run_file.base, logs) if functions else None
         self._functions = [reward.label for reward in functions]
         self._rewards, self._config = tuple(rewards), config
 
     @property
     def columns(self) -> Mapping[str, Sequence[str]]:
         """As `OpenRewards` has them; known once started."""
-        return {} if self._pool is None else self._pool.columns
+        return {} if self.pool is None else self.pool.columns
 
     def start(self) -> None:
         """Start the processes.
@@ -110,13 +120,13 @@ class RewardScorer:
         Raises:
             ConfigError: A function cannot work.
         """
-        if self._pool is not None:
-            self._pool.start()
+        if self.pool is not None:
+            self.pool.start()
 
     def close(self) -> None:
         """End the processes."""
-        if self._pool is not None:
-            self._pool.close()
+        if self.pool is not None:
+            self.pool.close()
 
     def unreadable(self, label: str, answers: Sequence[str]) -> list[str]:
         """Return the answers that a reward of `kind: math` cannot read, or not in time.
@@ -135,8 +145,8 @@ class RewardScorer:
         Raises:
             RunStopped: As `score`.
         """
-        assert self._pool is not None
-        (outcomes,) = self._pool.outcomes(samples, only=[label])
+        assert self.pool is not None
+        (outcomes,) = self.pool.outcomes(samples, only=[label])
         return outcomes
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
@@ -147,8 +157,8 @@ class RewardScorer:
         """
         # Models come first: all ranks run the passes of a sharded one, and one whose processes died would not.
         by_label = {label: _outcomes(model, samples) for label, model in self._models.items()}
-        if self._pool is not None:
-            by_label |= zip(self._functions, self._pool.outcomes(samples), strict=True)
+        if self.pool is not None:
+            by_label |= zip(self._functions, self.pool.outcomes(samples), strict=True)
         return [
             combine(sample, [by_label[reward.label][place] for reward in self._rewards], self._rewards, self._config)
             for place, sample in enumerate(samples)
@@ -174,16 +184,3 @@ def _outcome(score: float) -> SampleOutcome:
     if is_number(score):
         return SampleOutcome(score)
     return SampleOutcome(fault="nan", message=f"gave {score}")
-
-
-def _logs(setting: Setting) -> Path:
-    """Return where reward functions print: the run's logs, or where they wait until there is a run directory.
-
-    A run that is refused before its first step must leave nothing, so no directory is made for it here.
-    """
-    launched: Path | None = setting.world.failure.directory
-    places = [setting.directory, *([] if launched is None else [launched])]
-    for place in places:
-        if (place / "logs").is_dir():
-            return place / "logs"
-    return Path(tempfile.mkdtemp(prefix="holdfast-rewards-"))
