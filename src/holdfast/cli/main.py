@@ -17,7 +17,6 @@ from holdfast.cli.checkpoint import TrustCode, checkpoint_app
 from holdfast.cli.hints import HintingGroup
 from holdfast.cli.looking import push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError
-from holdfast.quiet import hush
 
 _DASH_H = {"help_option_names": ["-h", "--help"]}
 
@@ -72,6 +71,9 @@ def before_all(
     ] = False,
 ) -> None:
     """Post-training of Hugging Face models on FSDP2. A run that starts will save, resume and export."""
+    from holdfast.quiet import hush  # not at the top: `--help` does without logging
+
+    hush()
 
 
 @app.command("init")
@@ -369,7 +371,6 @@ def model_check(
 
 def main() -> None:
     """Run the command line; a user's mistake is one paragraph, never a traceback."""
-    hush()
     try:
         app()
     except HoldfastError as error:
