@@ -195,7 +195,7 @@ def test_an_import_against_the_direction_is_told_in_a_sentence(path: str, source
         ("models/scores.py", "from holdfast.data.packing import pack"),
         ("data/rows.py", "from holdfast.data.files import find_local"),
         ("data/rows.py", "from .files import find_local"),
-        ("cli/train.py", "from holdfast.training.directory import run_directory\nimport holdfast"),
+        ("cli/running/train.py", "from holdfast.training.directory import run_directory\nimport holdfast"),
         ("training/step.py", "import torch\nfrom holdfast import types"),
     ],
 )

@@ -71,6 +71,14 @@ ROOMS = {
         policy preference
         distillation
     """,
+    "cli": """
+        hints run_file
+        after checkpoints
+        running
+        before requeue
+        beforehand looking checkpoint
+        main
+    """,
 }
 """From the lowest up; those of one line never import each other."""
 

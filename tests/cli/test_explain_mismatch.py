@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.prove import explain, replay
-from holdfast.cli.train import train
+from holdfast.cli.running.prove import explain, replay
+from holdfast.cli.running.train import train
 from holdfast.errors import ConfigError
 from holdfast.training.policy.mismatch import CAUSES
 from holdfast.training.policy.recorder import record_path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.demo import KILL_AT
+from holdfast.cli.running.demo import KILL_AT
 from holdfast.metrics.sink import read_metrics
 from tests.cli.warm import WarmPython
 from tests.report.cases import data_of, steps_of
@@ -18,7 +18,7 @@ STEPS = 80
 SHORT = """
 import sys
 from pathlib import Path
-from holdfast.cli.demo import demo
+from holdfast.cli.running.demo import demo
 
 sys.executable, *words = sys.argv[1:]
 demo(Path(words[0]), 0, *words[1:], kill_at=4)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.serve import beside
+from holdfast.cli.running.serve import beside
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError

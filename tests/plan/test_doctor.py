@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.cli.doctor import doctor
+from holdfast.cli.before.doctor import doctor
 from holdfast.errors import ConfigError
 from holdfast.launch.environment import machine_facts
 from holdfast.plan.machine import bad_pairs

@@ -59,7 +59,7 @@ def list_checkpoints(
     metric: Annotated[list[str] | None, typer.Option(help="Show this metric; may be repeated.")] = None,
 ) -> None:
     """List a run's checkpoints, oldest first, with the metrics of their steps."""
-    from holdfast.cli.checkpoint_views import listing
+    from holdfast.cli.checkpoints.views import listing
 
     for line in listing(run, metric or []):
         typer.echo(line)
@@ -92,7 +92,7 @@ def print_path(
 @checkpoint_app.command("show")
 def show(checkpoint: PathArgument) -> None:
     """Print what a checkpoint says of itself: contents, sizes, mesh, versions, metrics, tensors."""
-    from holdfast.cli.checkpoint_views import description
+    from holdfast.cli.checkpoints.views import description
 
     for line in description(checkpoint):
         typer.echo(line)
@@ -106,7 +106,7 @@ def verify(
     ] = InspectionLevel.tensors,
 ) -> None:
     """Compare a checkpoint, or every one of a run, with its manifest; exit 1 and name the tensor if it is damaged."""
-    from holdfast.cli.checkpoint_views import verification
+    from holdfast.cli.checkpoints.views import verification
 
     lines, whole = verification(path, level.value)
     for line in lines:
@@ -212,7 +212,7 @@ def check(
     Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face.
     Nothing is written, and nothing that a pickle asks for is run.
     """
-    from holdfast.cli import foreign_views
+    from holdfast.cli.checkpoints import foreign_views
 
     checkpoint = foreign_views.checked(directory, level.value, base)
     for line in [foreign_views.as_json(checkpoint)] if as_json else foreign_views.lines(checkpoint):
@@ -243,7 +243,7 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
     ] = None,
 ) -> None:
     """Make another system's checkpoint one of ours, or a model directory; its own files stay as they are."""
-    from holdfast.cli.foreign_views import export_checked, import_checked
+    from holdfast.cli.checkpoints.foreign_views import export_checked, import_checked
 
     if (run is None) == (export_to is None):
         raise ConfigError("Give one of --as RUN.yaml, for a run that continues it, and --export OUT, for a model.")
@@ -290,7 +290,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
     """Delete older checkpoints; pinned ones, the newest verified one and what the run resumed from stay."""
-    from holdfast.cli.checkpoint_views import pruned
+    from holdfast.cli.checkpoints.views import pruned
 
     for line in pruned(run, keep_last, keep_every, keep_best or [], mode, dry_run=dry_run):
         typer.echo(line)
@@ -303,7 +303,7 @@ def pin(
     remove: Annotated[bool, typer.Option("--remove", help="Let retention delete it again.")] = False,
 ) -> None:
     """Keep a checkpoint whatever retention says."""
-    from holdfast.cli.checkpoint_views import pinned
+    from holdfast.cli.checkpoints.views import pinned
 
     typer.echo(pinned(run, step, remove=remove))
 

@@ -38,7 +38,7 @@ def push(
     ] = False,
 ) -> None:
     """Upload an exported model to the Hugging Face hub, privately, and verify what arrived."""
-    from holdfast.cli.push import push as push_export
+    from holdfast.cli.after.push import push as push_export
 
     for line in push_export(export, repository, public=public, overwrite=overwrite):
         typer.echo(line)
@@ -50,7 +50,7 @@ def list_runs(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
-    from holdfast.cli import runs
+    from holdfast.cli.after import runs
 
     runs.list_runs(directory, as_json=as_json)
 
@@ -61,7 +61,7 @@ def compare_runs(
     second: Annotated[Path, typer.Argument(metavar="OTHER_RUN_DIR", help="Another one.")],
 ) -> None:
     """Compare two runs: configuration, environment, numbers at equal steps, and the first step that differs."""
-    from holdfast.cli.compare import compare
+    from holdfast.cli.after.compare import compare
     from holdfast.report.reading import read_run
 
     for line in compare(read_run(first), read_run(second)):

@@ -86,7 +86,7 @@ def init_run(
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
 ) -> None:
     """Write a first configuration from what a model and the first rows show, with the reasons."""
-    from holdfast.cli.first_file import write_first_file
+    from holdfast.cli.run_file.first_file import write_first_file
 
     write_first_file(verb, model, data, output)
 
@@ -94,7 +94,7 @@ def init_run(
 @app.command()
 def sft(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Supervised fine-tuning."""
-    from holdfast.cli.train import train
+    from holdfast.cli.running.train import train
 
     raise typer.Exit(train("sft", run, overrides or [], model, data))
 
@@ -102,7 +102,7 @@ def sft(run: OptionalRunFile = None, overrides: Overrides = None, model: Model =
 @app.command()
 def dpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Training on preferences between answers: DPO and its kin."""
-    from holdfast.cli.train import train
+    from holdfast.cli.running.train import train
 
     raise typer.Exit(train("dpo", run, overrides or [], model, data))
 
@@ -110,7 +110,7 @@ def dpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model =
 @app.command()
 def reward(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Training of a reward model on preferences between answers."""
-    from holdfast.cli.train import train
+    from holdfast.cli.running.train import train
 
     raise typer.Exit(train("reward", run, overrides or [], model, data))
 
@@ -118,7 +118,7 @@ def reward(run: OptionalRunFile = None, overrides: Overrides = None, model: Mode
 @app.command()
 def grpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Reinforcement learning from rewards of sampled completions: GRPO and its kin."""
-    from holdfast.cli.train import train
+    from holdfast.cli.running.train import train
 
     raise typer.Exit(train("grpo", run, overrides or [], model, data))
 
@@ -126,7 +126,7 @@ def grpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model 
 @app.command()
 def distill(run: RunFile, overrides: Overrides = None) -> None:
     """Distillation of a teacher into a student, on rows or on what the student writes."""
-    from holdfast.cli.train import train
+    from holdfast.cli.running.train import train
 
     raise typer.Exit(train("distill", run, overrides or []))
 
@@ -134,7 +134,7 @@ def distill(run: RunFile, overrides: Overrides = None) -> None:
 @app.command()
 def serve(run: RunFile, overrides: Overrides = None) -> None:
     """Start the servers of vLLM that a run samples from, until Ctrl-C or SIGTERM; weights come from the run."""
-    from holdfast.cli.serve import serve as serve_run
+    from holdfast.cli.running.serve import serve as serve_run
 
     raise typer.Exit(serve_run(run, overrides or []))
 
@@ -145,7 +145,7 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a model on the run's evaluation sets, and write its completions."""
-    from holdfast.cli.train import train_from
+    from holdfast.cli.running.train import train_from
 
     raise typer.Exit(train_from("eval", target, overrides or []))
 
@@ -162,7 +162,7 @@ def prove(
     ] = None,
 ) -> None:
     """Kill a run, resume it, and compare it bit for bit with one that was not killed; exit 1 if they differ."""
-    from holdfast.cli.prove import prove as prove_run
+    from holdfast.cli.running.prove import prove as prove_run
 
     raise typer.Exit(
         prove_run(
@@ -182,7 +182,7 @@ def replay(
     step: Annotated[int, typer.Option(min=1, help="Which step to make again.")],
 ) -> None:
     """Make one recorded step again, on one CPU process, and compare its loss and gradient; exit 1 if they differ."""
-    from holdfast.cli.prove import replay as replay_step
+    from holdfast.cli.running.prove import replay as replay_step
 
     raise typer.Exit(replay_step(directory, step))
 
@@ -193,7 +193,7 @@ def explain_mismatch(
     step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
 ) -> None:
     """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
-    from holdfast.cli.prove import explain
+    from holdfast.cli.running.prove import explain
 
     raise typer.Exit(explain(directory, step))
 
@@ -215,8 +215,8 @@ def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Complete prompts with a trained model, by plain transformers; without a prompt, a line of standard input."""
-    from holdfast.cli.generate import generate as complete
-    from holdfast.cli.plain_generation import CompletionRequest
+    from holdfast.cli.after.generate import generate as complete
+    from holdfast.cli.after.plain_generation import CompletionRequest
 
     decoding = (max_new_tokens, temperature, top_p, seed)
     complete(target, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)
@@ -228,7 +228,7 @@ def run_demo(
     seed: Annotated[int, typer.Option(min=0, help="Of both runs.")] = 0,
 ) -> None:
     """Show the main job on the CPU: SFT, GRPO, a rank killed on the way, resume, verification, export."""
-    from holdfast.cli.demo import demo
+    from holdfast.cli.running.demo import demo
 
     raise typer.Exit(demo(directory, seed))
 
@@ -255,7 +255,7 @@ def run_by_slurm(  # noqa: PLR0913, PLR0917 - each is an option of the command
     to_submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch instead of printing it.")] = False,
 ) -> None:
     """Print a batch job for Slurm that requeues itself until the run is done, or submit it."""
-    from holdfast.cli.launch import Ask, launch_slurm
+    from holdfast.cli.running.launch import Ask, launch_slurm
 
     launch_slurm(run, overrides or [], Ask(nodes, gpus_per_node, time, interface), to_submit=to_submit)
 
@@ -271,7 +271,7 @@ def run_by_ray(  # noqa: PLR0913, PLR0917 - each is an option of the command
     ] = None,
 ) -> None:
     """Run on a Ray cluster, an actor a rank, and end with the run's exit code."""
-    from holdfast.cli.launch import launch_on_ray
+    from holdfast.cli.running.launch import launch_on_ray
     from holdfast.launch.ray import RayAsk
 
     raise typer.Exit(launch_on_ray(run, overrides or [], RayAsk(ranks, gpus_per_rank, address)))
@@ -280,7 +280,7 @@ def run_by_ray(  # noqa: PLR0913, PLR0917 - each is an option of the command
 @config_app.command("show")
 def config_show(run: RunFile, overrides: Overrides = None) -> None:
     """Print the whole tree, defaults included."""
-    from holdfast.cli.inspect import show_config
+    from holdfast.cli.run_file.inspect import show_config
 
     typer.echo(show_config(run, overrides or []), nl=False)
 
@@ -288,7 +288,7 @@ def config_show(run: RunFile, overrides: Overrides = None) -> None:
 @config_app.command("schema")
 def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")] = "sft") -> None:
     """Print the tree's JSON schema, for editors and agents."""
-    from holdfast.cli.inspect import schema
+    from holdfast.cli.run_file.inspect import schema
 
     typer.echo(schema(verb))
 
@@ -299,7 +299,7 @@ def config_diff(
     second: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
     """Print the keys in which two runs differ; exit 1 if they do."""
-    from holdfast.cli.inspect import diff_configs
+    from holdfast.cli.run_file.inspect import diff_configs
 
     lines = diff_configs(first, second)
     for line in lines:
@@ -318,7 +318,7 @@ def config_import(
     to: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="Where to write it; default: print it.")] = None,
 ) -> None:
     """Write another system's file as ours, key by key with what differs; exit 1 if it needs a hand before it loads."""
-    from holdfast.cli.config_import import import_config
+    from holdfast.cli.run_file.config_import import import_config
 
     raise typer.Exit(import_config(file, system, verb, ranks, to))
 
@@ -330,7 +330,7 @@ def data_preview(
     row: Annotated[int, typer.Option(min=0, help="Which row of the first source, from 0.")] = 0,
 ) -> None:
     """Print one row as tokens; trained ones are coloured."""
-    from holdfast.cli.inspect import preview
+    from holdfast.cli.run_file.inspect import preview
 
     preview(run, overrides or [], row)
 
@@ -342,7 +342,7 @@ def data_check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - typer's way
 ) -> None:
     """Read all rows as the run will, before any weight; exit 1 if it would stop at one of them."""
-    from holdfast.cli.data_check import check_data
+    from holdfast.cli.run_file.data_check import check_data
 
     raise typer.Exit(check_data(run, overrides or [], as_json=as_json))
 
@@ -350,7 +350,7 @@ def data_check(
 @model_app.command("parameters")
 def model_parameters(run: RunFile, overrides: Overrides = None) -> None:
     """Print every parameter's name, shape, and whether it is trained."""
-    from holdfast.cli.inspect import parameters
+    from holdfast.cli.run_file.inspect import parameters
 
     for line in parameters(run, overrides or []):
         typer.echo(line)
@@ -364,7 +364,7 @@ def model_check(
     overrides: Overrides = None,
 ) -> None:
     """Look at a model as a run does before step 1, large ones on a small configuration; exit 1 if it is refused."""
-    from holdfast.cli.inspect import check
+    from holdfast.cli.run_file.inspect import check
 
     raise typer.Exit(check(target, overrides or []))
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.cli.runs import last_step, read_events
+from holdfast.cli.after.runs import last_step, read_events
 from holdfast.files import append_text
 from holdfast.metrics.sink import METRICS
 from holdfast.report.state import state_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.config_import import run_yaml
+from holdfast.cli.run_file.config_import import run_yaml
 from holdfast.config.conversion.convert import Converted, convert
 from holdfast.config.load import load_config
 from holdfast.config.verbs.roots import ROOTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.cli.config_import import run_yaml
+from holdfast.cli.run_file.config_import import run_yaml
 from holdfast.config.conversion.convert import convert
 from holdfast.config.yaml12 import parse_text
 

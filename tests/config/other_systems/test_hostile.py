@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.config_import import run_yaml
+from holdfast.cli.run_file.config_import import run_yaml
 from holdfast.config.conversion.convert import convert
 from holdfast.config.load import from_mapping
 from holdfast.config.other_systems.table import READABLE, VERBS, load_key_table

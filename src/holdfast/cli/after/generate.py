@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.plain_generation import (
+from holdfast.cli.after.plain_generation import (
     Completion,
     CompletionRequest,
     load_model,

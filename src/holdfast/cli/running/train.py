@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.run_page import starts, write_at_end
-from holdfast.cli.serve import beside, refuse_starting
-from holdfast.cli.worker import work
+from holdfast.cli.running.run_page import starts, write_at_end
+from holdfast.cli.running.serve import beside, refuse_starting
+from holdfast.cli.running.worker import work
 from holdfast.config.base import Section
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
 from holdfast.config.sections.data import SourceConfig
@@ -52,7 +52,7 @@ def train(
             f"`holdfast {verb}` takes a file, `holdfast {verb} RUN.yaml`, or a model and rows instead of one: "
             f"`holdfast {verb} --model MODEL --data ROWS.jsonl steps=100`."
         )
-    from holdfast.cli.first_file import suggest
+    from holdfast.cli.run_file.first_file import suggest
 
     tree = suggest(verb, model, data, Path.cwd(), verb).tree
     del tree["verb"]
@@ -125,7 +125,7 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
-        command = [sys.executable, "-m", "holdfast.cli.worker", verb, str(file), str(loaded.base)]
+        command = [sys.executable, "-m", "holdfast.cli.running.worker", verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
         with beside(loaded):
             return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))

@@ -59,9 +59,9 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
 
 
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
-    from holdfast.cli.data_check import survey_of
-    from holdfast.cli.plan import NoPlan, options_here, planned_apart
-    from holdfast.cli.train import check_paths
+    from holdfast.cli.before.plan import NoPlan, options_here, planned_apart
+    from holdfast.cli.run_file.data_check import survey_of
+    from holdfast.cli.running.train import check_paths
     from holdfast.plan.findings import Check, fail, ok, warn
     from holdfast.plan.inputs import Looked, checks_of_run
     from holdfast.plan.machine import checks_of_machine

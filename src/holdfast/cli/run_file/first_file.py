@@ -343,7 +343,7 @@ def _choose_steps(draft: FirstFile, verb: str, rows: int) -> None:
 
 def _survey(tree: Mapping[str, Any], verb: str, base: Path) -> tuple[Survey, int | None]:
     """Return what the first rows come to, and how many positions the model has."""
-    from holdfast.cli.data_check import survey_of
+    from holdfast.cli.run_file.data_check import survey_of
     from holdfast.models.build.model import configured
 
     values = {key: value for key, value in tree.items() if key != "verb"}

@@ -1,6 +1,6 @@
 """Write what a server needs of a run's model: configuration and tokenizer, and no weights.
 
-    python -m holdfast.cli.server_files CONFIG.json BASE DIRECTORY
+    python -m holdfast.cli.running.server_files CONFIG.json BASE DIRECTORY
 
 A process of its own, since it imports torch and whoever starts servers does not.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from holdfast.cli.train import check_paths
+from holdfast.cli.running.train import check_paths
 from holdfast.config.verbs.roots import load_run, verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.launch.environment import resolve_ranks

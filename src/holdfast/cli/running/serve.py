@@ -95,7 +95,7 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
         folder = Path(name)
         file, model = folder / "config.json", folder / "model"
         file.write_text(json.dumps(as_plain(config)), encoding="utf-8")
-        command = [sys.executable, "-m", "holdfast.cli.server_files", str(file), str(loaded.base), str(model)]
+        command = [sys.executable, "-m", "holdfast.cli.running.server_files", str(file), str(loaded.base), str(model)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode != 0:
             raise ConfigError(made.stderr.strip().splitlines()[-1] if made.stderr.strip() else "No model for servers.")

@@ -1,0 +1,1 @@
+"""What `holdfast checkpoint` prints, pins and deletes."""

@@ -1,0 +1,1 @@
+"""Verbs that start ranks and servers, and what runs in these processes."""
