@@ -66,7 +66,7 @@ def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
 
 @app.callback()
 def before_all(
-    version: Annotated[  # noqa: FBT002 - typer's way
+    version: Annotated[  # noqa: ARG001, FBT002 - typer's way
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print Holdfast's own version.")
     ] = False,
 ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from holdfast.rewards.combine import combine
 from holdfast.rewards.processes.pool import RewardPool
 from holdfast.rewards.serving.in_process import RewardsHere
 from holdfast.training.build.begin import Live
-from holdfast.training.policy.reward_log import RewardLog
+from holdfast.training.directory import LOGS, is_run
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
 from holdfast.training.run import ConfiguredRun, Setting
@@ -57,12 +59,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         ranks.close()
         yield OpenRewards(here.score, here.columns)
         return
-    if section.workers == "auto":
-        cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
-        section = section.model_copy(update={"workers": min(_MOST_WORKERS, max(1, cores))})
-    if section.step_timeout_seconds == "auto" and world.size > 1:
-        longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes
-        section = section.model_copy(update={"step_timeout_seconds": longest})
+    section = _limits(config, world)
     named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
     models = {reward.label: open_reward_model(reward, setting) for reward in named}
@@ -86,6 +83,18 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         if pool is not None:
             pool.close()
         log.close(pool)
+
+
+def _limits(config: GRPOConfig, world: World) -> RewardPoolConfig:
+    """Return how many processes this rank may have, and how long all other ranks may wait for them."""
+    section = config.rewards
+    if section.workers == "auto":
+        cores = len(os.sched_getaffinity(0)) // (world.local_size or world.size)
+        section = section.model_copy(update={"workers": min(_MOST_WORKERS, max(1, cores))})
+    if section.step_timeout_seconds == "auto" and world.size > 1:
+        longest = _SHARE_OF_WAIT * 60 * config.launch.timeout_minutes
+        section = section.model_copy(update={"step_timeout_seconds": longest})
+    return section
 
 
 class RewardScorer:
@@ -184,3 +193,61 @@ def _outcome(score: float) -> SampleOutcome:
     if is_number(score):
         return SampleOutcome(score)
     return SampleOutcome(fault="nan", message=f"gave {score}")
+
+
+class RewardLog:
+    """Owns the folder that the functions of one rank print into: the run's logs, or a hidden one until there are any.
+
+    A run that is refused before its first step must leave nothing, so no run directory is made for a log. The hidden
+    folder stands where the run directory will, or at the nearest folder above: a file into which functions print can
+    be renamed, and only within its file system.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        launched: Path | None = setting.world.failure.directory
+        self._run = setting.directory.absolute()
+        self._hidden: Path | None = None
+        places = [place / LOGS for place in (self._run, launched) if place is not None]
+        existing = next((place for place in places if place.is_dir()), None)
+        if existing is None:
+            existing = self._hidden = _hidden_folder(self._run)
+        self.folder = existing
+
+    def settle(self, pool: RewardPool | None) -> None:
+        """Move the log into the run's as soon as there is a run directory; functions go on printing into it."""
+        if pool is None or self._hidden is None:
+            return
+        with suppress(OSError):  # another file system: it moves when nobody prints any more
+            if is_run(self._run):
+                pool.move_log(self._logs())
+                self._leave()
+
+    def close(self, pool: RewardPool | None) -> None:
+        """Leave the hidden folder, when the functions have ended; a log that a message names stays."""
+        if self._hidden is None:
+            return
+        with suppress(OSError):  # a full disk: it stays where it is
+            if pool is not None and pool.log_path.exists():
+                if is_run(self._run):
+                    shutil.move(pool.log_path, self._logs())
+                elif pool.log_is_named:
+                    return
+            self._leave()
+
+    def _logs(self) -> Path:
+        logs = self._run / LOGS
+        logs.mkdir(exist_ok=True)
+        return logs
+
+    def _leave(self) -> None:
+        assert self._hidden is not None
+        shutil.rmtree(self._hidden)
+        self._hidden = None
+
+
+def _hidden_folder(run_directory: Path) -> Path:
+    try:
+        above = next(path for path in run_directory.parents if path.is_dir())
+        return Path(tempfile.mkdtemp(prefix=f".{run_directory.name}.rewards-", dir=above))
+    except OSError:  # not writable: the run is about to say so
+        return Path(tempfile.mkdtemp(prefix="holdfast-rewards-"))
