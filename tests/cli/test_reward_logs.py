@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
+from holdfast.rewards.base import Sample
+from holdfast.rewards.processes.pool import RewardPool
+from holdfast.training.policy.rewards import RewardLog
 from tests.cli.conftest import TINY, write_run
 from tests.cli.warm import Done, WarmPython, run
 
@@ -20,11 +25,21 @@ import os
 print("imported", flush=True)
 
 def reward(completion):
-    print("prints into", os.readlink("/proc/self/fd/1"), flush=True)
+    print(os.getpid(), "prints into", os.readlink("/proc/self/fd/1"), flush=True)
     return float(len(completion))
 """
 SCRIPT = "import json, sys; import holdfast; holdfast.grpo(json.loads(sys.argv[1]))"
+LEFT = "holdfast-rewards-*"
 STEPS, BATCH, GROUP = 3, 4, 2
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder for temporary files that no other test uses."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -51,14 +66,9 @@ def call(how: str, warm: WarmPython, policy: dict[str, Any], place: Path) -> Don
     return run([*TORCHRUN, warm.program, *words], cwd=place) if how == "torchrun" else warm.run(*words, cwd=place)
 
 
-def hidden(place: Path) -> list[Path]:
-    """Return what stands hidden anywhere in a folder, but for what belongs to checkpoints."""
-    return [path for path in place.rglob(".*") if path.name not in (".lease.json", ".metadata")]
-
-
 @pytest.mark.parametrize("how", ["call", "torchrun", "command"])
 def test_they_are_the_runs_while_functions_print(
-    warm: WarmPython, tmp_path: Path, policy: dict[str, Any], how: str
+    warm: WarmPython, tmp_path: Path, temporary: Path, policy: dict[str, Any], how: str
 ) -> None:
     done = call(how, warm, policy, tmp_path)
 
@@ -71,11 +81,13 @@ def test_they_are_the_runs_while_functions_print(
         printed = re.findall("prints into (.*)", text)
         assert printed[-1] == str(path), "moved while the functions printed"
     assert sum(text.count("prints into") for text in texts.values()) >= STEPS * BATCH * GROUP
-    assert hidden(tmp_path) == []
+    assert list(temporary.glob(LEFT)) == []
 
 
 @pytest.mark.parametrize("how", ["call", "torchrun", "command"])
-def test_a_run_that_is_refused_leaves_none(warm: WarmPython, tmp_path: Path, policy: dict[str, Any], how: str) -> None:
+def test_a_run_that_is_refused_leaves_none(
+    warm: WarmPython, tmp_path: Path, temporary: Path, policy: dict[str, Any], how: str
+) -> None:
     policy["model"]["freeze"] = ["nothing.of.this.name"]
 
     done = call(how, warm, policy, tmp_path)
@@ -83,12 +95,38 @@ def test_a_run_that_is_refused_leaves_none(warm: WarmPython, tmp_path: Path, pol
     assert done.code != 0
     assert "nothing.of.this.name" in done.err
     assert not (tmp_path / "made").exists()
-    assert hidden(tmp_path) == []
+    assert list(temporary.glob(LEFT)) == []
+
+
+def test_a_machine_that_has_the_logs_of_its_ranks_alone_gets_it_and_no_worker_starts_again(
+    tmp_path: Path, temporary: Path, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no disk is shared, other machines than the first have no more of a run."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    sample = Sample(0, "question", "text", [1], [2], "stop", {})
+    log = RewardLog(tmp_path / "run", None)
+    with RewardPool(
+        [UserRewardConfig(path="rewards.py:reward")], RewardPoolConfig(workers=1), tmp_path, log.folder
+    ) as pool:
+        pool.score([sample])
+        log.settle(pool)
+        first = pool.log_path
+        (tmp_path / "run" / "logs").mkdir(parents=True)
+        log.settle(pool)
+        pool.score([sample])
+    log.close(pool)
+
+    assert first.is_relative_to(temporary)
+    assert pool.log_path.parent == tmp_path / "run" / "logs"
+    lines = pool.log_path.read_text().splitlines()
+    worker = lines[1].split()[0]
+    assert lines == ["imported", f"{worker} prints into {first}", f"{worker} prints into {pool.log_path}"]
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("how", ["call", "torchrun", "command"])
 def test_an_import_that_ends_its_process_is_quoted(
-    warm: WarmPython, tmp_path: Path, policy: dict[str, Any], how: str
+    warm: WarmPython, tmp_path: Path, temporary: Path, policy: dict[str, Any], how: str
 ) -> None:
     (tmp_path / "rewards.py").write_text("import os\nprint('the last word', flush=True)\nos._exit(5)\n")
 
@@ -96,11 +134,13 @@ def test_an_import_that_ends_its_process_is_quoted(
 
     assert done.code != 0
     assert "ended the process with exit code 5. It printed last: the last word. " in done.err
-    assert hidden(tmp_path) == []
+    assert list(temporary.glob(LEFT)) == []
 
 
 @pytest.mark.parametrize("how", ["call", "torchrun", "command"])
-def test_one_that_a_message_names_is_there(warm: WarmPython, tmp_path: Path, policy: dict[str, Any], how: str) -> None:
+def test_one_that_a_message_names_is_there(
+    warm: WarmPython, tmp_path: Path, temporary: Path, policy: dict[str, Any], how: str
+) -> None:
     """The process that keeps the workers is killed by what they run."""
     lines = REWARD.replace("return float", "os.kill(os.getppid(), 9)\n    return float")
     (tmp_path / "rewards.py").write_text(lines)
@@ -110,5 +150,6 @@ def test_one_that_a_message_names_is_there(warm: WarmPython, tmp_path: Path, pol
     assert done.code != 0
     named = re.search(r"Read (\S*rewards-\S*\.log)", done.err)
     assert named is not None, done.err
+    assert len(list(temporary.glob(LEFT))) == {"call": 1, "torchrun": 2, "command": 0}[how]
     place = tmp_path / "made" / "by" / "the" / "run" / "printing" / named.group(1)
     assert "prints into" in place.read_text()

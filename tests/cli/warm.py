@@ -20,6 +20,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -170,6 +171,7 @@ def _become(arguments: list[str], environment: dict[str, str], directory: str, o
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # which the waiting process may have looked up in an environment of its own
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     code = 0

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -65,6 +66,9 @@ class RewardPool:
         """What reward functions print, tracebacks of those that raise included."""
         self.log_is_named = False
         """Whether an error sends its reader to the log."""
+        self._new_log: str | None = None
+        self._log_start = 0
+        """Bytes that an earlier process of the same number has left in the log."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -84,6 +88,7 @@ class RewardPool:
         if self._process is not None:
             return
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = [*_ENVIRONMENT, sys.executable, "-m", "holdfast.rewards.serving.worker", str(self.log_path)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -131,12 +136,14 @@ class RewardPool:
         return [place for place, each in enumerate(self._rewards) if only is None or each.label in only]
 
     def move_log(self, folder: Path) -> None:
-        """Move the log into another folder of its file system; functions go on printing into it.
+        """Copy the log into another folder, and let functions print there from the next request on.
 
         Raises:
-            OSError: It cannot be renamed.
+            OSError: It cannot be copied.
         """
-        self.log_path = self.log_path.rename(folder / self.log_path.name)
+        target = folder / self.log_path.name
+        shutil.copyfile(self.log_path, target)
+        self.log_path, self._new_log = target, str(target)
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""
@@ -163,7 +170,7 @@ class RewardPool:
     def _ask(self, asked: Sequence[int], packed: Sequence[bytes]) -> list[list[SampleOutcome]]:
         requests, replies = self._channels()
         try:
-            framing.write(requests, pickle.dumps((asked, packed)), self._silent_seconds)
+            framing.write(requests, pickle.dumps((asked, packed, self._new_log)), self._silent_seconds)
             reply = self._answer(replies)
         except BrokenPipeError:
             reply = None
@@ -237,7 +244,9 @@ class RewardPool:
     def _printed(self) -> str:
         """Return the end of the log for a message: a run that is refused leaves no log behind."""
         with contextlib.suppress(OSError):
-            lines = self.log_path.read_bytes()[-_MOST_SHOWN_BYTES:].decode(errors="replace").strip().splitlines()
+            with self.log_path.open("rb") as log:
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _MOST_SHOWN_BYTES))
+                lines = log.read(_MOST_SHOWN_BYTES).decode(errors="replace").strip().splitlines()
             if lines:
                 return f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}."
         return ""

@@ -45,15 +45,28 @@ from holdfast.rewards.scorers import ReadyReward
 def serve(channel: int, scorers: Sequence[ReadyReward]) -> None:
     """Answer tasks until the supervisor closes the channel.
 
-    A task is a pickled pair: index of the reward, and one pickled sample after the other.
+    A task is a pickled triple: index of the reward, one pickled sample after the other, and where functions print if
+    that is not where they printed at the start.
     """
-    own = os.getpid()
+    own, log = os.getpid(), None
     while (payload := framing.read_frame(channel)) is not None:
-        reward, packed = pickle.loads(payload)  # noqa: S301 - from our own parent
+        reward, packed, new_log = pickle.loads(payload)  # noqa: S301 - from our own parent
+        if new_log != log:
+            log = new_log
+            print_into(log)
         _Task(channel, scorers[reward], own).run(packed)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the user's code
             sys.stdout.flush()
         framing.write(channel, json.dumps({"done": True}).encode())
+
+
+def print_into(log: str) -> None:
+    """Let this process and those that it forks print into another file; where it cannot be opened, change nothing."""
+    with contextlib.suppress(OSError):
+        printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for descriptor in (1, 2):
+            os.dup2(printed, descriptor)
+        os.close(printed)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from holdfast.rewards.serving.fork_server import (
     Worker,
     fork,
     how_worker_ended,
+    print_into,
     was_killed,
 )
 
@@ -56,6 +57,8 @@ class Supervisor:
         self._selector.register(requests, selectors.EVENT_READ)
         self._workers: dict[int, Worker] = {}
         self._samples: list[bytes] = []
+        self._log: str | None = None
+        """Where functions print, if that is not where they printed at the start."""
         self._queue: deque[Task] = deque()
         self._outcomes: list[list[SampleOutcome | None]] | None = None
         """[reward][sample] of the request under way."""
@@ -98,7 +101,10 @@ class Supervisor:
         received = os.read(self._requests, _RECEIVED_BYTES)
         self._is_wanted = bool(received)
         for message in self._incoming.feed(received):
-            asked, self._samples = pickle.loads(message)  # noqa: S301 - from our own parent
+            asked, self._samples, log = pickle.loads(message)  # noqa: S301 - from our own parent
+            if log != self._log:
+                self._log = log
+                print_into(log)
             count = len(self._samples)
             self._outcomes = [[None] * count if reward in asked else [] for reward in range(len(self._scorers))]
             self._missing = count * len(asked)
@@ -122,7 +128,7 @@ class Supervisor:
             worker.task = self._queue.popleft()
             worker.waiting = list(worker.task.samples)
             worker.outgoing = framing.frame(
-                pickle.dumps((worker.task.reward, [self._samples[place] for place in worker.task.samples]))
+                pickle.dumps((worker.task.reward, [self._samples[place] for place in worker.task.samples], self._log))
             )
             self._give_time(worker)
             self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)

@@ -63,7 +63,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
     models = {reward.label: open_reward_model(reward, setting) for reward in named}
-    log = ranks.on_all_ranks(lambda: RewardLog(setting))
+    log = ranks.on_all_ranks(lambda: RewardLog(setting.directory, setting.world.failure.directory))
     pool: RewardPool | None = None
     try:
         scorer = ranks.on_all_ranks(lambda: RewardScorer(setting, section, models, log.folder))
@@ -80,9 +80,11 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         yield OpenRewards(score, scorer.columns, answers, scorer.unreadable)
         ranks.close()
     finally:
-        if pool is not None:
-            pool.close()
-        log.close(pool)
+        try:
+            if pool is not None:
+                pool.close()
+        finally:
+            log.close(pool)
 
 
 def _limits(config: GRPOConfig, world: World) -> RewardPoolConfig:
@@ -196,58 +198,44 @@ def _outcome(score: float) -> SampleOutcome:
 
 
 class RewardLog:
-    """Owns the folder that the functions of one rank print into: the run's logs, or a hidden one until there are any.
+    """Where the functions of one rank print: the run's logs, or a temporary folder until there are any.
 
-    A run that is refused before its first step must leave nothing, so no run directory is made for a log. The hidden
-    folder stands where the run directory will, or at the nearest folder above: a file into which functions print can
-    be renamed, and only within its file system.
+    A run that is refused before its first step must leave nothing, so no run directory is made for a log. Under a
+    launcher the log is born among the launcher's, which moves them; elsewhere it moves before the first request after
+    the run's directory was made, which may be on another file system.
+
+    Args:
+        run_directory: Whether it is there or not.
+        launched: The directory of the launcher, if one on this machine started all ranks.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        launched: Path | None = setting.world.failure.directory
-        self._run = setting.directory.absolute()
-        self._hidden: Path | None = None
-        places = [place / LOGS for place in (self._run, launched) if place is not None]
-        existing = next((place for place in places if place.is_dir()), None)
-        if existing is None:
-            existing = self._hidden = _hidden_folder(self._run)
-        self.folder = existing
+    def __init__(self, run_directory: Path, launched: Path | None) -> None:
+        self._run = run_directory.absolute()
+        self._temporary: Path | None = None
+        self._is_settled = (self._run / LOGS).is_dir()
+        if self._is_settled:
+            self.folder = self._run / LOGS
+        elif launched is not None and (launched / LOGS).is_dir():
+            self.folder = launched / LOGS
+        else:
+            self.folder = self._temporary = Path(tempfile.mkdtemp(prefix="holdfast-rewards-"))
 
     def settle(self, pool: RewardPool | None) -> None:
-        """Move the log into the run's as soon as there is a run directory; functions go on printing into it."""
-        if pool is None or self._hidden is None:
-            return
-        with suppress(OSError):  # another file system: it moves when nobody prints any more
-            if is_run(self._run):
-                pool.move_log(self._logs())
-                self._leave()
-
-    def close(self, pool: RewardPool | None) -> None:
-        """Leave the hidden folder, when the functions have ended; a log that a message names stays."""
-        if self._hidden is None:
+        """Move the log into the run's as soon as there is a run directory."""
+        logs = self._run / LOGS
+        # Without a shared disk a machine may have the logs of its ranks and no more.
+        if self._is_settled or pool is None or not (is_run(self._run) or logs.is_dir()):
             return
         with suppress(OSError):  # a full disk: it stays where it is
-            if pool is not None and pool.log_path.exists():
-                if is_run(self._run):
-                    shutil.move(pool.log_path, self._logs())
-                elif pool.log_is_named:
-                    return
-            self._leave()
+            if self._temporary is None:
+                pool.log_path = logs / pool.log_path.name
+            else:
+                logs.mkdir(exist_ok=True)
+                pool.move_log(logs)
+            self._is_settled = True
 
-    def _logs(self) -> Path:
-        logs = self._run / LOGS
-        logs.mkdir(exist_ok=True)
-        return logs
-
-    def _leave(self) -> None:
-        assert self._hidden is not None
-        shutil.rmtree(self._hidden)
-        self._hidden = None
-
-
-def _hidden_folder(run_directory: Path) -> Path:
-    try:
-        above = next(path for path in run_directory.parents if path.is_dir())
-        return Path(tempfile.mkdtemp(prefix=f".{run_directory.name}.rewards-", dir=above))
-    except OSError:  # not writable: the run is about to say so
-        return Path(tempfile.mkdtemp(prefix="holdfast-rewards-"))
+    def close(self, pool: RewardPool | None) -> None:
+        """Remove the temporary folder; a log that a message names and that has no other place stays."""
+        self.settle(pool)
+        if self._temporary is not None and (self._is_settled or pool is None or not pool.log_is_named):
+            shutil.rmtree(self._temporary, ignore_errors=True)
