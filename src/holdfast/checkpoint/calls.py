@@ -60,7 +60,7 @@ def late_ranks_named(call: str, raised: type[HoldfastError], aside: str = "") ->
             raise
         did = "waited until its time was over" if timed_out(error) else "lost another rank"
         late = "; ".join(map(_words, heartbeat.missing())) or "all ranks are there, so look at network and disk"
-        first_line = str(error).strip().splitlines()[0]
+        first_line = str(error).strip().partition("\n")[0]
         raise raised(f"rank {rank} {did} in phase {now[0]!r} of checkpoint.{call}: {late} ({first_line}).") from error
     finally:
         heartbeat.stop()
