@@ -28,7 +28,7 @@ def reward(completion):
     print(os.getpid(), "prints into", os.readlink("/proc/self/fd/1"), flush=True)
     return float(len(completion))
 """
-SCRIPT = "import json, sys; import holdfast; holdfast.grpo(json.loads(sys.argv[1]))"
+SCRIPT = "import json, sys\nimport holdfast\n\nholdfast.grpo(json.loads(sys.argv[1]))\n"
 LEFT = "holdfast-rewards-*"
 STEPS, BATCH, GROUP = 3, 4, 2
 
@@ -61,7 +61,8 @@ def call(how: str, warm: WarmPython, policy: dict[str, Any], place: Path) -> Don
     """Carry out a run as one call, as two ranks under torchrun, or by the command, which has a launcher."""
     write_run(place / "run.yaml", policy)
     if how == "call":
-        return warm.run("-c", SCRIPT, json.dumps(policy), cwd=place)
+        (place / "call.py").write_text(SCRIPT)
+        return warm.run("call.py", json.dumps(policy), cwd=place)
     words = ["-m", "holdfast.cli.main", "grpo", "run.yaml"]
     return run([*TORCHRUN, warm.program, *words], cwd=place) if how == "torchrun" else warm.run(*words, cwd=place)
 
