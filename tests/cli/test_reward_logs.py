@@ -85,7 +85,7 @@ def test_they_are_the_runs_while_functions_print(
     assert list(temporary.glob(LEFT)) == []
 
 
-@pytest.mark.parametrize("how", ["call", "torchrun", "command"])
+@pytest.mark.parametrize("how", ["call", "command"])
 def test_a_run_that_is_refused_leaves_none(
     warm: WarmPython, tmp_path: Path, temporary: Path, policy: dict[str, Any], how: str
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_machine_that_has_the_logs_of_its_ranks_alone_gets_it_and_no_worker_st
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("how", ["call", "torchrun", "command"])
+@pytest.mark.parametrize("how", ["call", "command"])
 def test_an_import_that_ends_its_process_is_quoted(
     warm: WarmPython, tmp_path: Path, temporary: Path, policy: dict[str, Any], how: str
 ) -> None:
