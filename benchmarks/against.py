@@ -105,24 +105,21 @@ def _timed_arm(script: Any, arm: str, place: Path) -> list[float]:
 def main() -> None:
     """Run both checkouts, and print what this one takes for each second and byte of the other."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("checkout", type=Path, nargs="?")
+    parser.add_argument("checkout", type=Path, help="the other one")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=list(WORK), default=list(WORK))
-    parser.add_argument("--arm", help="what, and the checkout: be an arm")
+    parser.add_argument("--arm", help="what, and `now` or `before`: be an arm")
     options = parser.parse_args()
     if options.arm:
-        name, _, checkout = options.arm.partition(" ")
-        be_arm(name, Path(checkout))
-    if options.checkout is None:
-        parser.error("name the other checkout")
+        name, _, which = options.arm.partition(" ")
+        be_arm(name, HERE if which == "now" else options.checkout.resolve())
     print(heading("transformers"))
     missed = False
     for name in options.only:
         print(name)
-        arms = {"now": HERE, "before": options.checkout.resolve()}
-        names = [f"{name} {checkout}" for checkout in arms.values()]
-        rounds = alternate(__file__, names, options.rounds, ranks=dict.fromkeys(names, Ranks(WORK[name].ranks)))
-        missed = compare(name, [dict(zip(arms, turn.values(), strict=True)) for turn in rounds]) or missed
+        ranks = dict.fromkeys(names := [f"{name} now", f"{name} before"], Ranks(WORK[name].ranks))
+        rounds = alternate(__file__, names, options.rounds, str(options.checkout), ranks=ranks)
+        missed = compare(name, [dict(zip(("now", "before"), turn.values(), strict=True)) for turn in rounds]) or missed
     sys.exit(missed)
 
 

@@ -30,6 +30,16 @@ def escaped_paragraph(text: str) -> str:
     return escaped(text, "\n\t")
 
 
+def error_words(error: BaseException) -> str:
+    """Return an exception's name and text as one line; a class of the user's own may raise when its text is asked for."""
+    try:
+        text = str(error)
+    except Exception as unprintable:  # noqa: BLE001 - one more thing that such a class can do
+        text = f"(its text raises {type(unprintable).__name__})"
+    text, name = escaped(" ".join(text.split())), escaped(type(error).__name__)
+    return f"{name}: {text}" if text else name
+
+
 def _written(character: str) -> str:
     number = ord(character)
     if character in _WAYS:

@@ -233,6 +233,16 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
         raise ValueError("its brackets are nested too deeply") from None
 
 
+def read_end(path: str | os.PathLike[str], most_bytes: int, start: int = 0) -> str:
+    """Return the end of a text that somebody else writes, no more of it than stands behind `start`; empty if unreadable."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - a PathLike is all that is asked of the caller
+            file.seek(max(start, file.seek(0, os.SEEK_END) - most_bytes))
+            return file.read(most_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def append_text(path: Path, text: str) -> None:
     """Append to a regular file, or begin one; asks again as `again` does."""
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from holdfast.advantages.group import RewardMatrix
 from holdfast.errors import RunStopped
+from holdfast.escaping import error_words
 
 
 class Groups(NamedTuple):
@@ -42,10 +43,9 @@ def user_advantages(function: Callable[[Groups], object], groups: Groups, name: 
     try:
         values = np.asarray(function(own), dtype=np.float64)
     except Exception as error:  # the user's own code may raise anything, and return anything
-        why = " ".join(str(error).split())
         raise AdvantageFailed(
             f"advantage.path {name}, given the rewards of {prompts} prompts with {size} completions each, raises "
-            f"{type(error).__name__}: {why:.300}. It must return {prompts} x {size} numbers; mend the function."
+            f"{error_words(error):.300}. It must return {prompts} x {size} numbers; mend the function."
         ) from error
     if values.shape != groups.rewards.shape:
         raise AdvantageFailed(

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError
+from holdfast.files import read_end
 from holdfast.launch.processes import Guard, end
 
 _MARK = "HOLDFAST_SERVERS"
@@ -32,7 +33,7 @@ _EXTENSION = "holdfast_vllm_extension"
 _BACKENDS = {"files": "holdfast", "nccl": "nccl"}
 """What vLLM calls a transport."""
 _MOST_RESTARTS = 5
-_TAIL = 12
+_TAIL, _MOST_TAIL_BYTES = 12, 1 << 16
 """Lines of a log that are shown."""
 _TERM_SECONDS = 10.0
 _KILL_SECONDS = 5.0
@@ -268,7 +269,4 @@ def answers(url: str) -> bool:
 
 def tail(log: Path) -> str:
     """Return the last lines of a log."""
-    try:
-        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
-    except OSError:
-        return ""
+    return "\n".join(read_end(log, _MOST_TAIL_BYTES).splitlines()[-_TAIL:])

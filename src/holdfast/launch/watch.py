@@ -17,6 +17,7 @@ from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1
 
 from holdfast.escaping import escaped_paragraph
+from holdfast.files import read_end
 from holdfast.launch.deaths import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
@@ -285,19 +286,9 @@ def _death(rank: _Rank, directory: LaunchDirectory, report: Failure | None) -> D
         time=rank.seen_dead_at or time.time(),
         phase=report.phase if report is not None else directory.phase(rank.number),
         report=report,
-        log=_tail(directory.log(rank.number), rank.log_start),
+        log=read_end(directory.log(rank.number), _READ_OF_LOG, rank.log_start),
         ended_by_launcher=rank.ended_by_launcher,
     )
-
-
-def _tail(path: os.PathLike[str], start: int) -> str:
-    try:
-        with open(path, "rb") as log:  # noqa: PTH123  a PathLike is all that is asked of the caller
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(start, size - _READ_OF_LOG))
-            return log.read(_READ_OF_LOG).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _short(path: os.PathLike[str]) -> str:

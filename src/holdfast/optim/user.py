@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.escaping import error_words
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
 from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state import OptimizerState, UnsavableOptimizer, collect, restore
@@ -105,9 +106,8 @@ def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: st
     except HoldfastError:
         raise
     except Exception as error:  # the class may raise anything
-        first = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"{failing}: {type(error).__name__}: {first:.300} Choose another class, mend it, or change optim.kwargs."
+            f"{failing}: {error_words(error):.300} Choose another class, mend it, or change optim.kwargs."
         ) from error
 
 
@@ -272,8 +272,7 @@ def _made(config: UserOptimizerConfig, kind: Callable[..., Any], groups: list[di
     except Exception as error:  # the class may raise anything
         words = ", ".join(f"{name}={value!r}" for name, value in config.kwargs.items()) or "no arguments of its own"
         raise ConfigError(
-            f"optim.path {config.path} called with {words} raises {type(error).__name__}: {error}. Mend the class or "
-            "optim.kwargs."
+            f"optim.path {config.path} called with {words} raises {error_words(error)}. Mend the class or optim.kwargs."
         ) from error
     if any("lr" not in group for group in optimizer.param_groups):
         raise ConfigError(f"optim.path {config.path} keeps no lr in its param groups, so no schedule can set it.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from holdfast.escaping import escaped
+from holdfast.escaping import error_words
 
 LARGEST = 1e30
 """Magnitude above which a reward is not a number to compare: its square, and sums of squares, would leave the range."""
@@ -129,12 +129,7 @@ def outcome_of_exception(error: BaseException) -> SampleOutcome:
 
 def describe_error(error: BaseException) -> str:
     """Return an exception's name and text, cut to a line."""
-    try:
-        text = str(error)
-    except Exception as unprintable:  # noqa: BLE001 - a text that raises is one more thing a user's class can do
-        text = f"(its text raises {type(unprintable).__name__})"
-    text, name = escaped(" ".join(text.split())), escaped(type(error).__name__)
-    return f"{name}: {_cut(text)}" if text else name
+    return _cut(error_words(error))
 
 
 def _of_value(value: object) -> SampleOutcome:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.escaping import error_words
 from holdfast.files import load_module
 from holdfast.types import StepEvent
 
@@ -50,9 +51,7 @@ class Observer:
             json.dumps(state, allow_nan=False)
             asked = [] if answer is None else [answer] if isinstance(answer, str) else list(answer)  # type: ignore[call-overload]
         except Exception as error:
-            raise ObserverFailed(
-                f"Observer {self.name} failed at step {event.step}: {type(error).__name__}: {error}."
-            ) from error
+            raise ObserverFailed(f"Observer {self.name} failed at step {event.step}: {error_words(error)}.") from error
         wrong = [item for item in asked if item not in ANSWERS]
         if wrong:
             raise ObserverFailed(

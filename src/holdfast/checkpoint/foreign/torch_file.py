@@ -77,6 +77,8 @@ class TorchFile:
             with zipfile.ZipFile(_Window(file, self._begin, self._length)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk, and not of what the archive asks for
             raise DamagedFile(self._no_archive(file, error)) from None
         if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
             raise DamagedFile("holds compressed members, which torch never writes")

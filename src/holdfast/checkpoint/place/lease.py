@@ -153,10 +153,11 @@ class Lease(Renewed):
 
     def _holder(self) -> dict[str, Any]:
         """Return what the file says; opened anew, since a network file system asks its server then."""
-        return _parsed(read_bytes(self._path))
+        return parsed_holder(read_bytes(self._path))
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def parsed_holder(text: bytes) -> dict[str, Any]:
+    """Return who holds a lease, by what is written down; empty if that is damaged."""
     try:
         values: Any = parse_json(text or b"{}")
     except ValueError:

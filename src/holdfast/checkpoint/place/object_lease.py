@@ -16,10 +16,10 @@ from typing import Any
 
 from holdfast import patience
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
-from holdfast.checkpoint.place.lease import Lease, holder_text, lost, taken, waiting_words
+from holdfast.checkpoint.place.lease import Lease, holder_text, lost, parsed_holder, taken, waiting_words
 from holdfast.checkpoint.place.renewal import Renewed, Told, after_silence
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.files import died_here, machine, parse_json
+from holdfast.files import died_here, machine
 
 
 class ObjectLease(Renewed):
@@ -130,7 +130,8 @@ class ObjectLease(Renewed):
         except FileNotFoundError:  # given back in the meantime
             return patience.current.lease_stale_seconds
         except NotImplementedError:  # a store that does not tell when an object was written
-            return time.time() - float(holder.get("time", 0))
+            written = holder.get("time")
+            return time.time() - (written if isinstance(written, int | float) else 0)
 
     def _turns(self) -> list[int]:
         pattern = re.compile(re.escape(self._prefix) + r"(\d{8})\.json")
@@ -143,12 +144,11 @@ class ObjectLease(Renewed):
         return holder_text(token=self._token, machine=machine())
 
     def _holder(self, turn: int) -> dict[str, Any]:
-        """Return who holds a turn; empty if it was given back in the meantime."""
+        """Return who holds a turn; empty if it was given back in the meantime, or is damaged."""
         try:
-            values: dict[str, Any] = parse_json(self._storage.read(self._name(turn)))
+            return parsed_holder(self._storage.read(self._name(turn)))
         except FileNotFoundError:
             return {}
-        return values
 
 
 def lease_of(storage: Storage) -> Lease | ObjectLease:

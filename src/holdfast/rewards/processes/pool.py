@@ -22,6 +22,7 @@ from holdfast import patience
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.escaping import escaped
+from holdfast.files import read_end
 from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
 from holdfast.rewards.processes import framing, kernel
@@ -243,13 +244,8 @@ class RewardPool:
 
     def _printed(self) -> str:
         """Return the end of the log for a message: a run that is refused leaves no log behind."""
-        with contextlib.suppress(OSError):
-            with self.log_path.open("rb") as log:
-                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _MOST_SHOWN_BYTES))
-                lines = log.read(_MOST_SHOWN_BYTES).decode(errors="replace").strip().splitlines()
-            if lines:
-                return f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}."
-        return ""
+        lines = read_end(self.log_path, _MOST_SHOWN_BYTES, self._log_start).strip().splitlines()
+        return f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}." if lines else ""
 
     def _log(self) -> str:
         """Return where a reader finds the log: with the others it moves to a run directory that is made later."""

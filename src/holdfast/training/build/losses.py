@@ -21,6 +21,7 @@ from holdfast.config.sections.preference import (
 from holdfast.config.verbs.dpo import ScorerPreferenceConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
+from holdfast.escaping import error_words
 from holdfast.objectives.base import Objective
 from holdfast.objectives.pairs import BradleyTerry, PairLoss, pair_loss_of
 from holdfast.objectives.policy import build_policy_objective
@@ -116,6 +117,6 @@ def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig | U
     except Exception as error:  # the user's own code may raise anything
         arguments = ", ".join(f"{name}={value!r}" for name, value in section.kwargs.items()) or "no arguments"
         raise ConfigError(
-            f"{key}.path {section.path} called with {arguments} raises {type(error).__name__}: {error}. Mend the "
+            f"{key}.path {section.path} called with {arguments} raises {error_words(error)}. Mend the "
             f"function or {key}.kwargs."
         ) from error

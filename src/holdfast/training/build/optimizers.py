@@ -25,6 +25,7 @@ from holdfast.config.sections.optim import (
     UserOptimizerConfig,
 )
 from holdfast.errors import ConfigError
+from holdfast.escaping import error_words
 from holdfast.models.adapters.live import adapters_of
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.optim.averages import Averages
@@ -211,7 +212,7 @@ def _class_at(path: str, setting: ConfiguredRun) -> Any:
         module = importlib.import_module(place)
     except Exception as error:  # the module's own code may raise anything
         raise ConfigError(
-            f"optim.path: {place} cannot be imported: {type(error).__name__}: {error}. Install its package, or name a "
+            f"optim.path: {place} cannot be imported: {error_words(error)}. Install its package, or name a "
             "file beside the YAML, as in my_file.py:MyOptimizer."
         ) from error
     if not hasattr(module, name):
