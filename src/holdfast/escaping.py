@@ -31,7 +31,7 @@ def escaped_paragraph(text: str) -> str:
 
 
 def error_words(error: BaseException) -> str:
-    """Return an exception's name and text as one line; a class of the user's own may raise when its text is asked for."""
+    """Return an exception's name and text as one line; a class of the user's own may even raise when it is asked."""
     try:
         text = str(error)
     except Exception as unprintable:  # noqa: BLE001 - one more thing that such a class can do

@@ -234,7 +234,7 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
 
 
 def read_end(path: str | os.PathLike[str], most_bytes: int, start: int = 0) -> str:
-    """Return the end of a text that somebody else writes, no more of it than stands behind `start`; empty if unreadable."""
+    """Return the end of a text, no more of it than stands behind `start`; empty where it cannot be read."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - a PathLike is all that is asked of the caller
             file.seek(max(start, file.seek(0, os.SEEK_END) - most_bytes))

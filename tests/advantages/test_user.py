@@ -43,9 +43,21 @@ def fails(_: Groups) -> None:
     raise KeyError("score\nof a row")
 
 
+class Mute(Exception):  # noqa: N818 - a user's name
+    """Fails when it is asked what is wrong."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def fails_mutely(_: Groups) -> None:
+    raise Mute
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        (fails_mutely, r"completions each, raises Mute: \(its text raises ZeroDivisionError\). It must return"),
         (fails, "given the rewards of 2 prompts with 3 completions each, raises KeyError: 'score.nof a row'"),
         (lambda groups: groups.rewards[0], r"an array of shape \[3\] for rewards of shape \[2, 3\]"),
         (lambda groups: groups.rewards.T, r"an array of shape \[3, 2\]"),

@@ -50,6 +50,17 @@ def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str]) -
     assert storage.names() == []
 
 
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[1]", b"[" * 100_000, b"\xff\xfe"])
+def test_a_lease_that_names_nobody_is_nobodys(server: dict[str, str], damaged: bytes) -> None:
+    storage = open_storage("s3://bucket/damaged")
+    storage.replace(FIRST, damaged)
+
+    with ObjectLease(storage) as lease:
+        lease.check()
+
+    assert not storage.names()
+
+
 def test_a_job_of_anothermachine_is_dead_when_its_lease_is_old_by_the_clock_of_the_store(
     server: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

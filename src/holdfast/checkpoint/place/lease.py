@@ -94,7 +94,7 @@ class Lease(Renewed):
     def _give_back(self) -> None:
         if self._file is not None:
             with self._writing:
-                if _parsed(os.pread(self._file.fileno(), _WIDTH, 0)).get("token") == self._token:
+                if parsed_holder(os.pread(self._file.fileno(), _WIDTH, 0)).get("token") == self._token:
                     self._file.truncate(0)
                 self._file.close()
                 self._file = None
