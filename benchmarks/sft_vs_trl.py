@@ -313,22 +313,33 @@ def main() -> None:
         return
     print(heading("trl", "transformers", device=device))
     # On a GPU our trainer computes in bfloat16 through FSDP2; a loop with the same kernels would be half a trainer.
-    arms = ["holdfast", *(["bare"] if device == "cpu" else []), *TARGETS[device]]
-    rounds = alternate(__file__, arms, options.rounds, "--device", device)
+    if device == "cpu":
+        sys.exit(compare(device, options.rounds, ["bare", *TARGETS[device]]))
+    # Arms in turn are in memory together, and on 80 GiB there is no room for ours and both of TRL's.
+    missed = [compare(device, options.rounds, [other]) for other in TARGETS[device]]
+    sys.exit(any(missed))
+
+
+def compare(device: str, count: int, others: list[str]) -> bool:
+    """Run our arm and others in turn, and print how they compare; return whether a target is missed."""
+    arms = ["holdfast", *others]
+    rounds = alternate(__file__, arms, count, "--device", device)
     for name in ("digest", "tokens", "updates"):
         values = {turn[arm][name] for turn in rounds for arm in arms}
         if len(values) != 1:
             sys.exit(f"the arms did not do the same work: {name} {values}")
     verdicts = Verdicts(rounds)
     for other, target in TARGETS[device].items():
-        title = f"tokens per second, Holdfast over {other}"
-        verdicts.at_least(target, title, "holdfast", other, "tokens_per_second")
-    if device == "cpu":
+        if other in others:
+            title = f"tokens per second, Holdfast over {other}"
+            verdicts.at_least(target, title, "holdfast", other, "tokens_per_second")
+    if "bare" in others:
         title = "the trainer's overhead, seconds of an update over a bare loop's"
         verdicts.at_most(1.03, title, "holdfast", "bare", "seconds")
     for other, target in MEMORY_TARGETS[device].items():
-        verdicts.at_most(target, f"peak memory, Holdfast over {other}", "holdfast", other, "peak_mib")
-    sys.exit(verdicts.missed)
+        if other in others:
+            verdicts.at_most(target, f"peak memory, Holdfast over {other}", "holdfast", other, "peak_mib")
+    return verdicts.missed
 
 
 if __name__ == "__main__":
