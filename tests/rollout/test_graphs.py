@@ -26,13 +26,18 @@ SAMPLINGS: dict[str, dict[str, float]] = {
     "warm": {"temperature": 1.3},
     "top k": {"top_k": 5},
     "top p": {"top_p": 0.6, "temperature": 0.8},
-    "min p": {"min_p": 0.1},
+    "min p": {"min_p": 0.17},  # no token is nearer to its limit than 7e-6; at 0.1 one is at 1e-6, a tie in float32
     "penalty": {"repetition_penalty": 1.7, "top_k": 20},
 }
 FEW = SamplingConfig(max_new_tokens=17, temperature=1.3)
 """One look, so one bucket: tracing takes longest here."""
 ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "unique", "is_nonzero", "masked_select")
 """Operations that wait for the device, or that bring in a value of the host."""
+
+
+BETWEEN_DEVICES = 2e-6
+"""Norms and rotary angles of transformers' models are float32 whatever the rest is. That moves log-probabilities of
+these models by up to 3e-6 from those of float64 throughout, and two devices round in different places."""
 
 
 def recorded_engine(
@@ -334,7 +339,7 @@ def test_cuda_graphs_draw_what_the_cpu_draws(
 
     found = generate(recorded_engine(model, CudaRecorder(device), rows=16, device=str(device)), asked, sampling)
 
-    assert_same(found, expected, 1e-6)
+    assert_same(found, expected, BETWEEN_DEVICES)
     assert capsys.readouterr().out == "", "graphs were given up"
 
 
@@ -350,7 +355,7 @@ def test_cuda_graphs_move_between_buckets_and_follow_new_weights(capsys: pytest.
     engine.update_weights(named_parameters(new).items(), 8)
     found = generate(engine, asked, sampling)
 
-    assert_same(found, generate(engine_of(new, rows=16), asked, sampling), 1e-6)
+    assert_same(found, generate(engine_of(new, rows=16), asked, sampling), BETWEEN_DEVICES)
     assert capsys.readouterr().out == "", "graphs were given up"
 
 
@@ -362,6 +367,6 @@ def test_a_step_that_waits_for_the_device_is_decoded_operation_by_operation(caps
 
     found = generate(recorded_engine(model, CudaRecorder(device), device=str(device)), asked, sampling)
 
-    assert_same(found, generate(engine_of(model, rows=8), asked, sampling), 1e-6)
+    assert_same(found, generate(engine_of(model, rows=8), asked, sampling), BETWEEN_DEVICES)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("rollouts go on without graphs, operation by operation: a step cannot be recorded")

@@ -85,8 +85,7 @@ class EngineConfig(SamplingConfig):
     graphs: GraphsKind = "off"
     """Whether our own decoding records a step as a CUDA graph, once for each number of completions and room of tokens,
     both rounded up, and replays it for every token. `auto`: on CUDA, unless experts are told (`replay_routing`); `off`:
-    every operation is called for every token. Speed and memory only. Off by default, since 3 of 21 comparisons
-    with the CPU fail on a GPU."""
+    every operation is called for every token. Speed and memory only."""
 
 
 class RolloutConfig(EngineConfig):
