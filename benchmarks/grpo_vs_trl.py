@@ -11,7 +11,8 @@ Completions have a fixed length in every arm because the model never ends one: s
 and completion tokens that its loss was handed, digests the prompts and counts forward calls; the script stops if arms
 differ in what they trained on. On a GPU the model is shaped like a 0.5B one and a step has 8 prompts x 8 x 512 tokens;
 both trainers compute in bfloat16 (TRL under autocast, as its option `bf16` does). `decode_ms` is what a step spends
-outside its update, per token of a completion; `update_mfu` is ours, a shared prompt counted once.
+outside its update, per token of a completion; `update_mfu` is ours, a shared prompt counted once. Ours asks for CUDA
+graphs, which are off by default.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def holdfast(shape: Shape, device: str) -> None:
             "tokens_per_micro_batch": TRL_ROWS * length,
             "shuffle": False,
         },
-        "rollout": {"group_size": shape.group, "max_new_tokens": shape.completion, "show": 0},
+        "rollout": {"group_size": shape.group, "max_new_tokens": shape.completion, "show": 0, "graphs": "auto"},
         "reward": "exact",
         "optim": {**OPTIMIZER, "schedule": "constant", "clip_norm": 1.0},
         "launch": {"device": device},
