@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import zipfile
 from typing import Any
 
 import torch
@@ -15,10 +14,12 @@ from holdfast.checkpoint.place.storage import Storage
 
 _TAIL = struct.Struct("<4sQ2H2L4Q4sLQL4s4H2LH")
 """What an archive of torch.save ends with: the end of its list in 64 bits, where that is, and the end in 32 bits."""
-_ENTRY = struct.Struct("<4s16x2L3H12x")
-"""One file in the list: its signature, its packed and unpacked size, and the lengths of the three texts behind it."""
-_IN_64_BITS = 0xFFFFFFFF
-"""A size that stands elsewhere, since 32 bits do not hold it."""
+_ENTRY = struct.Struct("<4s20xL3H12x")
+"""One file in the list: signature, unpacked size, and the lengths of the name, extra fields and comment behind it."""
+_EXTRA, _SIZE = struct.Struct("<2H"), struct.Struct("<Q")
+"""An extra field's kind and length, and a size of 64 bits."""
+_IN_64_BITS, _SIZES = 0xFFFFFFFF, 1
+"""A size that stands in an extra field, since 32 bits do not hold it, and the kind of that field."""
 
 
 class _Bytes(io.RawIOBase):
@@ -86,44 +87,54 @@ def chunk_from(data: bytes | memoryview, where: str) -> Tensor | None:
 
 
 def _archive_is_modest(data: bytes | memoryview) -> bool:
-    """Return whether an archive asks for no more memory than its own bytes take."""
-    size = _unpacked_size(data)
-    if size is not None:
-        return size <= len(data)
+    """Return whether all files of an archive of torch.save are no larger together than the archive.
+
+    Any other archive is not modest: readers differ in where they look for its list. How often the pickle in it asks for
+    a file, and for what else, is not known from the list.
+    """
     try:
-        file: Any = _Bytes(data)
-        with zipfile.ZipFile(file) as archive:
-            return sum(entry.file_size for entry in archive.infolist()) <= len(data)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return False
+        size = _unpacked_size(data)
     except MemoryError:  # for the few bytes that this takes: what went wrong before was not an archive's fault
         return True
+    return size is not None and size <= len(data)
 
 
 def _unpacked_size(data: bytes | memoryview) -> int | None:
-    """Return the bytes of all files of an archive that ends as torch.save ends it; None if it ends in any other way.
+    """Return the bytes of all files of an archive, as torch's own reader takes them from its list.
 
-    Python's zipfile needs six times as long, and every chunk of a checkpoint is asked. What is read here is what
-    torch's own reader reads: it takes the last 98 bytes for the same records, and the list from the same place.
+    None where it does not begin or end as torch.save's do, or where its list is not whole. By these ends torch's reader
+    can come to no other list. Python's zipfile needs six times as long, and can be led to another one.
     """
     end = len(data) - _TAIL.size
-    if end < 0:
+    if end < 0 or bytes(data[:4]) != b"PK\3\4":  # torch.load takes what begins otherwise for no archive
         return None
     fields = _TAIL.unpack_from(data, end)
     entries, size, offset = fields[7:10]
     signatures, end_by_locator, comment = (fields[0], fields[10], fields[14]), fields[12], fields[-1]
     if signatures != (b"PK\6\6", b"PK\6\7", b"PK\5\6") or comment or not end_by_locator == offset + size == end:
         return None
-    total, position = 0, offset
+    total, at = 0, offset
     for _ in range(entries):
-        if position + _ENTRY.size > end:
+        if at + _ENTRY.size > end:
             return None
-        signature, packed, unpacked, *texts = _ENTRY.unpack_from(data, position)
-        if signature != b"PK\1\2" or _IN_64_BITS in (packed, unpacked):
+        signature, unpacked, name, extra, text = _ENTRY.unpack_from(data, at)
+        if signature != b"PK\1\2":
             return None
-        total += unpacked
-        position += _ENTRY.size + sum(texts)
-    return total if position == end else None
+        at += _ENTRY.size + name
+        total += _size_in_64_bits(data, at, min(at + extra, end)) if unpacked == _IN_64_BITS else unpacked
+        at += extra + text
+    return total if at == end else None
+
+
+def _size_in_64_bits(data: bytes | memoryview, at: int, end: int) -> int:
+    """Return the size that the first extra field of sizes holds, or what 32 bits say where there is none."""
+    while at + _EXTRA.size + _SIZE.size <= end:
+        kind, length = _EXTRA.unpack_from(data, at)
+        at += _EXTRA.size
+        if kind == _SIZES:
+            return int(_SIZE.unpack_from(data, at)[0]) if length >= _SIZE.size else _IN_64_BITS
+        at += length
+    return _IN_64_BITS
 
 
 def chunk_within(storage: Storage, path: str, info: Any) -> Tensor | None:
