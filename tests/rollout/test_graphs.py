@@ -37,7 +37,7 @@ ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "unique", "is_n
 
 BETWEEN_DEVICES = 2e-6
 """Norms and rotary angles of transformers' models are float32 whatever the rest is. That moves log-probabilities x of
-these models by up to 0.93e-6 (1 + |x|) from those of float64 throughout, and each of two devices rounds in its own way."""
+models by up to 0.93e-6 (1 + |x|) from those of float64 throughout, and each of two devices rounds in its way."""
 
 
 def recorded_engine(
