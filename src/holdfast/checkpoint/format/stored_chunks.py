@@ -103,7 +103,7 @@ def _unpacked_size(data: bytes | memoryview) -> int | None:
     """Return the bytes of all files of an archive, as torch's own reader takes them from its list.
 
     None where it does not begin or end as torch.save's do, or where its list is not whole. By these ends torch's reader
-    can come to no other list. Python's zipfile needs six times as long, and can be led to another one.
+    can come to no other list. Python's zipfile takes longer, and can be led to another one.
     """
     end = len(data) - _TAIL.size
     if end < 0 or bytes(data[:4]) != b"PK\3\4":  # torch.load takes what begins otherwise for no archive
