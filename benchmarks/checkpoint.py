@@ -176,12 +176,12 @@ class Exporter:
 
         from holdfast.config.load import from_mapping
         from holdfast.config.verbs.training import SFTConfig
-        from holdfast.models.build.model import blueprint
+        from holdfast.models.setup.model import blueprint
         from holdfast.parallel.collectives import RankGroup
         from holdfast.parallel.failure.channel import FailureChannel
         from holdfast.parallel.mesh import World
-        from holdfast.training.build.model import build_policy
         from holdfast.training.run import Setting
+        from holdfast.training.setup.model import build_policy
 
         rank, size = dist.get_rank(), dist.get_world_size()
         model = {"config": self.LLAMA, "tokenizer": "builtin:characters"}

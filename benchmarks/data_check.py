@@ -43,9 +43,9 @@ def written(folder: Path, rows: int) -> Path:
 def tokenise_alone(run: Path) -> None:
     from holdfast.config.verbs.roots import load_run
     from holdfast.data.rows.rows import open_source
-    from holdfast.models.source.origin import load_tokenizer
-    from holdfast.training.build.rows import row_tokeniser
+    from holdfast.models.files.origin import load_tokenizer
     from holdfast.training.run import ConfiguredRun
+    from holdfast.training.setup.rows import row_tokeniser
 
     loaded = load_run(run, [])
     section = loaded.config.data.all_sources()[0]

@@ -66,11 +66,11 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
     from holdfast.config.sections.model import ModelConfig
     from holdfast.config.sections.rollout import SamplingConfig
     from holdfast.data.tasks.synthetic import character_tokenizer
-    from holdfast.models.build.model import blueprint
     from holdfast.models.names import named_parameters
+    from holdfast.models.setup.model import blueprint
     from holdfast.rollout.engine import Request, generate
-    from holdfast.rollout.graphs import CudaRecorder
-    from holdfast.rollout.inprocess import InProcessEngine
+    from holdfast.rollout.local.graphs import CudaRecorder
+    from holdfast.rollout.local.inprocess import InProcessEngine
     from holdfast.rollout.sampling import Stops, mixed
 
     shape, language_model, tokenizer = shape_on(device), endless(device), character_tokenizer()
@@ -139,9 +139,9 @@ def rank_of_rollouts(device: str) -> None:
     from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.parallel.mesh import joined_world
     from holdfast.rollout.sampling import mixed
-    from holdfast.training.build.begin import Live
     from holdfast.training.policy.build import build_policy_run
     from holdfast.training.policy.rollouts import sample_groups
+    from holdfast.training.setup.begin import Live
 
     shape = shape_on(device)
     tree = {

@@ -75,7 +75,7 @@ def settings(ranks: int, tokens: int = TOKENS, steps: int = STEPS) -> Any:
 def holdfast(config: Any, world: Any) -> tuple[Callable[[], object], Any]:
     """Return our step and the policy it trains."""
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build.begin import Live, build_run
+    from holdfast.training.setup.begin import Live, build_run
 
     rows = texts(world.size, config.data.tokens_per_micro_batch, config.steps)
     run = build_run(config, Path.cwd(), world, Live(rows=[{"text": text} for text in rows]))

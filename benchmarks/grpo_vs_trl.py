@@ -164,8 +164,8 @@ def holdfast(shape: Shape, device: str) -> None:
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.grpo import grpo_step
     from holdfast.rewards.base import Sample, Scored
-    from holdfast.training.build.begin import Live
     from holdfast.training.policy.build import build_policy_run
+    from holdfast.training.setup.begin import Live
 
     length = shape.prompt + shape.completion
     tree = {

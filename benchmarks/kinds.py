@@ -139,7 +139,7 @@ def holdfast(kind: str) -> None:
     from holdfast.config.verbs.training import SFTConfig
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build.begin import Live, build_run
+    from holdfast.training.setup.begin import Live, build_run
 
     settings = from_mapping(tree(kind), SFTConfig)
     with joined_world(settings.launch) as world:
@@ -156,11 +156,11 @@ def bare(kind: str) -> None:
     """Make the updates with a loop."""
     import torch
 
-    from holdfast.models.build.model import configured
+    from holdfast.models.files.vision import set_attention
     from holdfast.models.heads.policy import PolicyModel
     from holdfast.models.layers.attention import PACKED, register_attention
     from holdfast.models.layers.family import family_of
-    from holdfast.models.source.vision import set_attention
+    from holdfast.models.setup.model import configured
     from holdfast.objectives.supervised import NegativeLogLikelihood
 
     register_attention()
@@ -199,8 +199,8 @@ def _batches(kind: str, settings: Any, config: Any, processor: Any) -> Iterator[
     from holdfast.data.batches.packing import pack
     from holdfast.data.batches.weights import Share
     from holdfast.data.tokens.chat import RowTokeniser
-    from holdfast.models.source.origin import load_tokenizer
-    from holdfast.models.source.vision import image_side
+    from holdfast.models.files.origin import load_tokenizer
+    from holdfast.models.files.vision import image_side
 
     tokenizer = load_tokenizer(settings.model, Path.cwd())
     tokeniser = RowTokeniser(tokenizer, settings.data, Path.cwd(), image_side(processor, tokenizer, config))

@@ -25,10 +25,10 @@ def main() -> None:
     from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build.begin import Live, build_run
     from holdfast.training.evaluate import evaluate
     from holdfast.training.fit import fit
     from holdfast.training.run import Run
+    from holdfast.training.setup.begin import Live, build_run
 
     setting = sft_vs_trl.SETTINGS["cpu"]
     tree = {

@@ -65,7 +65,7 @@ def trainer(folder: Path, width: int) -> None:
     from tests.integrations.trainer_script import trainer_of
     from transformers import TrainerCallback
 
-    from holdfast.integrations.trl import protect
+    from holdfast.features.trainers.trl import protect
 
     class Saves(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -133,12 +133,12 @@ def _verified_copy(source: Path, target: Path) -> None:
 
 def _import(source: Path, target: Path) -> None:
     """Do what an import does with tensors: read, hash, write and verify; the rest of it does not grow with them."""
-    from holdfast.checkpoint.foreign.recognise import open_foreign
     from holdfast.checkpoint.format.manifest import About
     from holdfast.checkpoint.format.snapshot import MODEL, Snapshot
     from holdfast.checkpoint.format.verification import verify_checkpoint
     from holdfast.checkpoint.place.storage import open_storage
     from holdfast.checkpoint.saving.writer import commit
+    from holdfast.features.rescue.reading.recognise import open_foreign
     from holdfast.parallel.collectives import RankGroup
 
     checkpoint = open_foreign(source)

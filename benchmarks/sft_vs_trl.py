@@ -174,7 +174,7 @@ def holdfast(device: str) -> None:
     from holdfast.data.tasks.synthetic import character_tokenizer
     from holdfast.parallel.mesh import joined_world
     from holdfast.recipes.sft import sft_step
-    from holdfast.training.build.begin import Live, build_run
+    from holdfast.training.setup.begin import Live, build_run
 
     setting = SETTINGS[device]
     tree = {

@@ -23,8 +23,8 @@ import yaml
 from measure import heading
 
 from holdfast.config.sections.metrics import MetricsConfig
+from holdfast.features.trackers.client import Trackers
 from holdfast.metrics.sink import JsonlSink
-from holdfast.metrics.trackers.client import Trackers
 
 NUMBERS = 40
 HANGS = "import time\n\nclass Hangs:\n    def __init__(self, run):\n        time.sleep(1e9)\n"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.rollout.servers import VLLMServer, sampling_words
+from holdfast.features.vllm.servers import VLLMServer, sampling_words
 
 TOKENS, AT_A_TIME, REPLIES, ROUNDS = 256, 64, 1000, 5
 TARGET_MS = 3.0

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from holdfast.config.sections.engine import VLLMEngineConfig
-from holdfast.models.weights.conversion import Header
-from holdfast.rollout.buckets import Publisher
-from holdfast.rollout.servers import VLLMServer
-from holdfast.training.serving.proof import Prover
+from holdfast.features.vllm.buckets import Publisher
+from holdfast.features.vllm.proof import Prover
+from holdfast.features.vllm.servers import VLLMServer
+from holdfast.models.files.conversion import Header
 
 BUCKET_MIB, TENSOR_MIB, TENSORS, ROUNDS = 64, 16, 48, 5
 FOLDER = Path("/dev/shm")  # noqa: S108 - as the default of rollout.engine.folder

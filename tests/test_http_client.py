@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from holdfast.http_client import Endpoint, EndpointRefuses, EndpointUnwell
+from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell
 
 Serve = Callable[[list[bytes], float], "Served"]
 
@@ -158,7 +158,7 @@ def test_requests_share_a_connection_until_an_answer_of_500() -> None:
 
 ASKS_AT_ITS_END = """
 import atexit, sys
-from holdfast.http_client import Endpoint
+from holdfast.http import Endpoint
 atexit.register(lambda: print(Endpoint(sys.argv[1], None, timeout_seconds=5.0, attempts=1).ask("GET", "/bye")))
 """
 

@@ -171,7 +171,7 @@ def test_the_environment_is_read_in_the_launcher_and_where_ranks_join() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "said"),
     [
-        ("data/rows.py", "from holdfast.models.build import x", "data/rows.py:1 may not import holdfast.models.build: "
+        ("data/rows.py", "from holdfast.models.setup import x", "data/rows.py:1 may not import holdfast.models.setup: "
                                                                 "models stands above data"),
         ("data/rows.py", "import holdfast.metrics.sink", "data/rows.py:1 may not import holdfast.metrics.sink: metrics "
                                                          "stands beside data"),

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.browser.driver import Browser, driving  # noqa: E402
 
-from holdfast.report.page import write_page  # noqa: E402 - the driver is among the tests
+from holdfast.features.report.page import write_page  # noqa: E402 - the driver is among the tests
 
 IMAGES = ROOT / "docs" / "images"
 

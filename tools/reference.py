@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from holdfast.cli import main as command_line
 from holdfast.config.base import kinds_of
-from holdfast.config.other_systems.table import VERBS, load_key_table
 from holdfast.config.tree import KeyType
 from holdfast.config.verbs.roots import ROOTS
+from holdfast.features.rescue.systems.table import VERBS, load_key_table
 
 FOLDER = Path("docs/reference")
 KEY_TABLES = ("verl", "easyr1", "trl", "lightning")

@@ -24,8 +24,8 @@ from holdfast.recipes.dpo import dpo as run_dpo
 from holdfast.recipes.grpo import grpo as run_grpo
 from holdfast.recipes.reward import reward as run_reward
 from holdfast.recipes.sft import sft as run_sft
-from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome
+from holdfast.training.setup.begin import Live
 
 _Root = TypeVar("_Root", bound=TrainingConfig)
 Rewards = Callable[..., object] | Sequence[Callable[..., object]] | Mapping[str, Callable[..., object]]

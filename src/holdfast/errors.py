@@ -16,7 +16,7 @@ message cites of a user's text is escaped when it is read.
 
 from __future__ import annotations
 
-from holdfast.escaping import escaped_paragraph
+from holdfast.text.escaping import escaped_paragraph
 
 
 class HoldfastError(Exception):

@@ -16,8 +16,8 @@ from holdfast.data.batches.stream import SampleStream
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.build.rows import open_data, row_tokeniser, training_stream
 from holdfast.training.run import Setting
+from holdfast.training.setup.rows import open_data, row_tokeniser, training_stream
 
 Served = list[list[tuple[int, tuple[int, ...]]]]
 """Per update: (sample id, tokens) of every sequence, over all ranks."""

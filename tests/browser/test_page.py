@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.features.report.page import write_page
 from holdfast.metrics.sink import read_metrics
-from holdfast.report.page import write_page
 from tests.browser.driver import AXE, Browser, driving, missing
 from tests.report.cases import RunFolder, killed_run, long_run
 

@@ -27,7 +27,7 @@ from holdfast.optim.wrapped import placed_like
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build.optimizers import optimizer_of
+from holdfast.training.setup.optimizers import optimizer_of
 from tests.distributed.toys import Toy, shard
 from tests.optim.own import Momentum
 from tests.settings import setting_of

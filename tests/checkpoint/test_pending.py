@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import checkpoint
-from holdfast.checkpoint.interface import PendingSave
+from holdfast.checkpoint.api import PendingSave
 from holdfast.errors import HoldfastError
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step, zero_everything

@@ -21,7 +21,7 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
-from holdfast.training.build.begin import Live
+from holdfast.training.setup.begin import Live
 from tests.checkpoint.cases import build, contents, optimizer_of, step
 from tests.crash.disks import Remount, disk
 from tests.training.cases import tree

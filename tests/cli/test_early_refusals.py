@@ -116,8 +116,8 @@ def test_rows_are_refused_before_a_weight_is_read(  # noqa: PLR0913 - a case's p
 def test_a_column_that_only_a_late_row_has_is_no_mistake_of_all_rows() -> None:
     from holdfast.data.rows.rows import from_rows
     from holdfast.errors import DataError
-    from holdfast.training.build.rows import OpenedData
     from holdfast.training.policy.reward_columns import refuse_absent_columns
+    from holdfast.training.setup.rows import OpenedData
 
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c", "answer": "1"}]
     data = OpenedData((from_rows(rows, "rows"),), None, {}, {}, {})
@@ -131,8 +131,8 @@ def test_rows_that_are_left_out_are_left_out_of_the_search_for_columns(tmp_path:
     from holdfast.config.sections.data import SourceConfig
     from holdfast.data.rows.rows import open_source
     from holdfast.errors import DataError
-    from holdfast.training.build.rows import OpenedData
     from holdfast.training.policy.reward_columns import refuse_absent_columns
+    from holdfast.training.setup.rows import OpenedData
 
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a\n{"prompt": "b", "answer": "1"}\n')

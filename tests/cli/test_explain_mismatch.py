@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.running.prove import explain, replay
 from holdfast.cli.running.train import train
 from holdfast.errors import ConfigError
-from holdfast.training.policy.mismatch import CAUSES
-from holdfast.training.policy.recorder import record_path
+from holdfast.features.forensics.mismatch import CAUSES
+from holdfast.features.forensics.proving import explain, replay
+from holdfast.features.forensics.recorder import record_path
 from tests.rollout.served import AHEAD, ServedModel, served_tree, serving
 from tests.rollout.test_served_runs import run
 

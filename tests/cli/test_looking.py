@@ -93,7 +93,7 @@ def test_a_killed_rank_stands_on_the_page(warm: WarmPython, tmp_path: Path, tree
 def test_a_page_that_takes_too_long_is_left_out_and_the_exit_code_stays(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; import holdfast.patience as p; from dataclasses import replace\n"
-        "from holdfast.cli.running.run_page import write_at_end\n"
+        "from holdfast.features.report.run_page import write_at_end\n"
         "p.current = replace(p.current, page_after_stop_seconds=0.2)\n"
         "began = time.monotonic(); write_at_end(Path(sys.argv[1]), -1, stopped=True)\n"
         "print(round(time.monotonic() - began, 1))\n"

@@ -18,7 +18,7 @@ from holdfast.checkpoint.place.layout import LEASE as LEASE_NAME
 from holdfast.cli.after.runs import listed, runs_table
 from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.patience import Patience
-from holdfast.report import state
+from holdfast.training import run_state as state
 from tests.cli.commands import LiveRun
 from tests.cli.conftest import write_rows, write_run
 from tests.cli.warm import Done, WarmPython

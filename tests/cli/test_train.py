@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.place import layout
-from holdfast.cli.running import prove
+from holdfast.features.forensics import proving as prove
 from holdfast.parallel import mesh
 from holdfast.training import directory
 from tests.cli.conftest import write_rows, write_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from holdfast.cli.requeue import decide
+from holdfast.features.cluster.requeue import decide
 
 
 def run_that(directory: Path, step: int, **ending: object) -> Path:

@@ -22,7 +22,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
-from holdfast.training.build.begin import Live
+from holdfast.training.setup.begin import Live
 from tests.crash.faulty import die
 from tests.crash.kernel import KNOWN_MACHINE, refuse_to_exchange
 from tests.crash.processes import run_doomed

@@ -26,10 +26,10 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
 from holdfast.training import directory
-from holdfast.training.build.begin import build_run
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
 from holdfast.training.run import Run
+from holdfast.training.setup.begin import build_run
 from tests.crash.disks import Remount
 from tests.crash.disks import disk as disk  # noqa: PLC0414 - a fixture
 from tests.crash.runs import saved_steps, values_of

@@ -25,11 +25,11 @@ from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.checkpoint.saving.writer import SAVE_PHASES
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
-from holdfast.models.build.model import blueprint
+from holdfast.models.setup.model import blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training import directory as run_directory
-from holdfast.training.build.model import build_policy
+from holdfast.training.setup.model import build_policy
 from tests.checkpoint.cases import save_after
 from tests.crash.cases import ALL_STEPS, STEPS, look_after, session_of, straight, train_and_save
 from tests.crash.processes import acknowledged, run_doomed

@@ -17,7 +17,7 @@ from holdfast.data.tasks.synthetic import character_tokenizer, picture_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
-from holdfast.models.source.vision import image_side, load_image_processor
+from holdfast.models.files.vision import image_side, load_image_processor
 from holdfast.types import Example
 from tests.vision import PROCESSORS, config_values, picture
 

@@ -320,7 +320,7 @@ def test_a_generated_task_is_a_source_with_renames_and_a_limit() -> None:
 def test_rows_in_memory_are_renamed_and_limited_as_the_data_section_says() -> None:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig
-    from holdfast.training.build.rows import open_data
+    from holdfast.training.setup.rows import open_data
 
     data = {"path": "given", "columns": {"prompt": "question", "completion": "answer"}, "max_samples": 2}
     config = from_mapping({"steps": 1, "model": {"path": "m"}, "data": data}, SFTConfig)

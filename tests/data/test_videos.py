@@ -21,7 +21,7 @@ from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
-from holdfast.models.source.vision import image_side, load_image_processor, video_options
+from holdfast.models.files.vision import image_side, load_image_processor, video_options
 from tests.videos import FPS, KINDS, MARK, clip, upstream_inputs, video_config, video_model, video_tokenizer
 from tests.vision import PATCH, PROCESSORS, config_values, picture, tokenizer_of
 

@@ -17,7 +17,7 @@ from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.check.forward import documents
-from holdfast.models.source.vision import image_side, load_image_processor
+from holdfast.models.files.vision import image_side, load_image_processor
 from tests.models.test_selfcheck import policy_of
 from tests.vision import KINDS, MARKS, MIXTURE, PATCH, PROCESSORS, config_values, picture, tokenizer_of, vision_model
 

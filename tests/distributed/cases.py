@@ -14,8 +14,8 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build.begin import Live, build_run
 from holdfast.training.run import Trained
+from holdfast.training.setup.begin import Live, build_run
 
 
 def rows_of(count: int, seed: int = 0) -> list[dict[str, str]]:

@@ -20,8 +20,8 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import grpo, grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
+from holdfast.training.setup.begin import Live
 from tests.distributed.grpo_cases import even_share
 from tests.oracle import critic as oracle
 

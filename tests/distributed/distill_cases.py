@@ -17,11 +17,11 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.distill import distill, distill_step
-from holdfast.training.build.begin import Live
 from holdfast.training.distillation.build import build_distillation_run
 from holdfast.training.distillation.run import evaluate_distilled
+from holdfast.training.other_models.server import ScoringServer
 from holdfast.training.run import StepAbandoned
-from holdfast.training.scorers.server import ScoringServer
+from holdfast.training.setup.begin import Live
 from holdfast.types import MiniBatch
 from tests.distributed.cases import recorded_gradients
 from tests.distributed.preference_cases import descend, parameters_of

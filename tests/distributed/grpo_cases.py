@@ -22,7 +22,6 @@ from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
-from holdfast.training.build.begin import Live
 from holdfast.training.engines import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.experience import with_advantages
@@ -31,6 +30,7 @@ from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import next_rollout
 from holdfast.training.run import StepAbandoned
+from holdfast.training.setup.begin import Live
 from tests.memory import mapped_weights, most_allocated
 
 

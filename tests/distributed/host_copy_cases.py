@@ -17,7 +17,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.host_memory import common_bytes, live_tensors, shared_bytes
 from holdfast.parallel.mesh import World
 from holdfast.parallel.stream import full_tensor, held_tensors
-from holdfast.training.build.begin import Live, build_run
+from holdfast.training.setup.begin import Live, build_run
 from tests.memory import mapped_weights
 
 Told = dict[str, Any]

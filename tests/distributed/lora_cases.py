@@ -19,7 +19,7 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft, sft_step
-from holdfast.training.build.begin import Live, build_run
+from holdfast.training.setup.begin import Live, build_run
 from holdfast.types import Example, Scores
 
 PROBE = torch.arange(2, 40).numpy()

@@ -22,10 +22,10 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.dpo import dpo_step
-from holdfast.training.build.begin import Live
+from holdfast.training.other_models.reference import scored
 from holdfast.training.preference.build import build_preference_run
 from holdfast.training.preference.run import evaluate_preferences
-from holdfast.training.scorers.reference import scored
+from holdfast.training.setup.begin import Live
 from holdfast.types import Example
 from tests.distributed.cases import recorded_gradients
 from tests.oracle import preference as oracle

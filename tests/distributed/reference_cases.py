@@ -15,8 +15,8 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
+from holdfast.training.setup.begin import Live
 from tests.distributed.critic_cases import whole
 from tests.distributed.grpo_cases import even_share
 

@@ -19,11 +19,11 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build.begin import Live
 from holdfast.training.fit import fit
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.evaluate import evaluate_policy
 from holdfast.training.policy.run import PolicyRun
+from holdfast.training.setup.begin import Live
 from tests.distributed.grpo_cases import even_share
 
 

@@ -16,11 +16,11 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.evaluation import evaluate_run
 from holdfast.recipes.grpo import grpo, grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.reward_model import SharedRewardModel, open_reward_model
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.run import Setting, StepAbandoned
+from holdfast.training.setup.begin import Live
 
 
 def score(world: World, tree: dict[str, Any], calls: Sequence[Sequence[Sequence[Sample]]]) -> list[list[Scored]]:

@@ -13,7 +13,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build.begin import Live, build_run
+from holdfast.training.setup.begin import Live, build_run
 from tests.distributed.cases import rows_of, settings, train
 from tests.tiny import tiny_directory
 

@@ -17,7 +17,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, build_run
+from holdfast.training.setup.begin import Live, build_run
 from holdfast.training.step import train_step
 from tests.distributed.cases import rows_of, settings, train
 from tests.oracle.router import reference, router_loss

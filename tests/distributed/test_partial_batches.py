@@ -11,7 +11,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import unpack
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, build_run
+from holdfast.training.setup.begin import Live, build_run
 from tests.distributed.cases import reference, settings, train
 from tests.distributed.test_split_invariance import ROWS, assert_same, by_hand, examples
 from tests.tiny import tiny_directory, tiny_model

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.models.source.vision import FREEZE_PRESETS
+from holdfast.models.files.vision import FREEZE_PRESETS
 from tests.distributed.preference_cases import Seen, by_hand, evaluate, kto_by_hand, settings, train
 from tests.distributed.test_preference import assert_same
 from tests.distributed.test_vision import directory, side_of, with_zeros  # noqa: F401 - directory is a fixture

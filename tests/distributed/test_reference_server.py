@@ -251,8 +251,8 @@ def spoiled_after_a_step(world: Any, tree: dict[str, Any], rows: Any, faults: st
     """Make a step, spoil the server, and make another."""
     from holdfast.config.verbs.roots import run_from_mapping
     from holdfast.recipes.dpo import dpo_step
-    from holdfast.training.build.begin import Live
     from holdfast.training.preference.build import build_preference_run
+    from holdfast.training.setup.begin import Live
 
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     dpo_step(run)

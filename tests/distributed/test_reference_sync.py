@@ -16,7 +16,7 @@ from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from holdfast.optim.reference_ema import Following
 from holdfast.parallel.plan import ShardPlan, ShardUnit
-from holdfast.training.scorers.reference import alternatives, choose_place
+from holdfast.training.other_models.reference import alternatives, choose_place
 from tests.distributed.critic_cases import live_run, saved
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.distributed.preference_cases import pairs_of

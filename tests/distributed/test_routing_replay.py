@@ -16,11 +16,11 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Scored
-from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.experience import pack_rollout, with_advantages
 from holdfast.training.policy.rollouts import next_rollout
 from holdfast.training.policy.run import PolicyRun
+from holdfast.training.setup.begin import Live
 from holdfast.types import MiniBatch
 from tests.distributed import grpo_cases
 from tests.ranks import RankError
@@ -170,7 +170,7 @@ def test_what_cannot_be_replayed_is_refused_before_step_1(
 
 
 def test_a_step_that_was_kept_is_made_again_with_its_experts() -> None:
-    from holdfast.training.policy import recorder
+    from holdfast.features.forensics import recorder
     from holdfast.types import Finish, Group, Prompt, Trajectory
 
     choices = np.arange(20, dtype=np.int16).reshape(5, 2, 2)

@@ -26,8 +26,8 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.reward import reward
-from holdfast.training.build.begin import Live
 from holdfast.training.preference.build import build_preference_run
+from holdfast.training.setup.begin import Live
 from tests.distributed.preference_cases import descend, pairs_of, parameters_of, sequences_of, settings, train
 from tests.distributed.test_preference import assert_same
 from tests.tiny import COMMON, tiny_directory

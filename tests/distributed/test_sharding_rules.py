@@ -25,9 +25,9 @@ from holdfast.parallel.apply import give_unused_zero_gradients
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_rows, set_last_micro_batch, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build.begin import Live, build_run
+from holdfast.training.other_models.reference import check_place
 from holdfast.training.run import ShardedModel
-from holdfast.training.scorers.reference import check_place
+from holdfast.training.setup.begin import Live, build_run
 from holdfast.training.step import train_step
 from holdfast.types import Example, MiniBatch
 from tests.distributed.cases import rows_of, settings

@@ -16,7 +16,7 @@ from holdfast.checkpoint.keep import find
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
-from holdfast.models.source.vision import FREEZE_PRESETS
+from holdfast.models.files.vision import FREEZE_PRESETS
 from tests.crash.runs import log_of, run_each, state_differences, values_of
 from tests.distributed import grpo_cases
 from tests.distributed.cases import rows_of, settings, train

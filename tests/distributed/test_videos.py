@@ -11,8 +11,8 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.build.model import configured
-from holdfast.models.source.vision import image_side, video_options
+from holdfast.models.files.vision import image_side, video_options
+from holdfast.models.setup.model import configured
 from tests.distributed import preference_cases
 from tests.distributed.cases import reference, settings, train
 from tests.distributed.test_preference import assert_same as assert_same_pairs

@@ -14,8 +14,8 @@ from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.build.model import configured
-from holdfast.models.source.vision import FREEZE_PRESETS, image_side
+from holdfast.models.files.vision import FREEZE_PRESETS, image_side
+from holdfast.models.setup.model import configured
 from tests.distributed.cases import reference, settings, train
 from tests.distributed.test_split_invariance import assert_same, by_hand
 from tests.vision import KINDS, MIXTURE, PROCESSORS, picture_rows, tokenizer_of, vision_directory, vision_model

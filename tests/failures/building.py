@@ -19,8 +19,8 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build.begin import Live, build_run
 from holdfast.training.saving.exports import export_run
+from holdfast.training.setup.begin import Live, build_run
 from tests.distributed.cases import reference, rows_of, settings
 from tests.distributed.test_lora import examples
 from tests.distributed.test_split_invariance import by_hand

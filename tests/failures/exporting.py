@@ -15,8 +15,8 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build.begin import Live, build_run
 from holdfast.training.saving.exports import export_run
+from holdfast.training.setup.begin import Live, build_run
 from tests.distributed.cases import rows_of, settings
 from tests.distributed.lora_cases import probe
 from tests.failures.gradients import shard_blocks

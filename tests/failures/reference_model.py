@@ -21,8 +21,8 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
+from holdfast.training.setup.begin import Live
 from holdfast.types import Example, Scores
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.failures.gradients import shard_blocks

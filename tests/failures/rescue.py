@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.foreign.examine import examine
-from holdfast.checkpoint.foreign.recognise import open_foreign
-from holdfast.checkpoint.foreign.record import ForeignCheckpoint
+from holdfast.features.rescue.reading.examine import examine
+from holdfast.features.rescue.reading.recognise import open_foreign
+from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from tests.archives import unpack
 from tests.failures import saving
 from tests.failures.lab import Lab, Observed, last_words

@@ -15,12 +15,12 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.assembly import assemble
 from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.features.plan.memory import plain_tensors
+from holdfast.features.plan.steps import sequence
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.plan.memory import plain_tensors
-from holdfast.plan.steps import sequence
-from holdfast.training.build.begin import build_run
 from holdfast.training.engines import layout_of
+from holdfast.training.setup.begin import build_run
 from holdfast.training.step import train_step
 
 

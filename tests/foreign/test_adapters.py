@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from typer.testing import CliRunner
 
-from holdfast.checkpoint.foreign.record import UnreadableForeign
 from holdfast.cli.main import app
+from holdfast.features.rescue.reading.record import UnreadableForeign
 from tests.foreign.reading import hash_of
 from tests.foreign.test_readers import SIZES
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.foreign.examine import examine
-from holdfast.checkpoint.foreign.recognise import open_foreign
-from holdfast.checkpoint.foreign.record import UnreadableForeign
+from holdfast.features.rescue.reading.examine import examine
+from holdfast.features.rescue.reading.recognise import open_foreign
+from holdfast.features.rescue.reading.record import UnreadableForeign
 from tests.foreign.damages import DAMAGES, HOSTILE, Damage, nested, rank_file
 from tests.foreign.reading import hash_of, place_of
 from tests.foreign.test_readers import WHOSE

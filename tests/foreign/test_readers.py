@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from holdfast.checkpoint.foreign.alignment import align, rename
-from holdfast.checkpoint.foreign.examine import examine
-from holdfast.checkpoint.foreign.recognise import open_foreign
-from holdfast.checkpoint.foreign.record import ForeignCheckpoint
+from holdfast.features.rescue.reading.alignment import align, rename
+from holdfast.features.rescue.reading.examine import examine
+from holdfast.features.rescue.reading.recognise import open_foreign
+from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from tests.foreign.reading import hash_of, place_of, read_archive, truth_of
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from holdfast.checkpoint.foreign.examine import examine
-from holdfast.checkpoint.foreign.rank_files import position_of
-from holdfast.checkpoint.foreign.recognise import open_foreign
-from holdfast.checkpoint.foreign.record import DamagedFile, Position
+from holdfast.features.rescue.reading.examine import examine
+from holdfast.features.rescue.reading.rank_files import position_of
+from holdfast.features.rescue.reading.recognise import open_foreign
+from holdfast.features.rescue.reading.record import DamagedFile, Position
 from tests.foreign.damages import state_of
 from tests.foreign.reading import place_of
 from tests.foreign.test_damage import copied, said_of

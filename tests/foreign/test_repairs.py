@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from holdfast.checkpoint.foreign.examine import examine
-from holdfast.checkpoint.foreign.recognise import open_foreign
 from holdfast.errors import HoldfastError
+from holdfast.features.rescue.reading.examine import examine
+from holdfast.features.rescue.reading.recognise import open_foreign
 from tests.foreign.damages import rank_file, state_of
 from tests.foreign.reading import place_of, truth_of
 from tests.foreign.test_damage import copied

@@ -81,10 +81,10 @@ def strategy(kind: str, ranks: int, *, own: bool = False):
     if own:  # Lightning's, to see what it does
         return pl.strategies.ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if kind == "mp":
-        from holdfast.integrations.lightning import ModelParallelStrategy
+        from holdfast.features.trainers.lightning import ModelParallelStrategy
 
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    from holdfast.integrations.lightning import FSDPStrategy
+    from holdfast.features.trainers.lightning import FSDPStrategy
 
     layer = type(
         Qwen2ForCausalLM(

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from holdfast.integrations.checks import recomputation_is_exact, reference_is_sharded
+from holdfast.features.trainers.checks import recomputation_is_exact, reference_is_sharded
 from holdfast.parallel.mesh import World
 
 SIZES: dict[str, Any] = {

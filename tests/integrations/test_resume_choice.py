@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
-from holdfast.integrations.saves import UnsuitableTrainer
-from holdfast.integrations.trl import protect
+from holdfast.features.trainers.saves import UnsuitableTrainer
+from holdfast.features.trainers.trl import protect
 from tests.foreign.test_readers import SIZES
 
 

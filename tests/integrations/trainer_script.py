@@ -105,7 +105,7 @@ def main() -> None:
     watch = Watch()
     trainer = trainer_of(out, flags, 512 if "wide" in flags else 24, watch)
     if "plain" not in flags:
-        from holdfast.integrations.trl import protect
+        from holdfast.features.trainers.trl import protect
 
         protect(trainer)
     trainer.train(resume_from_checkpoint=True if "resume" in flags else None)

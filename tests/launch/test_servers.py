@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.running.serve import beside
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError
-from holdfast.launch.servers import Served, Servers
+from holdfast.features.vllm.processes import Served, Servers
+from holdfast.features.vllm.serving import beside
 from tests.rollout.served import ServedModel, served_tree, serving
 
 STAND_IN = f"""#!{sys.executable}

@@ -14,9 +14,9 @@ import pytest
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
+from holdfast.features.cluster.ray import RayAsk, launch_ray
+from holdfast.features.cluster.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
 from holdfast.launch.first_rank import leave
-from holdfast.launch.ray import RayAsk, launch_ray
-from holdfast.launch.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
 from holdfast.parallel.failure.heartbeat import Sightings, Whereabouts, silences
 from holdfast.parallel.rendezvous import store_of
 

@@ -13,15 +13,15 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
-from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.check.forward import check_forward
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.names import tied_names
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build.model import build_policy
+from holdfast.training.setup.model import build_policy
 from holdfast.types import Example, Scores
 from tests.models.sides import sides_of
 from tests.settings import plain_setting

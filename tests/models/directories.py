@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
-from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.parallel.shards import materialise
 from tests.models.architectures import LLAMA4_TEXT, RECURRENT, SETTINGS, settings_of, strong_model
 from tests.tiny import COMMON, EXTRA

@@ -13,11 +13,11 @@ from torch import nn
 from holdfast.config.sections.model import ModelConfig, UnfreezeConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ModelError
-from holdfast.models.build.freezing import freeze
-from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.files.configuration import sub_configs
 from holdfast.models.layers.attention import PACKED
 from holdfast.models.names import POLICY_PREFIX
-from holdfast.models.source.configuration import sub_configs
+from holdfast.models.setup.freezing import freeze
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.parallel.shards import check_buffers
 from tests.models.architectures import strong_model
 from tests.models.cases import whole_parameters

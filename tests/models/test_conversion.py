@@ -16,15 +16,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from holdfast.models.names import tied_names
-from holdfast.models.weights.conversion import plan_incoming, plan_outgoing
-from holdfast.models.weights.loading import StoredSource
-from holdfast.models.weights.safetensors_files import (
+from holdfast.models.files.conversion import plan_incoming, plan_outgoing
+from holdfast.models.files.loading import StoredSource
+from holdfast.models.files.safetensors_files import (
     StoredTensors,
     index_json,
     plan_files,
     write_file,
 )
+from holdfast.models.names import tied_names
 from holdfast.parallel.stream import Pieces, converted_tensors, headers_of, held_tensors
 from tests.models.cases import import_and_export
 from tests.models.directories import KINDS, filled, model_of, tensors_in, write_directory
@@ -162,7 +162,7 @@ MEASURE = """
 import sys, threading, time, torch
 from pathlib import Path
 from holdfast.config.sections.model import ModelConfig
-from holdfast.models.build.model import blueprint
+from holdfast.models.setup.model import blueprint
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.parallel.shards import materialise
 

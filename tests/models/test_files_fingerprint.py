@@ -16,7 +16,7 @@ from holdfast.config.sections.model import LoRAConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import AdapterFile, check_base
-from holdfast.models.source.origin import files_fingerprint, same_files
+from holdfast.models.files.origin import files_fingerprint, same_files
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.fingerprints import fingerprint_once, with_marks_of_now

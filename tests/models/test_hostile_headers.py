@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ModelError
-from holdfast.models.source.origin import refuse_others_than_files
-from holdfast.models.weights.safetensors_files import (
+from holdfast.models.files.origin import refuse_others_than_files
+from holdfast.models.files.safetensors_files import (
     INDEX,
     SINGLE,
     StoredTensors,

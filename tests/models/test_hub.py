@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.models.source.origin import locate
+from holdfast.models.files.origin import locate
 from tests.models.directories import write_directory
 from tests.models.hub_server import Hub, serving
 
@@ -24,8 +24,8 @@ import json, sys
 from pathlib import Path
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.models.build.model import blueprint
-from holdfast.models.source.origin import load_tokenizer, locate
+from holdfast.models.setup.model import blueprint
+from holdfast.models.files.origin import load_tokenizer, locate
 
 found = {}
 for name, case in json.loads(sys.argv[1]).items():

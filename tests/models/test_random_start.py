@@ -11,9 +11,9 @@ import torch
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.models.build.model import blueprint
+from holdfast.models.files.loading import RandomSource
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.weights.loading import RandomSource
+from holdfast.models.setup.model import blueprint
 from holdfast.parallel.shards import materialise
 from tests.models.cases import whole_parameters
 from tests.models.directories import KINDS, config_of

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ModelError
-from holdfast.models.build.model import blueprint
+from holdfast.models.setup.model import blueprint
 from tests.models.directories import filled, write_directory
 
 CONFIGURATION = """

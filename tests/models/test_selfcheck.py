@@ -15,10 +15,10 @@ from transformers import AutoConfig, LlamaForCausalLM
 from holdfast.errors import ModelError
 from holdfast.models.check.boundaries import boundaries_of, lengths_to_see
 from holdfast.models.check.forward import check_forward
+from holdfast.models.files.configuration import make_trainable
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
 from holdfast.models.layers.family import HeadSpec, family_of
-from holdfast.models.source.configuration import make_trainable
 from tests.models.architectures import OTHERS, RECURRENT, SETTINGS, settings_of, strong_model, twin
 from tests.models.cases import checked
 from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory

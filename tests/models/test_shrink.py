@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.models.check.boundaries import boundaries_of
 from holdfast.models.check.shrink import one_of_each, shrink
-from holdfast.models.source.configuration import maker, on_meta
+from holdfast.models.files.configuration import maker, on_meta
 
 GEMMA4 = {
     "text_config": {"model_type": "gemma4_text", "num_hidden_layers": 30, "num_kv_shared_layers": 10},

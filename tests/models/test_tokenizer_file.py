@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
-from holdfast.models.source.origin import load_tokenizer
+from holdfast.models.files.origin import load_tokenizer
 from tests.tiny import tiny_directory
 
 

@@ -12,7 +12,7 @@ import torch
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ModelError
-from holdfast.models.build.model import blueprint
+from holdfast.models.setup.model import blueprint
 from tests.models.architectures import strong_model
 from tests.models.cases import import_and_export, whole_parameters
 from tests.models.directories import filled, tensors_in, write_directory

@@ -15,8 +15,8 @@ from holdfast.config.sections.preference import PreferenceConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.objectives.base import Objective, Tokens
 from holdfast.objectives.preference import KTO, PairedPreference
-from holdfast.training.build.losses import preference_objective
 from holdfast.training.run import ConfiguredRun
+from holdfast.training.setup.losses import preference_objective
 from holdfast.types import Scores
 from tests.objectives.cases import means
 from tests.oracle import preference as oracle

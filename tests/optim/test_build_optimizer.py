@@ -7,7 +7,7 @@ import torch
 
 from holdfast.config.sections.optim import AdamWConfig
 from holdfast.errors import ModelError
-from holdfast.training.build.optimizers import build_optimizer
+from holdfast.training.setup.optimizers import build_optimizer
 
 
 def parameters() -> dict[str, torch.nn.Parameter]:

@@ -15,7 +15,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 from holdfast.optim.schedule import set_learning_rates
 from holdfast.optim.state import OptimizerState, collect, groups_of, matched_hyperparameters, names_of
-from holdfast.training.build.optimizers import build_optimizer
+from holdfast.training.setup.optimizers import build_optimizer
 
 
 def parameters() -> dict[str, nn.Parameter]:

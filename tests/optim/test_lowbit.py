@@ -17,7 +17,7 @@ from holdfast.config.sections.optim import (
     AdamWFP8Config,
     OptimConfig,
 )
-from holdfast.training.build.optimizers import build_optimizer
+from holdfast.training.setup.optimizers import build_optimizer
 from tests.checkpoint.quantised import uncompiled
 
 CONFIGS: dict[str, Any] = {"8bit": AdamW8bitConfig, "4bit": AdamW4bitConfig, "fp8": AdamWFP8Config}
@@ -125,7 +125,7 @@ sys.modules["torchao"] = None
 import torch
 from holdfast.config.sections.optim import AdamW8bitConfig
 from holdfast.errors import ConfigError
-from holdfast.training.build.optimizers import build_optimizer
+from holdfast.training.setup.optimizers import build_optimizer
 try:
     build_optimizer(AdamW8bitConfig(), {"weight": torch.nn.Parameter(torch.ones(2))})
 except ConfigError as error:

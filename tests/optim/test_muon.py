@@ -22,9 +22,9 @@ from holdfast.optim.muon import Stack, orthogonalised
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build.begin import Live, build_run
-from holdfast.training.build.optimizers import build_optimizer
 from holdfast.training.preference.build import build_preference_run
+from holdfast.training.setup.begin import Live, build_run
+from holdfast.training.setup.optimizers import build_optimizer
 from tests.checkpoint.cases import contents
 from tests.distributed.cases import rows_of, settings
 from tests.distributed.cases import train as train_model

@@ -14,7 +14,7 @@ from holdfast.errors import UserError
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.build.optimizers import build_optimizer, optimizer_of
+from holdfast.training.setup.optimizers import build_optimizer, optimizer_of
 from tests.checkpoint.cases import build, contents, step
 from tests.distributed.toys import Toy
 from tests.settings import setting_of

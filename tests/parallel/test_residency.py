@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from holdfast.config.sections.optim import AdamW8bitConfig
 from holdfast.parallel.host_memory import HostOffload, storages_of
-from holdfast.training.build.optimizers import build_optimizer
+from holdfast.training.setup.optimizers import build_optimizer
 
 
 def sizes(*tensors: Tensor) -> list[int]:

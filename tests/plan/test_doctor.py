@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.cli.before.doctor import doctor
 from holdfast.errors import ConfigError
+from holdfast.features.plan.doctor import doctor
+from holdfast.features.plan.machine import bad_pairs
 from holdfast.launch.environment import machine_facts
-from holdfast.plan.machine import bad_pairs
 from tests.rollout.served import REWARD, served_tree
 from tests.training.cases import run, tree
 

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.plan.findings import Grade
-from holdfast.plan.measured import PLAN, PhasePeak, SavedPlan, compared, look_at_plan, measured_lines, measured_peaks
+from holdfast.features.plan.findings import Grade
+from holdfast.features.plan.measured import (
+    PLAN,
+    PhasePeak,
+    SavedPlan,
+    compared,
+    look_at_plan,
+    measured_lines,
+    measured_peaks,
+)
 
 GIB = 2**30
 PLANNED = {"load": 4 * GIB, "forward_backward": 17 * GIB, "optimizer": 14 * GIB, "unmeasured": GIB}

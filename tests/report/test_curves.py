@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.features.report.curves import Curves, LineReader, Rewind
+from holdfast.features.report.thinning import MOST_POINTS, bucket_means, drawn_places
 from holdfast.metrics.sink import read_metrics
-from holdfast.report.curves import Curves, LineReader, Rewind
-from holdfast.report.thinning import MOST_POINTS, bucket_means, drawn_places
 from tests.report.cases import killed_run
 
 

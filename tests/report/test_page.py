@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
+from holdfast.features.report.page import write_page
 from holdfast.metrics.sink import read_metrics
-from holdfast.report.page import write_page
 from tests.report.cases import HOSTILE, RunFolder, data_of, killed_run, steps_of
 
 
@@ -190,7 +190,7 @@ def test_a_page_is_written_anew_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_leaves_no_part_of_a_page(tmp_path: Path) -> None:
     run = killed_run(tmp_path)
     script = (
-        "import resource, signal, sys; from pathlib import Path; from holdfast.report.page import write_page\n"
+        "import resource, signal, sys; from pathlib import Path; from holdfast.features.report.page import write_page\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "write_page([Path(sys.argv[1])], None)\n"

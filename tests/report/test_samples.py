@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.features.report.curves import do_nothing
+from holdfast.features.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_whole, read_samples
 from holdfast.metrics.sink import SampleFiles
-from holdfast.report.curves import do_nothing
-from holdfast.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_whole, read_samples
 from tests.report.cases import RunFolder, killed_run
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.report.reading import read_run
-from holdfast.report.story import SILENT, public_sentence
+from holdfast.features.report.reading import read_run
+from holdfast.features.report.story import SILENT, public_sentence
 from tests.report.cases import RunFolder, killed_run
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.escaping import escaped, escaped_paragraph
+from holdfast.text.escaping import escaped, escaped_paragraph
 from holdfast.training.observe import Observer, ObserverFailed
 from holdfast.types import StepEvent
 from tests.rewards.conftest import Start, samples

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rewards.processes import framing
+from holdfast.rewards.workers import framing
 from tests.rewards.conftest import Start, is_alive, samples, wait_for
 
 RANK = """
@@ -23,7 +23,7 @@ RANK = """
     from pathlib import Path
     from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.processes.pool import RewardPool
+    from holdfast.rewards.workers.pool import RewardPool
 
     here = Path(sys.argv[1])
     config = RewardPoolConfig(workers=2, timeout_seconds=600)
@@ -131,7 +131,7 @@ def test_a_worker_holds_no_heavy_library(start: Start) -> None:
 def test_the_worker_module_imports_alone() -> None:
     code = """
 import sys
-import holdfast.rewards.serving.worker
+import holdfast.rewards.workers.worker
 print(sorted({"torch", "numpy", "transformers", "pydantic", "tenacity", "asyncio"} & set(sys.modules)))
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

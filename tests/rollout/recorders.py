@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from holdfast.rollout.graphs import DrawToken
+from holdfast.rollout.local.graphs import DrawToken
 
 
 class Steps:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import holdfast.rollout.servers
+import holdfast.features.vllm.servers
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -45,7 +45,7 @@ PREFIX = "generate-tokens-"
 
 def of_the_extension(first: str, behind: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the names of a part of what workers of vLLM import; its imports of vLLM are left out."""
-    source = Path(holdfast.rollout.servers.__file__).with_name("vllm_extension.py").read_text()
+    source = Path(holdfast.features.vllm.servers.__file__).with_name("vllm_extension.py").read_text()
     part = source[source.index(first) : source.index(behind)]
     names: dict[str, Any] = {
         "dataclass": dataclass, "functools": functools, "json": json, "Path": Path, "Tokenizer": Tokenizer,

@@ -18,9 +18,9 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.launch.servers import Served, command_of, environment_of
-from holdfast.rollout.buckets import Leases, digest
-from holdfast.rollout.servers import VLLMServer
+from holdfast.features.vllm.buckets import Leases, digest
+from holdfast.features.vllm.processes import Served, command_of, environment_of
+from holdfast.features.vllm.servers import VLLMServer
 from tests.rollout.served import ServedModel, serving
 
 URL = "http://127.0.0.1:8700"
@@ -46,8 +46,8 @@ def test_a_hash_is_of_the_bytes_of_a_tensor() -> None:
 
 def test_a_server_is_one_process_s_at_a_time_and_free_when_that_was_killed() -> None:
     script = (
-        "import sys, time; from holdfast.rollout.buckets import Leases;"
-        "from holdfast.rollout.servers import VLLMServer; from holdfast.config.sections.engine import VLLMEngineConfig;"
+        "import sys, time; from holdfast.features.vllm.buckets import Leases;"
+        "from holdfast.features.vllm.servers import VLLMServer; from holdfast.config.sections.engine import VLLMEngineConfig;"
         "Leases('x').take(VLLMServer.of(sys.argv[1], VLLMEngineConfig(url=[sys.argv[1]])));"
         "print('has it', flush=True); time.sleep(60)"
     )

@@ -14,11 +14,11 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ModelError
-from holdfast.models.build.model import Blueprint, blueprint
 from holdfast.models.names import named_parameters
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.rollout.engine import Request, Sampled, generate
-from holdfast.rollout.generation import TransformersEngine
-from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.local.generation import TransformersEngine
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops, mixed
 from holdfast.training.engines import stop_tokens
 from holdfast.types import Finish

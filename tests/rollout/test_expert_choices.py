@@ -12,8 +12,8 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.layers.routers import routers_of
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import RolloutEngine, generate
-from holdfast.rollout.generation import TransformersEngine
-from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.local.generation import TransformersEngine
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
 from tests.rollout.test_inprocess import EOS, origin_of, reference, requests
 

@@ -12,10 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
-from holdfast.rollout.graphs import CudaRecorder, NotReplayable, Recorder
-from holdfast.rollout.inprocess import InProcessEngine, begun
+from holdfast.rollout.local.graphs import CudaRecorder, NotReplayable, Recorder
+from holdfast.rollout.local.inprocess import InProcessEngine, begun
+from holdfast.rollout.local.static import StaticRows, bucket_of
 from holdfast.rollout.sampling import Stops, mixed
-from holdfast.rollout.static import StaticRows, bucket_of
 from tests.models.architectures import SETTINGS
 from tests.rollout.recorders import Program, Refusing, Steps, Wrong
 from tests.rollout.test_inprocess import EOS, engine_of, origin_of, reference, requests

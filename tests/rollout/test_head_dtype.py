@@ -9,7 +9,7 @@ import torch
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, generate
-from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
 from tests.models.architectures import strong_model
 from tests.rollout.test_inprocess import EOS, origin_of

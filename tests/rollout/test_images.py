@@ -16,12 +16,12 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.files.vision import image_side
 from holdfast.models.names import named_parameters
-from holdfast.models.source.vision import image_side
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.rollout.engine import Request, RolloutEngine, Sampled, generate
-from holdfast.rollout.generation import TransformersEngine
-from holdfast.rollout.inprocess import InProcessEngine
+from holdfast.rollout.local.generation import TransformersEngine
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops, mixed
 from tests.rollout.recorders import Program
 from tests.vision import KINDS, picture_rows, tokenizer_of, vision_directory

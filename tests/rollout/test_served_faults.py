@@ -18,9 +18,9 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.features.vllm.engine import VLLMEngine
 from holdfast.rollout.engine import Request
 from holdfast.rollout.sampling import Stops
-from holdfast.rollout.vllm import VLLMEngine
 from holdfast.training.policy.ahead import Ahead
 from tests.rollout.served import AHEAD, ServedModel, served_tree, serving
 from tests.rollout.test_served_runs import STOPPING, ahead_of, recorded, run

@@ -14,9 +14,9 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.models.build.model import blueprint
-from holdfast.rollout.buckets import Leases
-from holdfast.rollout.servers import VLLMServer
+from holdfast.features.vllm.buckets import Leases
+from holdfast.features.vllm.servers import VLLMServer
+from holdfast.models.setup.model import blueprint
 from tests.rollout.served import ServedModel, of_the_extension, served_tree, serving
 from tests.rollout.test_served_runs import run
 

@@ -15,8 +15,8 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.models.build.model import Blueprint, blueprint
-from holdfast.models.source.vision import image_side, video_options
+from holdfast.models.files.vision import image_side, video_options
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.rollout.engine import Request, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.types import Example

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from holdfast.config.sections.engine import VLLMEngineConfig
-from holdfast.http_client import EndpointRefuses
-from holdfast.rollout.answers import reply_of
+from holdfast.features.vllm.answers import reply_of
+from holdfast.http import EndpointRefuses
 from holdfast.types import Finish
 from tests.rollout.served import ServedModel
 

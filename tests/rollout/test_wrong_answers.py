@@ -22,9 +22,9 @@ import pytest
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.http_client import EndpointMistaken, EndpointRefuses
+from holdfast.features.vllm.servers import VLLMServer
+from holdfast.http import EndpointMistaken, EndpointRefuses
 from holdfast.metrics.sink import METRICS, read_metrics
-from holdfast.rollout.servers import VLLMServer
 from tests.rollout.served import ServedModel, served_tree, serving
 from tests.rollout.test_served_runs import run
 from tests.rollout.test_vllm_replies import recorded

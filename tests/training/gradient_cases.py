@@ -14,14 +14,14 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ModelError
-from holdfast.models.build.model import blueprint
 from holdfast.models.check.forward import Sides
 from holdfast.models.check.witness import follow_implementation, witness_of
 from holdfast.models.layers.attention import packed_attention
+from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
-from holdfast.training.build.gradient_check import check_gradients
-from holdfast.training.build.model import build_policy
+from holdfast.training.setup.gradient_check import check_gradients
+from holdfast.training.setup.model import build_policy
 from tests.models.architectures import settings_of
 from tests.settings import plain_setting
 from tests.tiny import COMMON, EXTRA, tiny_model

@@ -25,14 +25,14 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.metrics.sink import read_metrics
-from holdfast.models.build.model import configured
+from holdfast.models.files.vision import image_side
 from holdfast.models.scores import HeadWeights, logits_of
-from holdfast.models.source.vision import image_side
+from holdfast.models.setup.model import configured
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build.begin import Live, build_run
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
+from holdfast.training.setup.begin import Live, build_run
 from holdfast.types import Example
 from tests.distributed.cases import rows_of
 from tests.models.architectures import settings_of

@@ -12,7 +12,7 @@ from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import build_run
+from holdfast.training.setup.begin import build_run
 from tests.training.cases import run, tree
 
 GOOD = {"prompt": "ab=", "completion": "c"}

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.data.rows.rows import Row, Source, from_rows
 from holdfast.data.tokens.chat import Tokenised
-from holdfast.training.build.rows import first_sequences
+from holdfast.training.setup.rows import first_sequences
 from holdfast.types import Example
 from tests.batching.streams import Alone
 

@@ -207,7 +207,7 @@ def test_tensorboard_holds_the_same_numbers(pools: Any, tmp_path: Path) -> None:
 
     pools(1).run(run, tree(str(tmp_path), metrics={"progress": "off", "sinks": ["tensorboard"]}))
     # A run waits four seconds for a tracker, less than importing one may take on a busy machine: this sends the rest.
-    command = [sys.executable, "-P", "-m", "holdfast.metrics.trackers.process", str(tmp_path / "r"), "tensorboard"]
+    command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(tmp_path / "r"), "tensorboard"]
     subprocess.run(command, check=True, timeout=120)
 
     events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))

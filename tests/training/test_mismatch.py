@@ -15,13 +15,13 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.features.forensics.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
+from holdfast.features.forensics.other_engines import fits_elsewhere, plain_copy
 from holdfast.models.layers.routers import routers_of
 from holdfast.parallel.mesh import joined_world
-from holdfast.rollout.replica import Replica
-from holdfast.training.build.begin import Live, build_model
-from holdfast.training.policy.mismatch import Fit, at_temperature, causes, fits, fits_without, verdict
-from holdfast.training.policy.other_engines import fits_elsewhere, plain_copy
+from holdfast.rollout.local.replica import Replica
 from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.setup.begin import Live, build_model
 from holdfast.types import Finish, Group, Prompt, Trajectory
 from tests.rollout.served import MODEL, served_tree
 

@@ -20,9 +20,9 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step
-from holdfast.training.build.begin import build_run
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
+from holdfast.training.setup.begin import build_run
 from holdfast.training.step import train_step
 from holdfast.types import Example, Scores
 from tests.crash.runs import log_of, state_differences

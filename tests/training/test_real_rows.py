@@ -17,8 +17,8 @@ from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import grpo
 from holdfast.rewards.base import Sample
-from holdfast.training.build.begin import build_run
 from holdfast.training.policy.rewards import open_rewards
+from holdfast.training.setup.begin import build_run
 from tests.training.cases import run
 
 ROWS = 400

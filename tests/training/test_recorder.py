@@ -12,7 +12,7 @@ import pytest
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.training.policy.recorder import Shown, read_record, record_path, sample_table, what_is_deleted
+from holdfast.features.forensics.recorder import Shown, read_record, record_path, sample_table, what_is_deleted
 
 HEAD = {"step": 1, "base": "/", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {

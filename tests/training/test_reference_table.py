@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.training.scorers.table import ReferenceTable, load_table, save_table
+from holdfast.training.other_models.table import ReferenceTable, load_table, save_table
 
 ABOUT = {"model": "a1b2", "rows": "c3d4"}
 TABLE = ReferenceTable(np.array([[1, 2], [3, 2**63 + 5]], np.uint64), np.array([-1.5, -20.25]))

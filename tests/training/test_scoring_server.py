@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.config.sections.server import ServerConfig
-from holdfast.training.scorers.endpoint import CompletionServer
-from holdfast.training.scorers.server import Role, _check_tokenizer
+from holdfast.training.other_models.endpoint import CompletionServer
+from holdfast.training.other_models.server import Role, _check_tokenizer
 
 ROLE = Role("teacher", "teacher", "student")
 

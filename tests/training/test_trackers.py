@@ -20,7 +20,7 @@ def test_a_resumed_run_goes_on_in_its_trackers(pools: Any, tmp_path: Path) -> No
 
     pools(1).run(run, tree(str(tmp_path), steps=4, metrics=metrics))
 
-    command = [sys.executable, "-P", "-m", "holdfast.metrics.trackers.process", str(tmp_path / "r"), "csv"]
+    command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(tmp_path / "r"), "csv"]
     subprocess.run(command, check=True, timeout=120)  # a slow machine may not have sent everything in time
     with (tmp_path / "r" / "trackers" / "csv" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -26,10 +26,10 @@ from holdfast.data.content.lengths import ImageSpan, Stretch, example_of, joined
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
-from holdfast.models.build.model import configured
-from holdfast.models.source.vision import image_side
-from holdfast.training.build.rows import refuse_completions_with_images
+from holdfast.models.files.vision import image_side
+from holdfast.models.setup.model import configured
 from holdfast.training.run import EvaluationSet
+from holdfast.training.setup.rows import refuse_completions_with_images
 from holdfast.types import Example
 from tests.models.directories import filled
 from tests.training.cases import evaluate, run

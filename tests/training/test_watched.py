@@ -13,7 +13,7 @@ import torch
 from holdfast.checkpoint.export.about import read_about
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.metrics.sink import read_metrics
-from holdfast.report.state import State, state_of
+from holdfast.training.run_state import State, state_of
 from holdfast.training.watched import Standing, after
 from tests.ranks import RankError
 from tests.training.cases import run, tree

@@ -18,10 +18,10 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
-from holdfast.training.build.begin import Live
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.policy.walk import walk_a_step
+from holdfast.training.setup.begin import Live
 
 
 def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:

@@ -20,15 +20,15 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.launch.servers import Served, Servers
-from holdfast.models.build.model import blueprint
+from holdfast.features.vllm.processes import Served, Servers
+from holdfast.features.vllm.publish import ServedEngine
+from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
-from holdfast.training.build.begin import Live, build_model
 from holdfast.training.engines import open_engine
 from holdfast.training.run import Setting, ShardedModel
-from holdfast.training.serving.publish import ServedEngine
+from holdfast.training.setup.begin import Live, build_model
 
 PYTHON = os.environ.get("HOLDFAST_VLLM_PYTHON", "")
 """That of an environment with vLLM, where `make test-vllm` runs."""

@@ -15,13 +15,13 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import RunStopped
-from holdfast.launch.servers import Served, Servers
-from holdfast.models.build.model import blueprint
+from holdfast.features.vllm.processes import Served, Servers
+from holdfast.features.vllm.publish import ServedEngine
+from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, build_model
 from holdfast.training.engines import open_engine
 from holdfast.training.run import Setting
-from holdfast.training.serving.publish import ServedEngine
+from holdfast.training.setup.begin import Live, build_model
 from tests.vllm.conftest import PYTHON, free_port, tree_of
 
 GEMMA: dict[str, Any] = {

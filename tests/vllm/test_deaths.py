@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.launch.servers import answers
+from holdfast.features.vllm.processes import answers
 from holdfast.rollout.engine import generate
 from tests.vllm.conftest import Fleet, Policy
 from tests.vllm.test_pushes import requests

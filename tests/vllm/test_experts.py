@@ -14,12 +14,12 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.launch.servers import Served, Servers
-from holdfast.models.build.model import blueprint
+from holdfast.features.vllm.processes import Served, Servers
+from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, build_model
 from holdfast.training.engines import open_engine
 from holdfast.training.run import Setting
+from holdfast.training.setup.begin import Live, build_model
 from tests.vllm.conftest import MODEL, PYTHON, free_port, tree_of
 
 EXPERTS: dict[str, Any] = {

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from holdfast.launch.servers import answers
+from holdfast.features.vllm.processes import answers
 from tests.vllm.conftest import Fleet, tree_of
 
 REWARD = """

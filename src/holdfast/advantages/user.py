@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.advantages.group import RewardMatrix
 from holdfast.errors import RunStopped
-from holdfast.escaping import error_words
+from holdfast.text.escaping import error_words
 
 
 class Groups(NamedTuple):

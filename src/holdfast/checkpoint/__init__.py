@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import errors
-    from holdfast.checkpoint.interface import clean, load, rehearse, save, save_in_background, verify
+    from holdfast.checkpoint.api import clean, load, rehearse, save, save_in_background, verify
 
 __all__ = ["clean", "errors", "load", "rehearse", "save", "save_in_background", "verify"]
 
@@ -21,7 +21,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the packa
         if name == "errors":
             return importlib.import_module("holdfast.checkpoint.errors")
         if name in __all__:
-            return getattr(importlib.import_module("holdfast.checkpoint.interface"), name)
+            return getattr(importlib.import_module("holdfast.checkpoint.api"), name)
         raise AttributeError(f"module 'holdfast.checkpoint' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """Look at everything that a run needs before it starts, each with what mends it; exit 1 if something fails."""
-    from holdfast.cli.before.doctor import doctor as look_before
+    from holdfast.features.plan.doctor import doctor as look_before
 
     raise typer.Exit(look_before(run, overrides or [], runs_code=not no_code, as_json=as_json, only=only or []))
 
@@ -36,7 +36,7 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """Print what a bug report needs: versions, devices, known variables; no secrets."""
-    from holdfast.cli.before.doctor import environment
+    from holdfast.features.plan.doctor import environment
 
     environment(as_json=as_json)
 
@@ -51,7 +51,7 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option of the command
     save: Annotated[bool, typer.Option("--save", help="Also leave it as plan.json in the run's directory.")] = False,
 ) -> None:
     """Say what a run takes on devices that are not here, and what to turn; exit 1 if it does not fit."""
-    from holdfast.cli.before.plan import PlanOptions
-    from holdfast.cli.before.plan import plan as plan_run
+    from holdfast.features.plan.planning import PlanOptions
+    from holdfast.features.plan.planning import plan as plan_run
 
     raise typer.Exit(plan_run(run, overrides or [], PlanOptions(ranks, device, memory), as_json=as_json, save=save))

@@ -212,7 +212,7 @@ def check(
     Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face.
     Nothing is written, and nothing that a pickle asks for is run.
     """
-    from holdfast.cli.checkpoints import foreign_views
+    from holdfast.features.rescue import views as foreign_views
 
     checkpoint = foreign_views.checked(directory, level.value, base)
     for line in [foreign_views.as_json(checkpoint)] if as_json else foreign_views.lines(checkpoint):
@@ -243,7 +243,7 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
     ] = None,
 ) -> None:
     """Make another system's checkpoint one of ours, or a model directory; its own files stay as they are."""
-    from holdfast.cli.checkpoints.foreign_views import export_checked, import_checked
+    from holdfast.features.rescue.views import export_checked, import_checked
 
     if (run is None) == (export_to is None):
         raise ConfigError("Give one of --as RUN.yaml, for a run that continues it, and --export OUT, for a model.")

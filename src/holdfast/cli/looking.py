@@ -17,14 +17,14 @@ def report(
     ] = None,
 ) -> None:
     """Write one page about a run, or about several: curves, marks, samples, events. It needs no network."""
-    from holdfast.report.page import write_page
+    from holdfast.features.report.page import write_page
 
     typer.echo(write_page(directories, output))
 
 
 def watch(directory: RunDirectory) -> None:
     """Show a run in the terminal while it goes on: progress, curves, phases, ranks, checkpoints, samples, health."""
-    from holdfast.report.watch import watch_run
+    from holdfast.features.report.watch import watch_run
 
     watch_run(directory)
 
@@ -61,8 +61,8 @@ def compare_runs(
     second: Annotated[Path, typer.Argument(metavar="OTHER_RUN_DIR", help="Another one.")],
 ) -> None:
     """Compare two runs: configuration, environment, numbers at equal steps, and the first step that differs."""
-    from holdfast.cli.after.compare import compare
-    from holdfast.report.reading import read_run
+    from holdfast.features.report.comparison import compare
+    from holdfast.features.report.reading import read_run
 
     for line in compare(read_run(first), read_run(second)):
         typer.echo(line)

@@ -71,7 +71,7 @@ def before_all(
     ] = False,
 ) -> None:
     """Post-training of Hugging Face models on FSDP2. A run that starts will save, resume and export."""
-    from holdfast.quiet import hush  # not at the top: `--help` does without logging
+    from holdfast.text.quiet import hush  # not at the top: `--help` does without logging
 
     hush()
 
@@ -134,7 +134,7 @@ def distill(run: RunFile, overrides: Overrides = None) -> None:
 @app.command()
 def serve(run: RunFile, overrides: Overrides = None) -> None:
     """Start the servers of vLLM that a run samples from, until Ctrl-C or SIGTERM; weights come from the run."""
-    from holdfast.cli.running.serve import serve as serve_run
+    from holdfast.features.vllm.serving import serve as serve_run
 
     raise typer.Exit(serve_run(run, overrides or []))
 
@@ -162,7 +162,7 @@ def prove(
     ] = None,
 ) -> None:
     """Kill a run, resume it, and compare it bit for bit with one that was not killed; exit 1 if they differ."""
-    from holdfast.cli.running.prove import prove as prove_run
+    from holdfast.features.forensics.proving import prove as prove_run
 
     raise typer.Exit(
         prove_run(
@@ -182,7 +182,7 @@ def replay(
     step: Annotated[int, typer.Option(min=1, help="Which step to make again.")],
 ) -> None:
     """Make one recorded step again, on one CPU process, and compare its loss and gradient; exit 1 if they differ."""
-    from holdfast.cli.running.prove import replay as replay_step
+    from holdfast.features.forensics.proving import replay as replay_step
 
     raise typer.Exit(replay_step(directory, step))
 
@@ -193,7 +193,7 @@ def explain_mismatch(
     step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
 ) -> None:
     """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
-    from holdfast.cli.running.prove import explain
+    from holdfast.features.forensics.proving import explain
 
     raise typer.Exit(explain(directory, step))
 
@@ -255,7 +255,7 @@ def run_by_slurm(  # noqa: PLR0913, PLR0917 - each is an option of the command
     to_submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch instead of printing it.")] = False,
 ) -> None:
     """Print a batch job for Slurm that requeues itself until the run is done, or submit it."""
-    from holdfast.cli.running.launch import Ask, launch_slurm
+    from holdfast.features.cluster.submission import Ask, launch_slurm
 
     launch_slurm(run, overrides or [], Ask(nodes, gpus_per_node, time, interface), to_submit=to_submit)
 
@@ -271,8 +271,8 @@ def run_by_ray(  # noqa: PLR0913, PLR0917 - each is an option of the command
     ] = None,
 ) -> None:
     """Run on a Ray cluster, an actor a rank, and end with the run's exit code."""
-    from holdfast.cli.running.launch import launch_on_ray
-    from holdfast.launch.ray import RayAsk
+    from holdfast.features.cluster.ray import RayAsk
+    from holdfast.features.cluster.submission import launch_on_ray
 
     raise typer.Exit(launch_on_ray(run, overrides or [], RayAsk(ranks, gpus_per_rank, address)))
 
@@ -318,7 +318,7 @@ def config_import(
     to: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="Where to write it; default: print it.")] = None,
 ) -> None:
     """Write another system's file as ours, key by key with what differs; exit 1 if it needs a hand before it loads."""
-    from holdfast.cli.run_file.config_import import import_config
+    from holdfast.features.rescue.config_import import import_config
 
     raise typer.Exit(import_config(file, system, verb, ranks, to))
 

@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from holdfast.config.base import EXPORTED, kinds_of
-from holdfast.config.other_systems.table import hint
 from holdfast.config.tree import all_keys, key_path, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
+from holdfast.features.rescue.systems.table import hint
 
 _WANTED = {
     "int_type": "a whole number",

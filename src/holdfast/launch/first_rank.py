@@ -12,8 +12,8 @@ from types import TracebackType
 
 from holdfast import patience
 from holdfast.errors import UserError
+from holdfast.features.cluster.slurm import current_step
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, under_torchrun
-from holdfast.launch.slurm import current_step
 
 EXIT_FILE_VARIABLE = "HOLDFAST_EXIT_FILE"
 """Set by `launch.agent` where torchrun may start ranks again."""

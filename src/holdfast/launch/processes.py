@@ -4,7 +4,7 @@ Invariant: whatever way the launcher ends, SIGKILL included, no process it start
 launch when its environment carries the launch directory, when it stands in the process group or session of a rank, or
 when it descends from one that does. What a reward starts with an empty environment in a session of its own has the
 first two of no rank, yet it stays a descendant: where its parent ends, the supervisor of workers
-(holdfast.rewards.serving.supervisor) adopts it. So before anything is killed, all that can be seen is stopped, until no
+(holdfast.rewards.workers.supervisor) adopts it. So before anything is killed, all that can be seen is stopped, until no
 new descendant appears: a supervisor that were killed first would hand its strays to init, where nothing tells whose
 they are. What a rank's own process starts in that way, and orphans before, is not found: a rank adopts nobody.
 

@@ -16,7 +16,6 @@ from enum import Enum
 from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR1
 
-from holdfast.escaping import escaped_paragraph
 from holdfast.files import read_end
 from holdfast.launch.deaths import (
     EXIT_STOPPED,
@@ -36,6 +35,7 @@ from holdfast.launch.stops import StopSignals
 from holdfast.launch.terminal import Relay
 from holdfast.parallel.failure.reports import Failure
 from holdfast.patience import Patience
+from holdfast.text.escaping import escaped_paragraph
 
 _READ_OF_LOG = 1 << 16
 

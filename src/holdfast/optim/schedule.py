@@ -28,7 +28,7 @@ from holdfast.config.sections.optim import (
     Schedule,
     WarmupStableDecaySchedule,
 )
-from holdfast.models.build.freezing import Stage
+from holdfast.models.setup.freezing import Stage
 from holdfast.optim.averages import Averages
 from holdfast.optim.groups import PEAK, REST, STEM
 

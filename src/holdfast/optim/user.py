@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.escaping import error_words
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
 from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state import OptimizerState, UnsavableOptimizer, collect, restore
@@ -28,6 +27,7 @@ from holdfast.optim.state_template import zeros
 from holdfast.optim.tagged_json import encode
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part, local_rows
+from holdfast.text.escaping import error_words
 
 Build = Callable[[Mapping[str, nn.Parameter]], Optimizer]
 """Makes the optimizer over named parameters."""

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.errors import ModelError
+from holdfast.models.files.loading import WeightSource
 from holdfast.models.names import canonical_name, tied_names
-from holdfast.models.weights.loading import WeightSource
 from holdfast.parallel.plan import ShardPlan
 
 

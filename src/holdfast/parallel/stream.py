@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from holdfast.models.adapters.live import Join, joins_of
+from holdfast.models.files.conversion import Conversion, Header
 from holdfast.models.names import canonical_name
-from holdfast.models.weights.conversion import Conversion, Header
 from holdfast.parallel.shards import sharded_parameters
 
 

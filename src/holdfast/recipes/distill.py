@@ -12,7 +12,6 @@ from pathlib import Path
 
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live
 from holdfast.training.distillation.build import build_distillation_run
 from holdfast.training.distillation.run import (
     DistillRun,
@@ -22,6 +21,7 @@ from holdfast.training.distillation.run import (
 )
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.run import StepAbandoned
+from holdfast.training.setup.begin import Live
 from holdfast.training.step import train_step
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.preference.build import build_preference_run
 from holdfast.training.preference.run import (
@@ -21,6 +20,7 @@ from holdfast.training.preference.run import (
     evaluate_preferences,
     with_margins,
 )
+from holdfast.training.setup.begin import Live
 from holdfast.training.step import train_step
 
 

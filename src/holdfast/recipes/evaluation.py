@@ -15,10 +15,9 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
-from holdfast.escaping import escaped_paragraph
-from holdfast.models.source.origin import locate
+from holdfast.models.files.origin import locate
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import build_evaluation
+from holdfast.text.escaping import escaped_paragraph
 from holdfast.training.directory import COMPLETIONS, run_directory
 from holdfast.training.distillation.build import build_distillation_evaluation
 from holdfast.training.distillation.run import evaluate_distilled
@@ -31,6 +30,7 @@ from holdfast.training.preference.build import build_preference_evaluation
 from holdfast.training.preference.run import evaluate_preferences
 from holdfast.training.run import Setting
 from holdfast.training.saving.parents import evaluated_model, notes_of_exports
+from holdfast.training.setup.begin import build_evaluation
 
 NUMBERS = "metrics.json"
 

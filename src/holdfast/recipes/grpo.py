@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.features.forensics.recorder import record, tell_samples
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import acting_entropy_coefficient, next_entropy_coefficient, next_kl_coefficient
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.critic import stand_still, train_critic, with_values
@@ -33,11 +33,11 @@ from holdfast.training.policy.metrics import (
     of_several_updates,
     rollout_metrics,
 )
-from holdfast.training.policy.recorder import record, tell_samples
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
 from holdfast.training.policy.run import PolicyRun, is_warming_up, restored_afterwards
+from holdfast.training.setup.begin import Live
 from holdfast.training.step import train_step
 from holdfast.types import MiniBatch
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from holdfast.config.verbs.dpo import ScorerConfig
 from holdfast.parallel.mesh import World
 from holdfast.recipes.dpo import train_preferences
-from holdfast.training.build.begin import Live
 from holdfast.training.fit import Outcome
 from holdfast.training.preference.build import build_preference_run
+from holdfast.training.setup.begin import Live
 
 
 def reward(config: ScorerConfig, base: Path, world: World, live: Live | None = None) -> Outcome:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, build_run
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.run import Run
+from holdfast.training.setup.begin import Live, build_run
 from holdfast.training.step import train_step
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from holdfast.escaping import error_words
+from holdfast.text.escaping import error_words
 
 LARGEST = 1e30
 """Magnitude above which a reward is not a number to compare: its square, and sums of squares, would leave the range."""

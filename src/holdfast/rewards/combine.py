@@ -14,8 +14,8 @@ from holdfast.config.sections.reward import (
     Reward,
     RewardPoolConfig,
 )
-from holdfast.escaping import escaped
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number
+from holdfast.text.escaping import escaped
 
 _SHOWN = 80
 _LONGEST_NAME, _LONGEST_MESSAGE = 200, 1000

@@ -19,20 +19,20 @@ from holdfast.config.sections.rollout import EngineConfig, EngineSection, Graphs
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
+from holdfast.features.forensics.recorded import RecordedEngine
+from holdfast.features.vllm.publish import ServedEngine, open_servers
 from holdfast.files import size_words
-from holdfast.models.build.model import Blueprint
 from holdfast.models.layers.rotary import angles_by_length
+from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.host_memory import common_bytes, live_tensors
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import RolloutEngine
-from holdfast.rollout.generation import TransformersEngine
-from holdfast.rollout.graphs import CudaRecorder
-from holdfast.rollout.inprocess import InProcessEngine
-from holdfast.rollout.recorded import RecordedEngine
+from holdfast.rollout.local.generation import TransformersEngine
+from holdfast.rollout.local.graphs import CudaRecorder
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
 from holdfast.training.observe import load_function
 from holdfast.training.run import ShardedModel
-from holdfast.training.serving.publish import ServedEngine, open_servers
 
 
 def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:

@@ -29,9 +29,9 @@ from holdfast.data.content.images import ImageFiles, images_fingerprint
 from holdfast.data.tokens.chat_template import template_text
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
-from holdfast.models.build.model import Blueprint
-from holdfast.models.source.origin import files_fingerprint, locate, remember_fingerprint, same_files
-from holdfast.models.source.vision import VIDEO_FILE
+from holdfast.models.files.origin import files_fingerprint, locate, remember_fingerprint, same_files
+from holdfast.models.files.vision import VIDEO_FILE
+from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training.run import ConfiguredRun, Identity, Setting
 

@@ -12,15 +12,15 @@ from typing import Any
 
 from holdfast.checkpoint.session import Saved
 from holdfast.errors import HoldfastError
-from holdfast.escaping import escaped, escaped_paragraph
+from holdfast.features.trackers.client import Trackers
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
 from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink
-from holdfast.metrics.trackers.client import Trackers
 from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
 from holdfast.rewards.base import FAULTS
+from holdfast.text.escaping import escaped, escaped_paragraph
 from holdfast.training import directory
 from holdfast.training.directory import LOGS, MEMORY
 from holdfast.training.run import Run

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.escaping import error_words
 from holdfast.files import load_module
+from holdfast.text.escaping import error_words
 from holdfast.types import StepEvent
 
 ANSWERS = ("stop", "save", "evaluate")

@@ -25,8 +25,8 @@ from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.throughput import ModelCost
-from holdfast.models.build.model import Blueprint, cost_of
 from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.setup.model import Blueprint, cost_of
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
 from holdfast.optim.reference_ema import Following

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.run_file.config_import import run_yaml
-from holdfast.config.conversion.convert import Converted, convert
 from holdfast.config.load import load_config
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import parse_text
+from holdfast.features.rescue.config_import import run_yaml
+from holdfast.features.rescue.configuration.convert import Converted, convert
 
 Case = tuple[str, dict[str, Any]]
 """A file of another system, and dotted keys here with what they are."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.cli.run_file.config_import import run_yaml
-from holdfast.config.conversion.convert import convert
 from holdfast.config.yaml12 import parse_text
+from holdfast.features.rescue.config_import import run_yaml
+from holdfast.features.rescue.configuration.convert import convert
 
 TRL, VERL = "model_name_or_path: m\nlearning_rate: 1.0e-5\n", "trainer: {n_gpus_per_node: 2, nnodes: 1}\n"
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.run_file.config_import import run_yaml
-from holdfast.config.conversion.convert import convert
 from holdfast.config.load import from_mapping
-from holdfast.config.other_systems.table import READABLE, VERBS, load_key_table
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, parse_text
 from holdfast.errors import ConfigError
+from holdfast.features.rescue.config_import import run_yaml
+from holdfast.features.rescue.configuration.convert import convert
+from holdfast.features.rescue.systems.table import READABLE, VERBS, load_key_table
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 0.5, -0.5, "", "x", "no", "1e-5", [], [1], ["a:b.py"], {}, {"a": 1}, [{"path": "p"}],

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.conversion.convert import Converted
 from holdfast.errors import ConfigError
+from holdfast.features.rescue.configuration.convert import Converted
 from tests.config.other_systems.conftest import Case, Convert
 
 HEAD = "model_name_or_path: Qwen/Qwen2.5-7B-Instruct\ndataset: alpaca_en_demo\ntemplate: qwen\n"

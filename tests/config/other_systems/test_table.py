@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.config.conversion.rules import RULES
-from holdfast.config.other_systems.table import HINTED, READABLE, Entry, hint, load_key_table, spelled
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS
+from holdfast.features.rescue.configuration.rules import RULES
+from holdfast.features.rescue.systems.table import HINTED, READABLE, Entry, hint, load_key_table, spelled
 
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text())
 """Written by tools/foreign_fields.py."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.conversion.convert import Converted
+from holdfast.features.rescue.configuration.convert import Converted
 from tests.config.other_systems.conftest import Case, Convert, check
 
 REWARD = "custom_reward_function: {path: score.py, name: compute_score}\n"

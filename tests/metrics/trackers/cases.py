@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from holdfast.config.sections.metrics import MetricsConfig
+from holdfast.features.trackers.client import Trackers
 from holdfast.metrics.sink import JsonlSink
-from holdfast.metrics.trackers.client import Trackers
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 VERSIONS = {"python": "3.11.4", "torch": "2.13.0"}
@@ -69,11 +69,11 @@ class WrittenRun:
 
     def catch_up(self, label: str) -> None:
         """Send by hand what a tracker lacks, as long as it takes: a slow machine is no failure."""
-        command = [sys.executable, "-P", "-m", "holdfast.metrics.trackers.process", str(self.directory), label]
+        command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(self.directory), label]
         subprocess.run([*command, str(self.base)], check=True, timeout=120, env=self.environment(label))
 
     def environment(self, label: str) -> dict[str, str]:
-        from holdfast.metrics.trackers.environment import tracker_environment
+        from holdfast.features.trackers.environment import tracker_environment
 
         kind = next(each.kind for each in self.section.sinks if each.label == label)
         return tracker_environment(kind, self.directory / "trackers" / label)

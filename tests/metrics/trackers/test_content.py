@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.metrics.trackers.content import completion_row
+from holdfast.features.trackers.content import completion_row
 
 
 def test_of_a_text_beyond_a_thousand_characters_the_end_is_shown() -> None:

@@ -222,7 +222,7 @@ def test_a_tracker_that_is_local_asks_for_no_connection(kind: str, tmp_path: Pat
     run.start_nothing()
     run.step(1, loss=1.0)
     run.lines.close()
-    command = [sys.executable, "-P", "-m", "holdfast.metrics.trackers.process", str(tmp_path / "r"), kind]
+    command = [sys.executable, "-P", "-m", "holdfast.features.trackers.process", str(tmp_path / "r"), kind]
 
     traced(command, tmp_path / "trace", run.environment(kind))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.metrics.trackers.content import public_configuration, public_text
-from holdfast.metrics.trackers.environment import tracker_environment
+from holdfast.features.trackers.content import public_configuration, public_text
+from holdfast.features.trackers.environment import tracker_environment
 from tests.metrics.trackers.cases import WrittenRun, skip_without, text_of
 
 SECRETS = [f"planted-{number:02d}-{place}" for place in ("variable", "address", "path") for number in range(10)]

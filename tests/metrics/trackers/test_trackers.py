@@ -15,7 +15,7 @@ import pytest
 from holdfast import patience
 from holdfast.config.sections.metrics import MetricsConfig
 from holdfast.errors import ConfigError
-from holdfast.metrics.trackers.client import Trackers, check_trackers
+from holdfast.features.trackers.client import Trackers, check_trackers
 from tests.metrics.trackers.cases import RUN_ID, VERSIONS, WrittenRun, effective, logged, wait_for
 
 MINE = """

@@ -25,8 +25,8 @@ from holdfast.checkpoint.export.small_files import ExportFailed
 from holdfast.checkpoint.place.layout import STAGING
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.models.adapters.files import BASE, PEFT_PREFIX, SETTINGS, WEIGHTS, names_in_file
-from holdfast.models.weights.conversion import Header
-from holdfast.models.weights.safetensors_files import read_header, write_file
+from holdfast.models.files.conversion import Header
+from holdfast.models.files.safetensors_files import read_header, write_file
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor

@@ -17,9 +17,9 @@ from holdfast.checkpoint.export.about import ABOUT_FILE, Exported
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.config.base import leaves
 from holdfast.config.yaml12 import to_yaml
-from holdfast.escaping import escaped
+from holdfast.features.trackers.content import public_configuration, public_text
 from holdfast.files import read_text
-from holdfast.metrics.trackers.content import public_configuration, public_text
+from holdfast.text.escaping import escaped
 
 CARD, OWN_CARD, SOURCE_CARD = "README.md", "README.holdfast.md", "README.base.md"
 """The card; where it goes if a user's own stands in its place; and the card of the model that training began with."""

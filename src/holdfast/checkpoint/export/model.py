@@ -24,16 +24,16 @@ from holdfast.checkpoint.place.layout import STAGING, TRASH
 from holdfast.checkpoint.place.storage import LocalStorage, exchange
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError
-from holdfast.models.build.model import Blueprint
-from holdfast.models.source.vision import PROCESSOR_FILES
-from holdfast.models.weights.conversion import Conversion, Header, plan_outgoing
-from holdfast.models.weights.safetensors_files import (
+from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
+from holdfast.models.files.safetensors_files import (
     INDEX,
     index_json,
     plan_files,
     read_header,
     write_file,
 )
+from holdfast.models.files.vision import PROCESSOR_FILES
+from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import RunStopped
-from holdfast.models.build.model import Blueprint
-from holdfast.models.source.origin import TOKENIZER_PROBE
+from holdfast.models.files.origin import TOKENIZER_PROBE
+from holdfast.models.setup.model import Blueprint
 
 _OF_LOADING = {"_name_or_path", "transformers_version"}
 

@@ -44,8 +44,8 @@ from holdfast.files import read_json, read_text
 from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
 from holdfast.models.adapters.live import Join, joins_of
 from holdfast.models.adapters.lora import add_adapters
-from holdfast.models.build.model import Blueprint, described, storage_of
-from holdfast.models.weights.conversion import Header
+from holdfast.models.files.conversion import Header
+from holdfast.models.setup.model import Blueprint, described, storage_of
 from holdfast.optim.tagged_json import decode
 from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import RankGroup

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint
 from holdfast.checkpoint.format.dcp import read_dcp_metadata, without_chunks
-from holdfast.checkpoint.format.foreign import describe_foreign
 from holdfast.checkpoint.format.manifest import NAME, Manifest, parse
+from holdfast.checkpoint.format.other_systems import describe_foreign
 from holdfast.checkpoint.format.stored_chunks import chunk_within
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_tensor
 from holdfast.checkpoint.place.layout import DCP, METADATA, step_of

@@ -21,7 +21,7 @@ from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.checkpoint.place.layout import DCP
 from holdfast.checkpoint.place.memory import memory_for
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.models.weights.conversion import Header
+from holdfast.models.files.conversion import Header
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from holdfast.cli.after.plain_generation import (
 )
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError, DataError, HoldfastError, ModelError, UserError
-from holdfast.escaping import escaped, escaped_paragraph
+from holdfast.text.escaping import escaped, escaped_paragraph
 from holdfast.training.directory import IDENTITY
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _export(place: Path) -> ModelSource | None:
         ModelError: Its weights are not those that were exported, or it holds adapters alone.
     """
     from holdfast.checkpoint.export.about import check_weights
-    from holdfast.models.source.origin import refuse_others_than_files
+    from holdfast.models.files.origin import refuse_others_than_files
 
     if not place.is_dir() or (place / "manifest.json").exists() or (place / IDENTITY).exists():
         return None

@@ -9,7 +9,7 @@ import sys
 
 from holdfast.config.sections.data import SyntheticConfig
 from holdfast.data.tasks.synthetic import SyntheticSource, check_answer
-from holdfast.quiet import hush
+from holdfast.text.quiet import hush
 
 
 def main() -> None:

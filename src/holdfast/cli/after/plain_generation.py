@@ -64,7 +64,7 @@ def load_words(directory: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """
     from holdfast.config.sections.model import ModelConfig
     from holdfast.files import read_json
-    from holdfast.models.source.origin import load_tokenizer, read_config
+    from holdfast.models.files.origin import load_tokenizer, read_config
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # a long prompt is refused below, in our words
     section = ModelConfig(path=str(directory), trust_remote_code=trust_remote_code)
@@ -142,7 +142,7 @@ def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> C
     import torch
     import transformers
 
-    from holdfast.models.source.origin import read_end_tokens
+    from holdfast.models.files.origin import read_end_tokens
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = _loaded(directory, request).eval().to(device)
@@ -175,7 +175,7 @@ def _loaded(directory: Path, request: CompletionRequest) -> Any:
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
-    from holdfast.models.source.configuration import refusals
+    from holdfast.models.files.configuration import refusals
 
     disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=request.trust_remote_code)

@@ -19,9 +19,9 @@ from typing import Any
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.yaml12 import parse_file, to_yaml
 from holdfast.errors import RunStopped, UserError
-from holdfast.escaping import escaped
+from holdfast.features.trackers.content import public_configuration, public_text
 from holdfast.files import read_json, size_words
-from holdfast.metrics.trackers.content import public_configuration, public_text
+from holdfast.text.escaping import escaped
 
 _ALLOWED = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",

@@ -19,11 +19,11 @@ from rich.cells import cell_len, set_cell_size
 
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError, UserError
-from holdfast.escaping import escaped
 from holdfast.files import RegularFile, read_json, read_text
 from holdfast.metrics.sink import METRICS
-from holdfast.report.state import State, json_lines, state_of
+from holdfast.text.escaping import escaped
 from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
+from holdfast.training.run_state import State, json_lines, state_of
 
 WIDTH = 100
 _WIDEST_NAME, _WIDEST_RATING = 28, 30

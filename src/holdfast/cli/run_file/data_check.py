@@ -26,8 +26,10 @@ from holdfast.data.rows.rows import Row, Source, open_source
 from holdfast.data.survey import Survey, report_lines
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import DataError
-from holdfast.models.source.origin import load_tokenizer
-from holdfast.training.build.rows import (
+from holdfast.models.files.origin import load_tokenizer
+from holdfast.training.policy.rewards import RewardScorer
+from holdfast.training.run import ConfiguredRun
+from holdfast.training.setup.rows import (
     Accept,
     filter_of,
     in_order,
@@ -37,8 +39,6 @@ from holdfast.training.build.rows import (
     row_tokeniser,
     task_rows,
 )
-from holdfast.training.policy.rewards import RewardScorer
-from holdfast.training.run import ConfiguredRun
 
 _AT_ONCE = 1000
 """Right answers that are tried together."""

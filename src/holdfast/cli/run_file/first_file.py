@@ -200,7 +200,7 @@ def _choose_turns(draft: FirstFile, verb: str, base: Path, rows: Sequence[Row]) 
 
     Texts called prompt and completion are plain by the name's own convention; a policy is asked by the template anyway.
     """
-    from holdfast.models.source.origin import load_tokenizer
+    from holdfast.models.files.origin import load_tokenizer
 
     columns = list(rows[0])
     called = {ours: _column(columns, ours) for ours in _needed(verb, columns)}
@@ -271,8 +271,8 @@ def _count_weights(model: str, base: Path) -> int:
     Raises:
         ModelError: It is not there, or nothing that can be trained.
     """
-    from holdfast.models.build.model import configured
-    from holdfast.models.source.configuration import maker, on_meta
+    from holdfast.models.files.configuration import maker, on_meta
+    from holdfast.models.setup.model import configured
 
     config, _ = configured(ModelConfig(path=model), base)
     skeleton = on_meta(maker(config, trust_remote_code=False, scorer=False), config)
@@ -344,7 +344,7 @@ def _choose_steps(draft: FirstFile, verb: str, rows: int) -> None:
 def _survey(tree: Mapping[str, Any], verb: str, base: Path) -> tuple[Survey, int | None]:
     """Return what the first rows come to, and how many positions the model has."""
     from holdfast.cli.run_file.data_check import survey_of
-    from holdfast.models.build.model import configured
+    from holdfast.models.setup.model import configured
 
     values = {key: value for key, value in tree.items() if key != "verb"}
     config = from_mapping({"steps": 1, **values}, ROOTS[verb], "the suggestion")

@@ -19,8 +19,8 @@ from holdfast.config.verbs.roots import ROOTS, load_run
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, as_plain
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
-from holdfast.escaping import escaped_paragraph
 from holdfast.files import expanded
+from holdfast.text.escaping import escaped_paragraph
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,9 +75,9 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     from rich.text import Text
 
     from holdfast.data.rows.rows import open_source
-    from holdfast.models.source.origin import load_tokenizer
-    from holdfast.training.build.rows import preference_tokeniser, row_tokeniser, task_rows
+    from holdfast.models.files.origin import load_tokenizer
     from holdfast.training.run import ConfiguredRun
+    from holdfast.training.setup.rows import preference_tokeniser, row_tokeniser, task_rows
 
     loaded = load_run(path, overrides)
     config = loaded.config
@@ -163,9 +163,9 @@ def _prompt(  # noqa: PLR0913 - a run's parts and a row's
 
 def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:
     """Return what turns images into tokens, without building a model."""
-    from holdfast.models.build.model import configured
-    from holdfast.models.source.origin import locate
-    from holdfast.models.source.vision import image_side, video_options
+    from holdfast.models.files.origin import locate
+    from holdfast.models.files.vision import image_side, video_options
+    from holdfast.models.setup.model import configured
 
     model, data = config.model, config.data
     raw_config, processor = configured(model, base)
@@ -176,8 +176,8 @@ def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide |
 
 def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield one line per parameter."""
-    from holdfast.models.build.model import blueprint
     from holdfast.models.names import named_parameters
+    from holdfast.models.setup.model import blueprint
 
     loaded = load_run(path, overrides)
     config = loaded.config
@@ -201,7 +201,7 @@ def check(target: str, overrides: Sequence[str]) -> int:
     """
     from holdfast.config.sections.launch import LaunchConfig
     from holdfast.parallel.mesh import joined_world
-    from holdfast.training.build.suitability import check_suitability
+    from holdfast.training.setup.suitability import check_suitability
 
     config, base, asked = _run_of(target, overrides)
     _say(f"looking at {target}, which may take half a minute")

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.running.run_page import starts, write_at_end
-from holdfast.cli.running.serve import beside, refuse_starting
 from holdfast.cli.running.worker import work
 from holdfast.config.base import Section
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
@@ -27,10 +25,12 @@ from holdfast.config.yaml12 import parse_file
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.features.cluster.slurm import become_launcher, become_rank, check_interfaces, current_step
+from holdfast.features.report.run_page import starts, write_at_end
+from holdfast.features.vllm.serving import beside, refuse_starting
 from holdfast.launch.environment import is_first_rank, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
-from holdfast.launch.slurm import become_launcher, become_rank, check_interfaces, current_step
-from holdfast.models.source.places import local_directory
+from holdfast.models.files.places import local_directory
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import find_script
 

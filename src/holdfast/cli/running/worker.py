@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError
 from holdfast.files import NotRegular
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
 from holdfast.launch.first_rank import await_first_rank, leave
-from holdfast.quiet import hush
+from holdfast.text.quiet import hush
 
 if TYPE_CHECKING:
     from holdfast.parallel.mesh import World

@@ -18,13 +18,13 @@ from holdfast.config.sections.model import LoRAConfig
 from holdfast.errors import ModelError
 from holdfast.files import expanded, read_json
 from holdfast.models.adapters.live import Adapter, adapters_of, lengths, whole_modules
+from holdfast.models.files.conversion import Header
+from holdfast.models.files.four_bit import FourBitLinear, four_bit_layers, packed
+from holdfast.models.files.loading import RowSlices, WeightGroup, WeightSource
+from holdfast.models.files.origin import files_fingerprint, same_files
+from holdfast.models.files.safetensors_files import read_header
 from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters
-from holdfast.models.source.origin import files_fingerprint, same_files
-from holdfast.models.weights.conversion import Header
-from holdfast.models.weights.four_bit import FourBitLinear, four_bit_layers, packed
-from holdfast.models.weights.loading import RowSlices, WeightGroup, WeightSource
-from holdfast.models.weights.safetensors_files import read_header
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 """What peft calls its two files."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.models.files.conversion import Header
+from holdfast.models.files.four_bit import FourBitLinear, four_bit_layers, unpacked
 from holdfast.models.names import canonical_name, named_parameters, tied_names
-from holdfast.models.weights.conversion import Header
-from holdfast.models.weights.four_bit import FourBitLinear, four_bit_layers, unpacked
 
 ADAPTER_NAME = "default"
 """What peft calls our one adapter."""

@@ -24,9 +24,9 @@ from holdfast.models.adapters.live import (
     is_transposed,
     layers_of,
 )
+from holdfast.models.files.four_bit import quantise, row_bytes
 from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters
-from holdfast.models.weights.four_bit import quantise, row_bytes
 
 
 def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.float32) -> str:

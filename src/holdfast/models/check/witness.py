@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.models.files.configuration import with_buffers
+from holdfast.models.files.vision import set_attention
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.names import canonical_name
-from holdfast.models.source.configuration import with_buffers
-from holdfast.models.source.vision import set_attention
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Parameters, buffers, sub-modules, hooks, and whether a module is in training."""

@@ -21,13 +21,13 @@ from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.errors import ModelError
+from holdfast.models.files.conversion import Header
+from holdfast.models.files.loading import RandomSource, WeightGroup, WeightSource
+from holdfast.models.files.origin import load_tokenizer, locate
+from holdfast.models.files.safetensors_files import read_header, weight_files
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.layers.rotary import RotaryAngles
-from holdfast.models.source.origin import load_tokenizer, locate
-from holdfast.models.weights.conversion import Header
-from holdfast.models.weights.loading import RandomSource, WeightGroup, WeightSource
-from holdfast.models.weights.safetensors_files import read_header, weight_files
 from holdfast.objectives.base import Objective, scored_tokens
 from holdfast.types import Batch, LossSum, Scores, host_value
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.http_client import Endpoint, EndpointRefuses, EndpointUnwell, api_key, cut
+from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key, cut
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import FIELD, cell
 

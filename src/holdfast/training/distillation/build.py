@@ -13,19 +13,11 @@ from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
-from holdfast.models.build.model import Blueprint
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.student import Taught
+from holdfast.models.setup.model import Blueprint
 from holdfast.objectives.supervised import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, evaluation_sets, run_of
-from holdfast.training.build.first_rows import check_first_rows
-from holdfast.training.build.rows import (
-    OpenedData,
-    evaluation_tokenisers,
-    row_tokeniser,
-    training_stream,
-)
 from holdfast.training.distillation.run import (
     DistillEvaluation,
     DistillRun,
@@ -34,10 +26,18 @@ from holdfast.training.distillation.run import (
 )
 from holdfast.training.engines import layout_of, open_engine, pad_token
 from holdfast.training.evaluate import split_at_answer
+from holdfast.training.other_models.server import ScoringServer
+from holdfast.training.other_models.teacher import Teacher, build_teacher
 from holdfast.training.policy.run import Sampler
 from holdfast.training.run import Setting
-from holdfast.training.scorers.server import ScoringServer
-from holdfast.training.scorers.teacher import Teacher, build_teacher
+from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, evaluation_sets, run_of
+from holdfast.training.setup.first_rows import check_first_rows
+from holdfast.training.setup.rows import (
+    OpenedData,
+    evaluation_tokenisers,
+    row_tokeniser,
+    training_stream,
+)
 from holdfast.types import Example
 
 _BLIND = "A distillation reads text alone"

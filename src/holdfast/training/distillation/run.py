@@ -18,6 +18,8 @@ from holdfast.objectives.supervised import Comparison
 from holdfast.parallel.collectives import RankGroup
 from holdfast.rollout.sampling import mixed
 from holdfast.training.evaluate import evaluate, split_at_answer
+from holdfast.training.other_models.reference import Reference, scored
+from holdfast.training.other_models.teacher import Teacher
 from holdfast.training.policy.experience import example_of_trajectory
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics
@@ -25,8 +27,6 @@ from holdfast.training.policy.rollouts import sample_groups
 from holdfast.training.policy.run import Sampler
 from holdfast.training.preference.run import known_of
 from holdfast.training.run import Evaluation, Run, ShardedModel
-from holdfast.training.scorers.reference import Reference, scored
-from holdfast.training.scorers.teacher import Teacher
 from holdfast.types import Example, Group, MiniBatch, Prompt
 
 

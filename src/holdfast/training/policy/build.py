@@ -18,34 +18,34 @@ from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, DataError
-from holdfast.models.build.model import Blueprint
+from holdfast.features.forensics.recorder import what_is_deleted
 from holdfast.models.layers.expert_choices import why_not_replayed
 from holdfast.models.layers.routers import routers_of
+from holdfast.models.setup.model import Blueprint
 from holdfast.models.support import Support
 from holdfast.objectives.base import Objective
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import AheadEngine
-from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, run_of
-from holdfast.training.build.first_rows import check_first_rows
-from holdfast.training.build.losses import policy_objective
-from holdfast.training.build.model import image_side_of
-from holdfast.training.build.rows import (
+from holdfast.training.engines import open_engine, why_no_videos
+from holdfast.training.fingerprints import mark_reward_models
+from holdfast.training.observe import load_function
+from holdfast.training.other_models.reference import NO_IMAGES, Reference, build_reference, following_of
+from holdfast.training.policy.ahead import Ahead
+from holdfast.training.policy.critic import add_critic
+from holdfast.training.policy.reward_columns import refuse_absent_columns
+from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
+from holdfast.training.policy.walk import walk_a_step
+from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.first_rows import check_first_rows
+from holdfast.training.setup.losses import policy_objective
+from holdfast.training.setup.model import image_side_of
+from holdfast.training.setup.rows import (
     filter_of,
     first_sequences,
     prompt_stream,
     row_filter,
 )
-from holdfast.training.engines import open_engine, why_no_videos
-from holdfast.training.fingerprints import mark_reward_models
-from holdfast.training.observe import load_function
-from holdfast.training.policy.ahead import Ahead
-from holdfast.training.policy.critic import add_critic
-from holdfast.training.policy.recorder import what_is_deleted
-from holdfast.training.policy.reward_columns import refuse_absent_columns
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
-from holdfast.training.policy.walk import walk_a_step
-from holdfast.training.run import Setting, ShardedModel
-from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.types import Prompt
 
 

@@ -21,18 +21,18 @@ from holdfast.config.sections.advantage import GAEAdvantageConfig
 from holdfast.config.verbs.critic import CriticConfig, critic_training
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, ModelError, PlanError, RunStopped
-from holdfast.models.build.model import Blueprint, blueprint
+from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import kl_estimate
 from holdfast.objectives.supervised import ValueLoss
-from holdfast.training.build.begin import Live, trained_of
-from holdfast.training.build.model import build_policy
+from holdfast.training.other_models.reference import on_tokens, scored
 from holdfast.training.policy.metrics import of_several_updates
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import CRITIC, PolicyRun
 from holdfast.training.run import Logbook, Trained
-from holdfast.training.scorers.reference import on_tokens, scored
+from holdfast.training.setup.begin import Live, trained_of
+from holdfast.training.setup.model import build_policy
 from holdfast.training.step import train_step
 from holdfast.types import Batch, MiniBatch, Trajectory, host_value
 

@@ -29,12 +29,12 @@ from holdfast.objectives.policy import PolicyGradient, covariances, highest, som
 from holdfast.objectives.regularisers import entropy_threshold
 from holdfast.objectives.surrogates import COVARIANCE_MASK
 from holdfast.training.engines import layout_of
+from holdfast.training.other_models.reference import scored
 from holdfast.training.policy.critic import with_rewards
 from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, rewards_of, trained_tokens
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
-from holdfast.training.scorers.reference import scored
 from holdfast.types import Batch, Example, MiniBatch, Prompt, Trajectory, host_value
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 
 from holdfast.errors import ConfigError, DataError
-from holdfast.training.build.rows import OpenedData
 from holdfast.training.policy.run import PolicyEvaluation
+from holdfast.training.setup.rows import OpenedData
 from holdfast.types import Prompt
 
 _FIRST = "the first batch"

@@ -25,7 +25,12 @@ from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ConfigError, ModelError, PlanError
 from holdfast.files import size_words
-from holdfast.models.build.model import Blueprint, choose_attention
+from holdfast.models.files.configuration import make_trainable, maker, on_meta, reference_buffers, refusals
+from holdfast.models.files.conversion import plan_incoming
+from holdfast.models.files.loading import StoredSource
+from holdfast.models.files.origin import load_tokenizer, locate, read_config
+from holdfast.models.files.safetensors_files import StoredTensors
+from holdfast.models.files.vision import follow_compute_dtype
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.scorer import (
     LAYER,
@@ -43,18 +48,13 @@ from holdfast.models.heads.scorer import (
 )
 from holdfast.models.layers.attention import register_attention
 from holdfast.models.layers.family import family_of, positions_of
-from holdfast.models.source.configuration import make_trainable, maker, on_meta, reference_buffers, refusals
-from holdfast.models.source.origin import load_tokenizer, locate, read_config
-from holdfast.models.source.vision import follow_compute_dtype
-from holdfast.models.weights.conversion import plan_incoming
-from holdfast.models.weights.loading import StoredSource
-from holdfast.models.weights.safetensors_files import StoredTensors
+from holdfast.models.setup.model import Blueprint, choose_attention
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.build.model import build_policy
 from holdfast.training.engines import free_bytes, free_host_bytes
+from holdfast.training.other_models.reference import check_place
 from holdfast.training.run import Setting
-from holdfast.training.scorers.reference import check_place
+from holdfast.training.setup.model import build_policy
 from holdfast.types import Batch, Example, Scores
 
 

@@ -26,9 +26,9 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.engines import give_weights
+from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import Ahead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
-from holdfast.training.scorers.reference import Reference
 from holdfast.types import Prompt
 
 CRITIC = "critic"

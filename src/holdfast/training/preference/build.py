@@ -18,13 +18,18 @@ from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.tokens.preferences import preferred_only
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.models.build.model import Blueprint
+from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.mesh import World
-from holdfast.training.build.begin import Live, Started, begin, begin_evaluation, build_model, run_of
-from holdfast.training.build.first_rows import check_first_rows
-from holdfast.training.build.losses import preference_objective
-from holdfast.training.build.model import image_side_of
-from holdfast.training.build.rows import (
+from holdfast.training.engines import layout_of
+from holdfast.training.other_models.reference import NO_IMAGES, Reference, build_reference, following_of
+from holdfast.training.other_models.table import LOGPROB_COLUMN, TableInputs, with_table
+from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
+from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.first_rows import check_first_rows
+from holdfast.training.setup.losses import preference_objective
+from holdfast.training.setup.model import image_side_of
+from holdfast.training.setup.rows import (
     SetReading,
     opened_sets,
     preference_tokeniser,
@@ -32,11 +37,6 @@ from holdfast.training.build.rows import (
     row_filter,
     training_stream,
 )
-from holdfast.training.engines import layout_of
-from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
-from holdfast.training.run import Setting, ShardedModel
-from holdfast.training.scorers.reference import NO_IMAGES, Reference, build_reference, following_of
-from holdfast.training.scorers.table import LOGPROB_COLUMN, TableInputs, with_table
 from holdfast.types import Example
 
 

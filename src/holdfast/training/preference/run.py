@@ -20,8 +20,8 @@ from holdfast.objectives.base import ratio, scored_tokens
 from holdfast.objectives.pairs import answers_of
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.training.evaluate import evaluate
+from holdfast.training.other_models.reference import Reference, scored
 from holdfast.training.run import Evaluation, Run, ShardedModel
-from holdfast.training.scorers.reference import Reference, scored
 from holdfast.types import Batch, Example, MiniBatch, Scores, host_value
 
 

@@ -23,7 +23,7 @@ from holdfast.errors import ModelError
 from holdfast.files import read_json
 from holdfast.models.adapters.files import peft_settings
 from holdfast.models.adapters.live import adapters_of, whole_modules
-from holdfast.models.source.origin import files_fingerprint
+from holdfast.models.files.origin import files_fingerprint
 from holdfast.training import directory
 from holdfast.training.run import Run
 

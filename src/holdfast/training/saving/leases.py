@@ -11,8 +11,8 @@ from pathlib import Path
 
 from holdfast import patience
 from holdfast.checkpoint.errors import NoCheckpoint
-from holdfast.checkpoint.format.foreign import foreign_checkpoints
 from holdfast.checkpoint.format.manifest import NAME
+from holdfast.checkpoint.format.other_systems import foreign_checkpoints
 from holdfast.checkpoint.keep.retention import all_steps, has_any, has_own, manifests
 from holdfast.checkpoint.place.layout import LEASE, step_of
 from holdfast.checkpoint.place.lease import Lease

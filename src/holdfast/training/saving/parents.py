@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.checkpoint.export.about import check_weights, read_about
 from holdfast.checkpoint.place.hashing import hash_bytes
-from holdfast.models.source.origin import locate
+from holdfast.models.files.origin import locate
 from holdfast.training import directory
 from holdfast.training.run import ConfiguredRun, Run
 

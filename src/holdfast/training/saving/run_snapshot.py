@@ -17,7 +17,7 @@ from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, 
 from holdfast.checkpoint.saving.rehearsal import RehearsalFailed, TrainedState
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.models.adapters.files import AdapterSource
-from holdfast.models.weights.loading import StoredSource
+from holdfast.models.files.loading import StoredSource
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run

@@ -1,0 +1,70 @@
+"""`holdfast launch`: hand a run to Slurm or Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from holdfast.cli.running.train import check_paths
+from holdfast.config.verbs.roots import load_run, verb_of
+from holdfast.config.verbs.training import as_plain
+from holdfast.features.cluster.ray import RayAsk, launch_ray
+from holdfast.features.cluster.slurm import Job, batch_script, check_cluster, submit
+from holdfast.launch.environment import resolve_ranks
+from holdfast.training.directory import run_directory
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the command line asks of Slurm; see `Job`."""
+
+    nodes: int
+    gpus_per_node: int | None
+    time: str | None
+    interface: str | None
+
+
+def launch_on_ray(file: Path, overrides: Sequence[str], ask: RayAsk) -> int:
+    """Run on a Ray cluster, and return the exit code of the run.
+
+    Raises:
+        UserError: The run would be refused, or Ray has no place for it.
+    """
+    loaded = load_run(file, overrides)
+    verb = verb_of(as_plain(loaded.config))
+    check_paths(verb, loaded.config, loaded.base)
+    command = [sys.executable, "-m", "holdfast.cli.main", verb, str(file), *overrides]
+    return launch_ray(command, ask, loaded.config.launch)
+
+
+def launch_slurm(file: Path, overrides: Sequence[str], ask: Ask, *, to_submit: bool) -> None:
+    """Print the batch job of a run, or submit it.
+
+    Raises:
+        UserError: The run would be refused, or Slurm has no place for the job.
+    """
+    loaded = load_run(file, overrides)
+    config = loaded.config
+    verb = verb_of(as_plain(config))
+    check_paths(verb, config, loaded.base)
+    job = Job(
+        command=[verb, str(file), *overrides],
+        run_directory=run_directory(config),
+        nodes=ask.nodes,
+        ranks_per_node=ask.gpus_per_node or resolve_ranks(config.launch),
+        gpus_per_node=ask.gpus_per_node or 0,
+        time=ask.time,
+        interface=ask.interface,
+        grace_seconds=config.checkpoint.grace_seconds,
+        elastic=config.launch.min_ranks is not None,
+    )
+    text = batch_script(job)
+    if to_submit:
+        check_cluster(job)
+        typer.echo(submit(text))
+    else:
+        typer.echo(text, nl=False)

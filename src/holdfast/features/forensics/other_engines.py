@@ -1,0 +1,128 @@
+"""What log-probabilities an engine would tell that computes otherwise: causes for `holdfast explain-mismatch`.
+
+A plain transformers model with the policy's weights stands in for the engine: with another kernel, in bfloat16, or
+behind keys and values that an earlier step's weights left in a cache. Where there are experts, tokens whose experts
+change by the rounding of bfloat16 are near a tie, and another engine may send them elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from holdfast.features.forensics.mismatch import (
+    CauseTried,
+    Fit,
+    apart,
+    completions_of,
+    fit_of,
+    fits_on_the_rest,
+)
+from holdfast.models.layers.routers import Routers, routers_of
+from holdfast.parallel.host_memory import live_tensors
+from holdfast.rollout.local.replica import Replica
+from holdfast.training.run import ShardedModel
+from holdfast.types import Group
+
+_KERNELS = ("eager", "sdpa", "flash_attention_2")
+_BLOCKS = (1, 16, 128)
+"""Tokens of a cache's block; only whole blocks of a prompt are in it."""
+
+_Logits = Callable[[Tensor, int], Tensor]
+"""From [P + C] tokens and P to [C, V] logits of the completion."""
+
+
+def plain_copy(sharded: ShardedModel, dtype: torch.dtype | None = None, attention: str | None = None) -> Replica:
+    """Return a plain model with the policy's present weights, which do not follow it; one process."""
+    computed: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    replica = Replica(sharded.origin, sharded.setting.world.device, dtype or computed, attention)
+    tensors = live_tensors(sharded.model, sharded.setting.ranks, computed)
+    replica.refresh((name, tensor.detach().clone()) for name, tensor in tensors)
+    return replica
+
+
+@torch.no_grad()
+def fits_elsewhere(
+    sharded: ShardedModel,
+    groups: Sequence[Group],
+    logprobs_of: CauseTried,
+    earlier: tuple[Replica, str] | None,
+    kernels: Sequence[str] = _KERNELS,
+) -> list[Fit]:
+    """Return how near other ways to compute come, on the present weights; one process.
+
+    Args:
+        sharded: The policy.
+        groups: What the engine sampled.
+        logprobs_of: From logits, as the run has it.
+        earlier: The policy of an earlier step, and that step in words; None where there is none.
+        kernels: What transformers calls them.
+    """
+    ways: dict[str, _Logits] = {}
+    for kernel in kernels:
+        try:
+            ways[f"kernel: attention by transformers' {kernel}"] = _whole(plain_copy(sharded, attention=kernel))
+        except (ValueError, ImportError):
+            continue  # transformers has no such attention for this model
+    low = plain_copy(sharded, torch.bfloat16)
+    ways["dtype: computed in bfloat16"] = _whole(low)
+    if earlier is not None:
+        present = plain_copy(sharded)
+        for block in _BLOCKS:
+            blocks = "" if block == 1 else f", whole blocks of {block} tokens"
+            name = f"prefix cache: keys and values of prompts are of {earlier[1]}{blocks}"
+            ways[name] = _behind_a_cache(earlier[0], present, block)
+    made = [_fit(cause, way, groups, logprobs_of) for cause, way in ways.items()]
+    if routers_of(low.model):
+        made += _routing(groups, logprobs_of, plain_copy(sharded), low)
+    return made
+
+
+def _fit(cause: str, way: _Logits, groups: Sequence[Group], logprobs_of: CauseTried) -> Fit:
+    parts = []
+    for size, tokens, told in completions_of(groups):
+        sequence = torch.from_numpy(tokens)
+        parts.append(apart(logprobs_of(way(sequence, size), sequence[size:]), told))
+    return fit_of(cause, torch.cat(parts))
+
+
+def _whole(replica: Replica) -> _Logits:
+    def logits(tokens: Tensor, size: int) -> Tensor:
+        told: Tensor = replica.model(input_ids=tokens[None].to(replica.device), use_cache=False).logits
+        return told[0, size - 1 : -1].float().cpu()
+
+    return logits
+
+
+def _behind_a_cache(earlier: Replica, present: Replica, block: int) -> _Logits:
+    """Return how a completion reads whole blocks of its prompt from a cache that older weights filled."""
+
+    def logits(tokens: Tensor, size: int) -> Tensor:
+        cached = (size - 1) // block * block  # the last token of a prompt is computed: its logits are asked for
+        row = tokens[None].to(present.device)
+        if cached == 0:
+            return _whole(present)(tokens, size)
+        cache = earlier.model(input_ids=row[:, :cached], use_cache=True).past_key_values
+        told: Tensor = present.model(input_ids=row[:, cached:], past_key_values=cache, use_cache=True).logits
+        return told[0, size - 1 - cached : -1].float().cpu()
+
+    return logits
+
+
+def _routing(groups: Sequence[Group], logprobs_of: CauseTried, exact: Replica, low: Replica) -> list[Fit]:
+    differences, near_ties = [], []
+    way, routers = _whole(exact), [Routers(each.model) for each in (exact, low)]
+    for size, tokens, told in completions_of(groups):
+        sequence = torch.from_numpy(tokens)
+        choices = []
+        for replica, router in zip((exact, low), routers, strict=True):
+            with router.choices() as seen:
+                replica.model(input_ids=sequence[None].to(replica.device), use_cache=False)
+            choices.append(torch.stack([layer.reshape(tokens.size, -1).sort(-1).values.cpu() for layer in seen]))
+        moved = (choices[0] != choices[1]).any(-1).any(0)  # [P + C]
+        differences.append(apart(logprobs_of(way(sequence, size), sequence[size:]), told))
+        near_ties.append(moved[size - 1 : -1])
+    name = "routing: all but tokens whose experts change by rounding agree"
+    return fits_on_the_rest(torch.cat(differences), {name: torch.cat(near_ties)})

@@ -1,0 +1,260 @@
+"""`holdfast prove`: a run that was killed and continued is, bit for bit, the run that was not.
+
+Two runs from one file: one straight, one in which a rank kills itself with SIGKILL and the same command goes on. Then
+every step's loss, gradient norm and sequences, and every tensor, cursor and random state of the last checkpoint are
+compared. `holdfast replay` makes one recorded step again, in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.features.vllm.serving import engine_of
+from holdfast.launch.environment import inherited, resolve_ranks
+
+PROOF_PHASES = {
+    "sft": ("data", "forward_backward", "optimizer"),
+    "reward": ("data", "forward_backward", "optimizer"),
+    "dpo": ("data", "forward_backward", "optimizer"),
+    "distill": ("data", "forward_backward", "optimizer"),
+    "grpo": ("data", "rollout", "reward", "forward_backward", "optimizer"),
+}
+"""What a step passes through, by verb."""
+_KILL_VARIABLE, _BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
+"""As `parallel.mesh` has them; repeated here because that imports torch."""
+PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
+_STRAIGHT, _KILLED = "straight", "killed"
+_OUTSIDE = (
+    "sampling is outside of this proof: what a server computes together depends on the clock. The straight run samples "
+    "and records; the killed one trains on what was recorded"
+)
+
+
+class ProofFailed(HoldfastError):  # noqa: N818 - the name says what happened
+    """One of the runs did not do what the proof needs."""
+
+
+@dataclass(frozen=True)
+class ProofPlan:
+    """What is run."""
+
+    verb: str
+    file: Path
+    overrides: tuple[str, ...]
+    steps: int
+    kill_at: int
+    rank: int
+    phase: str
+    every: int
+    """Steps between checkpoints."""
+    served: bool = False
+    """Whether servers sample, which is outside of the proof."""
+
+
+def prove(
+    path: Path, overrides: Sequence[str], *, steps: int, kill_at: int, seed: int = 0, break_: str | None = None
+) -> int:
+    """Run the proof, print what was compared, and return 0 if all of it is identical, else 1.
+
+    Raises:
+        ConfigError: The kill lies outside the run, or leaves nothing to recompute.
+        ProofFailed: A run ended otherwise than it should.
+    """
+    if not 2 <= kill_at <= steps:
+        raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
+    loaded = load_run(path, [*overrides, f"steps={steps}"])
+    _refuse_unrecorded(loaded.config)
+    ranks = resolve_ranks(loaded.config.launch)
+    chosen = random.Random(seed)
+    every = max(1, (kill_at - 1) // 2)
+    plan = ProofPlan(
+        loaded.config.verb,
+        path,
+        tuple(overrides),
+        steps,
+        kill_at,
+        chosen.randrange(ranks),
+        chosen.choice(PROOF_PHASES[loaded.config.verb]),
+        every,
+        engine_of(loaded.config) is not None,
+    )
+    place = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
+    shutil.rmtree(place, ignore_errors=True)  # an earlier proof's: no run can have such a name
+    straight, broken = place / _STRAIGHT, place / _KILLED
+    print(f"straight: {steps} steps on {ranks} rank(s), a checkpoint every {every}", flush=True)
+    if plan.served:
+        print(_OUTSIDE, flush=True)
+    _run(plan, straight, {}, expected=0)
+    print(f"killed: SIGKILL to rank {plan.rank} in phase {plan.phase} of step {kill_at}", flush=True)
+    first = _run(plan, broken, {_KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
+    began = len(_lines(broken))
+    second = _run(plan, broken, {_BREAK_VARIABLE: break_} if break_ else {}, expected=0)
+    _print_resume(plan, broken, began, first, second)
+    return _compare(straight, broken)
+
+
+def _refuse_unrecorded(config: TrainingConfig) -> None:
+    """Refuse a served run whose updates follow from more than is recorded.
+
+    Raises:
+        ConfigError: Its advantage asks for greedy completions, or its verb records none.
+    """
+    if engine_of(config) is None:
+        return
+    if not isinstance(config, GRPOConfig):
+        why = f"a run of `holdfast {config.verb}` records none"
+    elif config.advantage.needs_greedy:
+        why = f"advantage: {config.advantage.kind} compares with greedy completions, which are not among them"
+    else:
+        return
+    raise ConfigError(
+        f"A proof of a run that samples from servers (rollout.engine) trains on recorded completions, and {why}. Prove "
+        "the run with rollout.engine=auto."
+    )
+
+
+def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
+    """Run the command and return its process id."""
+    command = [
+        sys.executable, "-m", "holdfast.cli.main", plan.verb, str(plan.file), *plan.overrides, f"steps={plan.steps}",
+        f"run.name={directory.name}", f"run.dir={directory.parent}", f"checkpoint.every_steps={plan.every}",
+        "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
+        "checkpoint.storage=null",  # the two runs, and the user's own, would find each other's checkpoints there
+    ]  # fmt: skip
+    if plan.served:
+        command += ["rollout.record=true", "evaluation.at_start=false", "evaluation.at_end=false"]
+        command += ["evaluation.every_steps=null"]
+        if directory.name == _KILLED:
+            command += [
+                f"rollout.engine={{kind: recorded, path: {json.dumps(str((directory.parent / _STRAIGHT).resolve()))}}}"
+            ]
+    process = subprocess.Popen(
+        command, env=inherited(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    output, _ = process.communicate()
+    if process.returncode != expected:
+        tail = "\n".join(output.splitlines()[-12:])
+        raise ProofFailed(
+            f"The run in {directory} ended with exit code {process.returncode}, not {expected}. It said:\n{tail}"
+        )
+    return process.pid
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _print_resume(plan: ProofPlan, directory: Path, began: int, first: int, second: int) -> None:
+    rewinds = [line["to"] for line in _lines(directory)[began:] if line.get("event") == "rewind"]
+    if not rewinds:
+        raise ProofFailed(f"The run in {directory} started from the beginning instead of resuming.")
+    again = plan.kill_at - rewinds[0]
+    if again < 1 or first == second:
+        raise ProofFailed(f"The run in {directory} was not killed in step {plan.kill_at}.")
+    steps = "1 step" if again == 1 else f"{again} steps"
+    print(f"resumed: process {second} after {first}, from step {rewinds[0]}; {steps} computed again", flush=True)
+
+
+def _compare(straight: Path, broken: Path) -> int:
+    from holdfast.metrics.sink import METRICS, read_metrics
+
+    one, two = ([line for line in read_metrics(run / METRICS) if "loss" in line] for run in (straight, broken))
+    divergence = _first_difference_of_steps(one, two) or _first_difference_of_states(straight, broken)
+    if divergence is not None:
+        print(f"first divergence: {divergence}")
+        print(f"both runs are in {straight.parent}")
+        return 1
+    shutil.rmtree(straight.parent)
+    print("identical")
+    return 0
+
+
+def _first_difference_of_steps(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> str | None:
+    for line, other in zip(one, two, strict=False):
+        for name in (name for name in PROVED_METRICS if name in line):
+            if line[name] != other[name] or line["step"] != other["step"]:
+                return f"step {line['step']}: {name} is {line[name]!r} straight and {other[name]!r} after the resume"
+    if len(one) != len(two):
+        return f"{len(one)} steps straight, {len(two)} with the resume"
+    print(f"steps 1 to {len(one)}: loss, gradient norm, learning rate and sequences are identical")
+    return None
+
+
+def _first_difference_of_states(straight: Path, broken: Path) -> str | None:
+    from holdfast.checkpoint.inspect.compare import first_different_value, state_hash
+    from holdfast.checkpoint.keep import find
+
+    one, two = find.one(str(straight)), find.one(str(broken))
+    different = first_different_value(one, two)
+    if different is None:
+        count = len(one.manifest.tensors)
+        print(f"state of step {one.manifest.step}: {count} tensors, cursor and random state are identical")
+        print(f"state hash {state_hash(one)}")
+    return different
+
+
+def replay(directory: Path, step: int) -> int:
+    """Print what was compared; return 0 if the step is reproduced, else 1.
+
+    Raises:
+        ConfigError: The directory holds no policy's run, or not what a replay needs.
+    """
+    config = _recorded_run(directory)
+    from holdfast.features.forensics.replay import replay_step
+    from holdfast.parallel.mesh import joined_world
+
+    with joined_world(config.launch) as world:
+        lines, same = replay_step(config, directory, step, world)
+    for line in lines:
+        print(line)
+    print(f"step {step} is reproduced" if same else f"step {step} cannot be reproduced")
+    return 0 if same else 1
+
+
+def explain(directory: Path, step: int) -> int:
+    """Print why engine and trainer differ on a recorded step; return 0 if they do not.
+
+    Raises:
+        ConfigError: As `replay`.
+    """
+    config = _recorded_run(directory)
+    from holdfast.features.forensics.replay import explain_mismatch
+    from holdfast.parallel.mesh import joined_world
+
+    with joined_world(config.launch) as world:
+        explanation = explain_mismatch(config, directory, step, world)
+    print(f"{'mean':>9} {'largest':>9}  what is assumed of the engine")
+    for fit in explanation.fits:
+        print(f"{fit.mean:9.2g} {fit.largest:9.2g}  {fit.cause}")
+    for cause, why in explanation.not_tried.items():
+        print(f"{'-':>9} {'-':>9}  {cause}: not tried, {why}")
+    print(explanation.words)
+    return 0 if explanation.words.startswith("nothing") else 1
+
+
+def _recorded_run(directory: Path) -> GRPOConfig:
+    """Return a recorded run's configuration, for one process.
+
+    Raises:
+        ConfigError: The directory holds no policy's run.
+    """
+    file = directory / "config.resolved.yaml"
+    if not file.exists():
+        raise ConfigError(f"{directory} is no run: it has no {file.name}.")
+    alone = ["launch.ranks=1", "launch.device=cpu", "parallel.replicate=1", "parallel.shard=auto", "rollout.show=0"]
+    config = load_run(file, [*alone, "rollout.record=false"]).config
+    if not isinstance(config, GRPOConfig):
+        raise ConfigError(f"{directory} is a run of `holdfast {config.verb}`; only rollouts are recorded.")
+    return config

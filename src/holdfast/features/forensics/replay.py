@@ -1,0 +1,184 @@
+"""Look at a recorded step in one process, from the checkpoint before it: make it again, or explain a mismatch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint.keep.choose import Choice
+from holdfast.checkpoint.loading.reader import verified_manifest
+from holdfast.checkpoint.place.layout import step_name
+from holdfast.checkpoint.place.storage import Storage, open_storage
+from holdfast.config.sections.engine import LocalEngineConfig
+from holdfast.config.sections.rollout import ResidencyConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.errors import ConfigError
+from holdfast.features.forensics.mismatch import (
+    CAUSES,
+    WHY_NOT,
+    Fit,
+    best_of_each,
+    causes,
+    completions_of,
+    fits,
+    fits_without,
+    verdict,
+)
+from holdfast.features.forensics.other_engines import fits_elsewhere, plain_copy
+from holdfast.features.forensics.recorder import REPLAYED_METRICS, Record, read_record, record_path
+from holdfast.models.support import Support
+from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part, sharded_parameters
+from holdfast.recipes.grpo import learn
+from holdfast.training.directory import CHECKPOINTS
+from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.run import PolicyRun
+from holdfast.training.saving.resume import resume
+
+REPLAY_TOLERANCE = 1e-3
+"""Largest difference, relative to the gradient norm: the sums of several ranks are rounded in another order."""
+
+
+def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) -> tuple[list[str], bool]:
+    """Return a line for each number that was compared, and whether all of them agree.
+
+    Args:
+        config: The run's, for one process.
+        directory: The run.
+        step: Counted from 1.
+        world: One process.
+
+    Raises:
+        ConfigError: The step was not kept, or there is no checkpoint right before it.
+    """
+    record = read_record(directory, step)
+    with _rebuilt(config, directory, record, world) as rebuilt:
+        rebuilt.go_to(step - 1)
+        metrics = learn(rebuilt.run, record.rollout)
+    scale = max(abs(record.metrics["grad_norm"]), 1e-6)
+    pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
+    return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in pairs.items()], all(
+        abs(then - now) <= REPLAY_TOLERANCE * scale for then, now in pairs.values()
+    )
+
+
+class Explanation(NamedTuple):
+    """Why an engine's log-probabilities of a step differ from the trainer's."""
+
+    words: str
+    """The sentence that a user reads first."""
+    fits: list[Fit]
+    """That nothing is wrong, and then the nearest of each cause, the nearest first."""
+    not_tried: dict[str, str]
+    """Causes that do not apply to the step, and why."""
+
+
+def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: World) -> Explanation:
+    """Return why the engine's log-probabilities of a recorded step differ from the trainer's, and what was tried.
+
+    Raises:
+        ConfigError: As `replay_step`; or the step has no log-probability of an engine.
+    """
+    record = read_record(directory, step)
+    groups, rollout = record.rollout.groups, config.rollout
+    if not any(np.isfinite(told).any() for _, _, told in completions_of(groups)):
+        raise ConfigError(
+            f"{record_path(directory, step)} has no completion whose log-probabilities the engine told, so there is "
+            "nothing to compare the trainer's with: no group of the step was trained on, or the engine told none. Look "
+            "at groups and rollout/ in metrics.jsonl, or choose another --step."
+        )
+    support = Support(rollout.top_k, rollout.top_p, rollout.min_p)
+    tried = causes(groups[0].trajectories[0].temperature or 1.0, support, renormalised=rollout.renormalise)
+    as_it_was = dict([next(iter(tried.items()))])
+    logprobs_of = next(iter(tried.values()))
+    with _rebuilt(config, directory, record, world) as rebuilt:
+        sharded = rebuilt.run.trained
+        others: list[Fit] = []
+        earlier, before = None, f"step {step - 2}"
+        if step > 1 and rebuilt.has(step - 2):
+            rebuilt.go_to(step - 2)
+            stale = f"stale weights: those of {before}"
+            if rollout.max_staleness:
+                stale += ", as rollout.max_staleness: 1 asks for"
+            others.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
+            earlier = plain_copy(sharded), before
+        rebuilt.go_to(step - 1)
+        nothing, *ranked = fits(sharded, groups, tried)
+        others += fits_without(sharded, groups, logprobs_of)
+        others += fits_elsewhere(sharded, groups, logprobs_of, earlier)
+        with torch.no_grad():
+            for value in sharded_parameters(sharded.model).values():
+                local_part(value).copy_(local_part(value).bfloat16())
+        others.append(replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16"))
+        dtype = sharded.plan.compute_dtype
+    best = best_of_each([*ranked, *others])
+    no_earlier = f"there is no checkpoint of {before}" if step > 1 else "step 1 has no step before it"
+    reasons = dict.fromkeys(("stale weights", "prefix cache"), no_earlier) | WHY_NOT
+    seen = {fit.cause.partition(":")[0] for fit in best}
+    return Explanation(
+        verdict(best, nothing, dtype),
+        [nothing, *best],
+        {cause: reasons[cause] for cause in CAUSES if cause not in seen},
+    )
+
+
+@dataclass(frozen=True)
+class _Rebuilt:
+    """A run in one process, at whichever step a checkpoint holds."""
+
+    run: PolicyRun
+    storage: Storage
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of a step; the start of the run needs none."""
+        return step == 0 or self.storage.exists(step_name(step))
+
+    def go_to(self, step: int) -> None:
+        """Take over the state of a step.
+
+        Raises:
+            ConfigError: There is no checkpoint of it.
+        """
+        if step == 0:
+            return  # as it was built; nothing goes back there from another step
+        if not self.has(step):
+            raise ConfigError(
+                f"Step {step + 1} is made again from the checkpoint of step {step}, and {self.storage.root} has none. "
+                "Keep checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
+            )
+        name, ranks = step_name(step), self.run.setting.ranks
+        manifest = verified_manifest(self.storage, name, ranks)
+        choice = Choice(name, manifest, f"weights of step {step}")
+        resume(self.run.common, self.storage, choice, ranks, manifest.run_id)
+
+
+@contextmanager
+def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
+    storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
+    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
+        # Nothing is sampled here, so nothing need rest meanwhile, no server need live, and no step comes early.
+        changed = {
+            "run": config.run.model_copy(update={"dir": place}),
+            "residency": ResidencyConfig(),
+            "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig(), "max_staleness": 0}),
+        }
+        apart = _as_recorded(config, record).model_copy(update=changed)
+        run = build_policy_run(apart, record.base, world, lambda _: [])
+        yield _Rebuilt(run, storage)
+        run.setting.ranks.close()
+
+
+def _as_recorded(config: GRPOConfig, record: Record) -> GRPOConfig:
+    """Return a configuration that computes in what the run did: a CPU chooses another precision than a GPU."""
+    if record.compute_dtype not in {"float32", "bfloat16"}:
+        return config
+    return config.model_copy(
+        update={"parallel": config.parallel.model_copy(update={"compute_dtype": record.compute_dtype})}
+    )

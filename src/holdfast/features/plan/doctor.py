@@ -1,0 +1,115 @@
+"""`holdfast doctor` and `holdfast env`: what is looked at before a run, and what a bug report needs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from holdfast.config.base import leaves
+from holdfast.config.load import LoadedConfig
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig, as_plain
+from holdfast.errors import ConfigError
+from holdfast.launch.environment import is_first_rank, machine_facts, resolve_ranks, under_torchrun, world_size
+
+if TYPE_CHECKING:
+    from holdfast.features.plan.findings import Check, Finding
+
+
+def doctor(
+    path: Path | None, overrides: Sequence[str], *, runs_code: bool, as_json: bool, only: Sequence[str] = ()
+) -> int:
+    """Print what was looked at, one line each; return 1 where something fails.
+
+    Raises:
+        ConfigError: `only` names a check that there is not.
+    """
+    from holdfast.features.plan.findings import RANKS, Grade, findings_of
+
+    counts: Counter[Grade] = Counter()
+    findings: list[Finding] = []
+    checks = _chosen(list(_checks(path, overrides, runs_code=runs_code)), only)
+    if not is_first_rank():  # under torchrun: it is there to be met
+        findings = list(findings_of([check for check in checks if check.name == RANKS]))
+        return int(any(finding.grade is Grade.fail for finding in findings))
+    for finding in findings_of(checks):
+        counts[finding.grade] += 1
+        findings.append(finding)
+        if not as_json:
+            typer.echo(finding.line())
+    if as_json:
+        typer.echo(json.dumps({"findings": [finding.as_plain() for finding in findings]}, indent=2))
+    else:
+        typer.echo(", ".join(f"{count} {grade.value}" for grade, count in sorted(counts.items())))
+    return int(counts[Grade.fail] > 0)
+
+
+def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
+    names = {check.name: None for check in checks}
+    if unknown := [name for name in only if name not in names]:
+        message = f"--only {unknown[0]}: there is no such check here; there are {', '.join(names)}."
+        raise ConfigError(message)
+    return [check for check in checks if check.name in (only or names)]
+
+
+def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
+    from holdfast.cli.run_file.data_check import survey_of
+    from holdfast.cli.running.train import check_paths
+    from holdfast.features.plan.findings import Check, fail, ok, warn
+    from holdfast.features.plan.inputs import Looked, checks_of_run
+    from holdfast.features.plan.machine import checks_of_machine
+    from holdfast.features.plan.measured import plan_verdict
+    from holdfast.features.plan.planning import NoPlan, options_here, planned_apart
+
+    if path is None:
+        yield from checks_of_machine(LaunchConfig())
+        return
+    try:
+        loaded = load_run(path, overrides)
+    except ConfigError as error:
+        sentence = str(error)
+        yield Check("configuration", lambda: iter([fail("configuration", sentence)]))
+        yield from checks_of_machine(LaunchConfig())
+        return
+    config, base = loaded.config, loaded.base
+    if not runs_code:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": False})})
+
+    def paths() -> Iterator[Finding]:
+        check_paths(config.verb, config, base)
+        yield ok("configuration", f"{path} is a file for `holdfast {config.verb}`, and what it names is there")
+
+    def fits() -> Iterator[Finding]:
+        if not runs_code and _names_code(config):
+            yield ok("plan", "not executed (--no-code): the configuration names files of yours")
+            return
+        try:
+            yield plan_verdict(planned_apart(LoadedConfig(config, base), options_here(config.launch, ranks)))
+        except NoPlan as error:
+            yield warn("plan", f"none could be made: {error}")
+
+    ranks = world_size() if under_torchrun() else resolve_ranks(config.launch)
+    yield Check("configuration", paths)
+    yield from checks_of_run(Looked(config, base, ranks, survey_of, runs_code))
+    yield Check("plan", fits)
+
+
+def _names_code(config: TrainingConfig) -> bool:
+    """Say whether a loss, an optimizer or the like is a file of the user's; rewards are not run for a plan."""
+    return any(value == "path" and key.rpartition(".")[2] == "kind" for key, value in leaves(as_plain(config)))
+
+
+def environment(*, as_json: bool) -> None:
+    """Print versions, the machine, and the variables that decide how a run behaves; no secret, no path, no name."""
+    facts = machine_facts()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name} {value}")

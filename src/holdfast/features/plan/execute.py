@@ -1,0 +1,280 @@
+"""Execute two steps of a run as one of its ranks, on devices that compute nothing, and note what they take."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from holdfast.checkpoint.format.snapshot import Snapshot, hold, staged, tensors_of
+from holdfast.config.sections.optim import UserOptimizerConfig
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ConfigError
+from holdfast.features.plan.fake_devices import fake_devices
+from holdfast.features.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS
+from holdfast.features.plan.memory import Ledger, Peak, watched_storages
+from holdfast.features.plan.origin import without_files
+from holdfast.features.plan.records import Execution, HostValue, Place
+from holdfast.features.plan.steps import PlannedStep, planned_step
+from holdfast.features.plan.traffic import TensorObserver, Traffic
+from holdfast.models.files.four_bit import check_library
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.failure.channel import FailureChannel
+from holdfast.parallel.mesh import World, forget_meshes
+from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
+from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
+from holdfast.types import answered_by
+
+T = TypeVar("T")
+
+
+class _Phases(PhaseClock):
+    """Tells the ledger which phase a step is in."""
+
+    def __init__(self, ledger: Ledger, traffic: Traffic) -> None:
+        super().__init__()
+        self._ledger, self._traffic = ledger, traffic
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what the block takes towards a phase."""
+        before, self._ledger.phase = self._ledger.phase, name
+        self._traffic.begin_phase()
+        try:
+            yield
+        finally:
+            self._ledger.phase = before
+            self._traffic.begin_phase()
+
+
+def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
+    """Build the run's models, optimizers and batches, and make two steps and a save; nothing is read but shapes.
+
+    Args:
+        config: The user's own.
+        base: The directory of its YAML.
+        place: Which rank, among how many, on what.
+
+    Raises:
+        UserError: The run could not start.
+    """
+    shapes, notes = without_files(config, base)
+    _refuse_more_ranks_than_rows(shapes, place.ranks)
+    _import_first(shapes)
+    counts = _Counts(place)
+    with contextlib.ExitStack() as stack:
+        free = lambda: max(0, place.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
+        mode = stack.enter_context(fake_devices(place.device, free))
+        world = stack.enter_context(_alone_among(place.ranks, place.rank, place.torch_device))
+        setting = Setting(
+            config=shapes,
+            base=base,
+            world=world,
+            ranks=_AlikeRanks(place.rank, place.ranks),
+            log=Logbook(clock=_Phases(counts.ledger, counts.traffic)),
+            without_numbers=partial(counts.without_numbers, mode),
+        )
+        stack.enter_context(answered_by(counts.answer))
+        stack.enter_context(watched_storages(counts.ledger))
+        stack.enter_context(contextlib.redirect_stdout(_Nowhere()))
+        step = planned_step(setting, counts.ledger, counts.traffic)
+        counts.ledger.phase = "step"
+        with counts.without_numbers(mode):
+            first = _two_steps(counts, step)
+    return _execution(counts, step, first, notes)
+
+
+class _AlikeRanks(RankGroup):
+    """A group in which every other rank does and says what this one does."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group = None
+
+    def gather(self, item: T) -> list[T]:
+        """Return the item as often as there are ranks."""
+        return [item] * self.size
+
+    def swap(self, outgoing: Sequence[T]) -> list[T]:
+        """Return what this rank would send itself; in a plan every sequence is its own."""
+        return [outgoing[self.rank]] * self.size
+
+    def agree(self, value: T) -> T:
+        """Return the value: the first rank's is the same."""
+        return value
+
+    def on_first_rank(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns."""
+        return act()
+
+
+class _Silent:
+    """Stands for the channel by which ranks learn of failures."""
+
+    @contextlib.contextmanager
+    def phase(self, _: str) -> Iterator[None]:
+        """Enter a phase that nobody hears of."""
+        yield
+
+
+@contextlib.contextmanager
+def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
+    """Be one of so many ranks within the block; collectives return at once, and change nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        local_size = min(size, 8)
+        failure = cast("FailureChannel", _Silent())
+        yield World(rank, size, rank % local_size, device, failure, local_size)
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+class _Counts:
+    """What is counted while a step runs."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.ledger = place, Ledger()
+        self.traffic = Traffic(lambda: self.ledger.moment)
+        self.values: list[HostValue] = []
+        self._observer = TensorObserver(self.ledger, self.traffic, self.answer)
+
+    @contextlib.contextmanager
+    def without_numbers(self, mode: FakeTensorMode) -> Iterator[None]:
+        """Let tensors hold no numbers within the block, and count them."""
+        with mode, self._observer:
+            yield
+
+    def answer(self, tensor: Tensor, reason: str) -> NDArray[Any]:
+        """Note what the host waits for, and return numbers in the place of those that are not there."""
+        if tensor.device.type != "cpu" or self.place.device == "cpu":
+            self.values.append(HostValue(self.ledger.moment, reason, tensor.numel()))
+        kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
+
+
+def _two_steps(counts: _Counts, step: PlannedStep) -> dict[tuple[str, str], Peak]:
+    """Make a first step, and one that comes after others, with a save; return the peaks until the end of the first."""
+    _make(step)
+    _name_states(counts.ledger, step)
+    first = dict(counts.ledger.peaks)
+    counts.ledger.restart()
+    counts.traffic.restart()
+    counts.values.clear()
+    _make(step)
+    _save(counts.ledger, step)
+    for phase, factor in step.repeats.items():
+        counts.traffic.scale(phase, factor)
+    return first
+
+
+def _make(step: PlannedStep) -> None:
+    step.make()
+    step.setting.log.batches.clear()  # as the journal does once a step is written down
+
+
+def _execution(
+    counts: _Counts, step: PlannedStep, first: dict[tuple[str, str], Peak], notes: Sequence[str]
+) -> Execution:
+    return Execution(
+        place=counts.place,
+        plan=step.trained.plan,
+        first=first,
+        steady=dict(counts.ledger.peaks),
+        host_values=counts.values,
+        messages={key: (note.count, note.bytes) for key, note in counts.traffic.messages.items()},
+        flops=dict(counts.traffic.flops),
+        checkpoint_bytes=step.checkpoint_bytes,
+        micro_batches=step.micro_batches,
+        tokens=step.tokens,
+        parameters=step.trained.plan.parameters,
+        made=dict(counts.ledger.made),
+        read=_read(counts.ledger, step),
+        notes=[*notes, *step.notes],
+    )
+
+
+def _import_first(config: TrainingConfig) -> None:
+    """Let other packages look for a GPU, and compute their tables, while tensors have numbers and nothing is pretended.
+
+    What they would find later are stand-ins: kernels of theirs are not there. transformers imports torchao where it is
+    installed, which asks each device for its name.
+    """
+    importlib.import_module("transformers.modeling_utils")
+    if config.model.lora is not None:
+        if config.model.lora.quantize:
+            check_library(config.model.lora.quantize)
+        importlib.import_module("peft")
+    if not isinstance(config.optim, UserOptimizerConfig) and config.optim.kind in LOW_BIT:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        weight.grad = torch.zeros_like(weight)
+        build_optimizer(config.optim, {"weight": weight}).step()
+
+
+class _Nowhere:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def _refuse_more_ranks_than_rows(config: TrainingConfig, ranks: int) -> None:
+    rows = config.data.batch_size
+    if ranks > rows:
+        raise ConfigError(
+            f"{ranks} ranks share data.batch_size={rows} rows of an update, so {ranks - rows} of them would have none "
+            "and wait for the others. Raise data.batch_size, or plan for fewer ranks."
+        )
+
+
+def _name_states(ledger: Ledger, step: PlannedStep) -> None:
+    for trained in step.all_trained:
+        ledger.name(states_of(trained), OPTIMIZER)
+
+
+def states_of(trained: Trained, *, averages: bool = True) -> list[Tensor]:
+    """Return the tensors of a model's optimizer, and averages beside them."""
+    states = [value for state in trained.optimizer.state.values() for value in state.values()]
+    beside = [*trained.averages.tensors.values()] if averages and trained.averages is not None else []
+    return [value for value in (*states, *beside) if isinstance(value, Tensor)]
+
+
+def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
+    """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
+    parts = ledger.peaks["optimizer", step.setting.world.device.type].parts
+    states = 2 * (parts.get(PARAMETERS, 0) + parts.get(OPTIMIZER, 0)) + parts.get(GRADIENTS, 0)
+    return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
+
+
+def _save(ledger: Ledger, step: PlannedStep) -> None:
+    """Copy a snapshot of every model to the host, as a save does before training goes on."""
+    before, ledger.phase = ledger.phase, "save"
+    buffers: list[dict[str, Tensor]] = []
+    for trained in step.all_trained:
+        averages = {} if trained.averages is None else trained.averages.tensors
+        frozen = trained.setting.config.checkpoint.frozen == "save"
+        tensors = tensors_of(hold(trained.model, frozen=frozen, averages=averages))
+        tensors |= {f"optimizer {number}": value for number, value in enumerate(states_of(trained, averages=False))}
+        snapshot = Snapshot(tensors, frozenset(), {}, None, {}, {}, {}, ())
+        buffers.append({})
+        with ledger.scope(CHECKPOINT):
+            staged(snapshot, buffers[-1])
+        step.checkpoint_bytes += sum(_whole_bytes(tensor) for tensor in snapshot.tensors.values())
+    ledger.phase = before
+
+
+def _whole_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).element_size()

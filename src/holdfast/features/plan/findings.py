@@ -1,0 +1,89 @@
+"""What `holdfast doctor` says of one thing it looked at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.files import NotRegular
+from holdfast.text.escaping import escaped_paragraph
+
+
+class Grade(StrEnum):
+    """How a thing stands; one that fails would stop the run, or make it another than is asked for."""
+
+    ok = "Ok"
+    warn = "Warn"
+    fail = "Fail"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence on one thing, and what mends it."""
+
+    grade: Grade
+    name: str
+    text: str
+    fix: str = ""
+
+    def line(self) -> str:
+        """Return what is printed."""
+        stop = "" if self.text.endswith((".", "!", "?")) else "."
+        fix = f"{stop} {self.fix}" if self.fix else ""
+        return f"{self.grade.value:<4}  {self.name}: {escaped_paragraph(self.text)}{fix}"
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return asdict(self)
+
+
+RANKS = "ranks"
+"""The check that all ranks make together."""
+Look = Callable[[], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A thing to look at."""
+
+    name: str
+    look: Look
+
+
+def ok(name: str, text: str) -> Finding:
+    """Return that a thing is as it should be."""
+    return Finding(Grade.ok, name, text)
+
+
+def warn(name: str, text: str, fix: str = "") -> Finding:
+    """Return that a run starts, and something about it may not be meant."""
+    return Finding(Grade.warn, name, text, fix)
+
+
+def fail(name: str, text: str, fix: str = "") -> Finding:
+    """Return that a run would be refused, or fail."""
+    return Finding(Grade.fail, name, text, fix)
+
+
+def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
+    """Look at one thing after the other; what refuses a run, or cannot be looked at, is a failure by its own words."""
+    refused: dict[str, str] = {}
+    for check in checks:
+        try:
+            yield from check.look()
+        except (HoldfastError, NotRegular) as error:
+            words = str(error)
+            earlier = next((name for sentence, name in refused.items() if words.startswith(sentence)), None)
+            refused.setdefault(words, check.name)
+            yield fail(check.name, words if earlier is None else f"not looked at, for what {earlier} says")
+        except OSError as error:
+            yield fail(check.name, f"{type(error).__name__}: {error}")
+
+
+def since(start: float) -> str:
+    """Return the seconds since a moment of `time.perf_counter`, as words."""
+    return f"{time.perf_counter() - start:.1f} s"

@@ -1,0 +1,378 @@
+"""What `holdfast doctor` looks at of a run: tokenizer, rows, batches, rewards, endpoints, what lies in its place."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from holdfast import patience
+from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
+from holdfast.checkpoint.format.verification import check_names, read_manifest
+from holdfast.checkpoint.keep.retention import steps
+from holdfast.checkpoint.place.storage import open_storage
+from holdfast.config.base import Section, leaves
+from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.config.sections.reward import CodeConfig, JudgeConfig, ModelRewardConfig, UserRewardConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig, as_plain
+from holdfast.data.content.formats import Conversation, prompt_of
+from holdfast.data.survey import Survey
+from holdfast.errors import ConfigError, UserError
+from holdfast.features.plan.findings import RANKS, Check, Finding, Grade, fail, ok, since, warn
+from holdfast.features.plan.machine import (
+    look_at_devices,
+    look_at_place,
+    look_at_ranks,
+    look_at_versions,
+    storage_of_run,
+)
+from holdfast.features.plan.measured import look_at_plan
+from holdfast.files import size_words
+from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
+from holdfast.models.files.origin import load_tokenizer
+from holdfast.models.names import named_parameters
+from holdfast.models.setup.model import blueprint, storage_of
+from holdfast.parallel.mesh import mesh_shape
+from holdfast.rewards.base import Sample
+from holdfast.training.directory import checkpoint_place, run_directory
+from holdfast.training.policy.rewards import RewardScorer
+from holdfast.training.run import ConfiguredRun
+from holdfast.training.setup.rows import open_data
+
+FIRST_ROWS = 64
+_TEXT = "What is 12 + 30? It is 42.\n\tdef f(x):  return 'déjà vu, 你好 🙂'"
+_SAMPLES = 2
+_SLOW_SECONDS = 1.0
+"""Of a reward for one sample."""
+_SHOWN = 6
+_ADAM_BYTES = 8
+"""Two float32 moments of a trained element."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A run to look at.
+
+    `survey` reads its first rows as `holdfast data check` does; `runs_code` lets files of the user's be run.
+    """
+
+    config: TrainingConfig
+    base: Path
+    ranks: int
+    survey: Callable[[TrainingConfig, Path, int], Survey]
+    runs_code: bool = True
+
+    @property
+    def directory(self) -> Path:
+        """Where the run writes."""
+        return run_directory(self.config)
+
+    @property
+    def place(self) -> str | Path:
+        """Where its checkpoints are."""
+        return checkpoint_place(self.directory, self.config)
+
+
+def look_at_tokenizer(run: Looked) -> Iterator[Finding]:
+    """Encode and decode a text, and write a conversation in the chat template."""
+    tokenizer = load_tokenizer(run.config.model, run.base)
+    tokens = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
+    text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    words = f"{len(tokenizer):,} tokens"
+    if tokenizer.eos_token_id is None:
+        yield fail("tokenizer", f"{words}, and none ends a text", "Give the tokenizer an eos_token.")
+        return
+    if tokenizer.chat_template is not None:
+        turns = [{"role": "user", "content": "What is 12 + 30?"}, {"role": "assistant", "content": "42"}]
+        try:
+            rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        except Exception as error:  # noqa: BLE001 - a template of somebody else's
+            yield fail("tokenizer", f"{words}; its chat template fails: {error}", "Mend it, or set data.chat_template.")
+            return
+        again = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        whole = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        if list(again) != list(whole):
+            yield warn(
+                "tokenizer", f"{words}; a rendered conversation is read back as other tokens than it was made of"
+            )
+        words += ", with a chat template"
+    else:
+        words += ", without a chat template"
+    if text != _TEXT:
+        yield warn("tokenizer", f"{words}; of {_TEXT!r} it gives back {text!r}", "Rows that hold such text lose it.")
+        return
+    yield ok("tokenizer", f"{words}; a text comes back as it was")
+
+
+def look_at_first_rows(run: Looked) -> Iterator[Finding]:
+    """Read the first rows as the run will, and see how batches come out."""
+    survey = run.survey(run.config, run.base, FIRST_ROWS)
+    if not survey.measured:
+        yield fail(
+            "rows", f"{survey.source}: nothing of its first rows can be trained on", "See `holdfast data check`."
+        )
+        return
+    tokens = f"{survey.mean_length:,.0f} tokens in the mean, longest {survey.longest:,}"
+    words = f"{survey.source}: first {survey.rows} rows, {tokens}"
+    if survey.mistaken_rows:
+        yield fail("rows", f"{words}; {survey.mistakes[0]}", "See `holdfast data check`.")
+    elif survey.cut:
+        fix = f"data.max_length: {survey.length_for(1.0)} has room for all of these."
+        yield warn("rows", f"{words}; {survey.cut} are longer than {survey.max_length}", fix)
+    else:
+        yield ok("rows", words)
+    yield from _look_at_batches(run, survey.mean_length)
+
+
+def _look_at_batches(run: Looked, mean_length: float) -> Iterator[Finding]:
+    config, data = run.config, run.config.data
+    replicate, shard = mesh_shape(config.parallel, run.ranks)
+    sequences, words = data.batch_size, f"{data.batch_size} sequences a step"
+    if isinstance(config, GRPOConfig):
+        sequences = data.batch_size * config.rollout.group_size // config.updates.mini_batches
+        words = f"{data.batch_size} prompts x {config.rollout.group_size} completions a step, {sequences} an update"
+        mean_length += config.rollout.max_new_tokens
+    per_rank = sequences / run.ranks
+    split = f"{run.ranks} ranks ({replicate} x {shard}), {per_rank:,.1f} sequences each"
+    if sequences < run.ranks:
+        text = f"{words} are fewer than {run.ranks} ranks: {run.ranks - sequences} have nothing to do"
+        yield warn("batches", text, f"Raise data.batch_size to {run.ranks} or more, or lower launch.ranks.")
+        return
+    budget = data.tokens_per_micro_batch
+    micro_batches = max(1, -(-int(per_rank * mean_length) // budget))
+    yield ok("batches", f"{words} over {split}, about {micro_batches} micro-batches of {budget:,} tokens")
+
+
+def look_at_rewards(run: Looked) -> Iterator[Finding]:
+    """Score two samples with each reward function, in processes that are ended where they hang."""
+    assert isinstance(run.config, GRPOConfig)
+    named = [reward for reward in run.config.reward if not isinstance(reward, ModelRewardConfig)]
+    for reward in run.config.reward:
+        if isinstance(reward, ModelRewardConfig):
+            yield ok("rewards", f"{reward.label} is a model, which is not loaded here")
+    if not run.runs_code:
+        left = [reward for reward in named if isinstance(reward, UserRewardConfig | CodeConfig)]
+        named = [reward for reward in named if reward not in left]
+        for reward in left:
+            yield ok("rewards", f"{reward.label} is not run (--no-code)")
+    samples = _samples(run)
+    for reward in named:
+        yield from _try_reward(run, reward, samples)
+
+
+def _samples(run: Looked) -> list[Sample]:
+    """Return the first rows with a completion each: what the row has for an answer, or a word."""
+    source = open_data(ConfiguredRun(config=run.config, base=run.base)).training[0]
+    samples = []
+    for number, row in enumerate(islice(source.scan(0), _SAMPLES)):
+        prompt = prompt_of(row, f"{source.name} row {number}")
+        text = str(prompt.messages[-1]["content"]) if isinstance(prompt, Conversation) else prompt
+        answer = next((str(row[name]) for name in ("completion", "answer", "solution") if row.get(name)), "42")
+        samples.append(Sample(number, text, answer, [1], [1], "stop", row))
+    return samples
+
+
+def _try_reward(run: Looked, reward: Any, samples: list[Sample]) -> Iterator[Finding]:
+    assert isinstance(run.config, GRPOConfig)
+    section = run.config.rewards.model_copy(update={"workers": 1})
+    alone = run.config.model_copy(update={"reward": [reward], "rewards": section})
+    with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as logs:
+        scorer = RewardScorer(ConfiguredRun(config=alone, base=run.base), section, {}, Path(logs))
+        try:
+            start = time.perf_counter()
+            scorer.start()
+            started, begun = since(start), time.perf_counter()
+            outcomes = scorer.outcomes(reward.label, samples)
+        except ConfigError as error:
+            yield fail("rewards", f"{reward.label}: {error}")
+            return
+        finally:
+            scorer.close()
+    seconds = (time.perf_counter() - begun) / max(len(samples), 1)
+    faults = [outcome for outcome in outcomes if outcome.fault is not None]
+    if any(outcome.fault == "timeout" for outcome in faults):
+        text = f"{reward.label} hangs: {faults[0].message}"
+        yield fail(
+            "rewards",
+            text,
+            "Mend it; a run would drop or punish every completion. rewards.timeout_seconds is the limit.",
+        )
+    elif faults:
+        grade = fail if len(faults) == len(outcomes) and faults[0].fault != "none" else warn
+        yield grade("rewards", f"{reward.label} {faults[0].message}", "It was tried on the first rows' own answers.")
+    else:
+        values = ", ".join(f"{outcome.value:g}" for outcome in outcomes if outcome.value is not None)
+        text = f"{reward.label} gives {values} in {1000 * seconds:,.0f} ms a sample, {started} to start"
+        yield warn("rewards", f"{text}, which is slow") if seconds > _SLOW_SECONDS else ok("rewards", text)
+
+
+def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every part of a configuration that has an address, with its key."""
+    if getattr(section, "url", None) is not None and hasattr(section, "api_key_variable"):
+        yield path, section
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        members: Mapping[str, Any] = {name: value}
+        if isinstance(value, list | tuple):
+            members = {f"{name}[{place}]": each for place, each in enumerate(value)}
+        for key, each in members.items():
+            if isinstance(each, Section):
+                yield from endpoints_of(each, f"{path}.{key}".lstrip("."))
+
+
+def without_user(url: str) -> str:
+    """Return an address without a name and a password in it."""
+    scheme, mark, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def look_at_endpoints(run: Looked) -> Iterator[Finding]:
+    """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
+    for key, section in endpoints_of(run.config):
+        if isinstance(section, VLLMEngineConfig) and section.start:
+            yield _startable(key, section)
+            continue
+        secret = api_key(section.api_key_variable, key)
+        addresses = (
+            [section.url] if isinstance(section.url, str) else [f"{each.rstrip('/')}/v1" for each in section.url]
+        )
+        for url in addresses:
+            yield _asked(key, section, url, secret)
+
+
+def _startable(key: str, section: VLLMEngineConfig) -> Finding:
+    if shutil.which(section.python) is None:
+        return fail(
+            "endpoints",
+            f"{key}: {section.python} is no program here, and servers of vLLM are to be started with it",
+            f"Install vLLM (tools/install_vllm.sh .venv-vllm), and name its Python in {key}.python.",
+        )
+    return ok("endpoints", f"{key}: the run starts its {len(section.url)} servers itself, by {section.python}")
+
+
+def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
+    endpoint = Endpoint(address, secret, patience.current.doctor_endpoint_seconds, attempts=1)
+    start, url = time.perf_counter(), without_user(address)
+    try:
+        listed = endpoint.ask("GET", "/models")
+    except EndpointUnwell as error:
+        return fail("endpoints", f"{key}: {url} {error}", "Start it, or mend url.")
+    except EndpointRefuses as error:
+        grade = warn if isinstance(section, JudgeConfig) else fail
+        return grade("endpoints", f"{key}: {url}/models {error}", "Mend url, or the key.")
+    names = _names(listed)
+    if section.model is not None and names and section.model not in names:
+        return fail("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])}", f"{key}.model is {section.model}.")
+    return ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN]) or 'models'} ({since(start)})")
+
+
+def _names(listed: Any) -> list[str]:
+    data = listed.get("data", []) if isinstance(listed, dict) else []
+    return [str(each.get("id")) for each in data if isinstance(each, dict)]
+
+
+def look_at_resume(run: Looked) -> Iterator[Finding]:
+    """Say what the run would find in its place, and from where it would go on."""
+    if not run.directory.exists():
+        yield ok("resume", f"{run.directory} is not there: the run begins anew")
+        return
+    storage = open_storage(run.place)
+    damaged: list[str] = []
+    for step, name in reversed(steps(storage).items()):
+        try:
+            manifest = read_manifest(storage, name)
+            check_names(storage, name, manifest)
+        except (CheckpointError, NoCheckpoint) as error:
+            damaged.append(f"{name}: {error}")
+            continue
+        left = "" if run.config.steps is None else f", {max(0, run.config.steps - step)} steps are left"
+        words = f"the run would go on from step {step} ({size_words(manifest.bytes_)}){left}"
+        changed = changed_keys(run)
+        if damaged:
+            yield warn("resume", f"{words}; newer ones are damaged: {damaged[0]}", "See `holdfast checkpoint verify`.")
+        elif changed:
+            yield warn("resume", f"{words}, with other values than it had: {', '.join(changed[:_SHOWN])}")
+        else:
+            yield ok("resume", words)
+        return
+    if damaged:
+        yield fail("resume", f"no checkpoint can be read: {damaged[0]}", "See `holdfast checkpoint verify`.")
+    else:
+        yield ok("resume", f"{run.directory} has no checkpoint: the run begins anew")
+
+
+def changed_keys(run: Looked) -> list[str]:
+    """Return keys with their values in the run that is there and now; what paths and ranks are does not count."""
+    file = run.directory / "config.resolved.yaml"
+    if not file.exists():
+        return []
+    try:
+        before = dict(leaves(as_plain(load_run(file, []).config)))
+    except ConfigError:
+        return []  # of an earlier version
+    now = dict(leaves(as_plain(run.config)))
+    keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if not key.startswith(("run.", "launch."))]
+
+
+def bytes_of_checkpoints(run: Looked) -> int | None:
+    """Return what all checkpoints that are kept take, and two more, by a formula: weights, and two moments if trained.
+
+    None where the model's configuration is not here.
+    """
+    config = run.config
+    try:
+        origin = blueprint(config.model, run.base, seed=config.seed, scorer=config.scores)
+    except (UserError, OSError):
+        return None  # another check says why
+    trained, frozen = storage_of(config.model)
+    parts = [(value.numel(), value.requires_grad) for value in named_parameters(origin.model).values()]
+    saved = [part for part in parts if part[1] or config.model.lora is None]
+    one = sum(
+        numel * ((trained if is_trained else frozen).itemsize + (_ADAM_BYTES if is_trained else 0))
+        for numel, is_trained in saved
+    )
+    keep = config.checkpoint.keep
+    return one * (keep.last + sum(best.count for best in keep.best) + 2)
+
+
+def checks_of_run(run: Looked) -> list[Check]:
+    """Return what `holdfast doctor` looks at of a run, in the order in which it would be met.
+
+    Nothing is left behind: what is tried in the place of a run is removed, and no run directory is made.
+    """
+    launch = run.config.launch
+    refused: list[Finding] = []
+
+    def place() -> Iterator[Finding]:
+        for finding in look_at_place(storage_of_run(run.place), bytes_of_checkpoints(run)):
+            refused.extend([finding] if finding.grade is Grade.fail else [])
+            yield finding
+
+    def ranks() -> Iterator[Finding]:  # they meet without a place that cannot be written
+        yield from look_at_ranks(launch, None if refused else storage_of_run(run.place))
+
+    checks = [
+        Check("versions", look_at_versions),
+        Check("devices", lambda: look_at_devices(launch)),
+        Check("place", place),
+        Check(RANKS, ranks),
+        Check("tokenizer", lambda: look_at_tokenizer(run)),
+        Check("rows", lambda: look_at_first_rows(run)),
+    ]
+    if isinstance(run.config, GRPOConfig):
+        checks.append(Check("rewards", lambda: look_at_rewards(run)))
+    return [
+        *checks,
+        Check("endpoints", lambda: look_at_endpoints(run)),
+        Check("resume", lambda: look_at_resume(run)),
+        Check("plan", lambda: look_at_plan(run.directory)),
+    ]

@@ -1,0 +1,223 @@
+"""Bytes of tensors by kind and phase, counted while a step runs; the tensors may hold numbers or not.
+
+What a tensor is counted as follows from where it was made: gathered by FSDP2, in the head, in a forward or a backward
+pass; parameters, gradients and optimizer states are named when they are known. A tensor's memory is its storage's, so
+views cost nothing, and it counts until the last view is gone or FSDP2 has emptied it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
+
+HOOKED = ("unshard", "wait_for_unshard", "post_backward")
+"""Methods of FSDP2's FSDPParamGroup that are entered to tell gathered parameters and gradients from the rest."""
+_HEAD_NODES = ("_RecomputeBackward", "WithGradientsBackward")
+_LARGE = 2**16
+"""Bytes from which on it is asked which operation of a backward pass makes a tensor."""
+
+
+@dataclass
+class Peak:
+    """The most that was allocated at one moment of a phase."""
+
+    total: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Storage:
+    size: int
+    kind: str
+    place: str
+    reference: Any
+
+
+class Ledger:
+    """Counts storages. `rounding` is how many bytes an allocation is a multiple of, by device type."""
+
+    def __init__(self, rounding: Mapping[str, int] | None = None) -> None:
+        self._rounding = {"cuda": 512} if rounding is None else dict(rounding)
+        self._storages: dict[int, _Storage] = {}
+        self._scopes: list[str] = []
+        self.phase = "load"
+        self.loading = PARAMETERS
+        """What is made while models are loaded."""
+        self.now: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        """Device type -> kind -> bytes that are allocated."""
+        self.totals: dict[str, int] = defaultdict(int)
+        self.peaks: dict[tuple[str, str], Peak] = defaultdict(Peak)
+        """(phase, device type) -> peak"""
+        self.made: dict[tuple[str, str, str], int] = defaultdict(int)
+        """(phase, device type, dtype) -> bytes of all tensors that were made, whenever they were freed"""
+
+    @property
+    def moment(self) -> str:
+        """The phase; where passes are made forwards and backwards, which of them."""
+        if self.phase in {"forward_backward", "critic"}:
+            return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        return self.phase
+
+    @contextlib.contextmanager
+    def scope(self, kind: str) -> Iterator[None]:
+        """Count what is made in the block as a kind, wherever it is made."""
+        self._scopes.append(kind)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is a new one."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        place, size = tensor.device.type, storage.nbytes()
+        if place == "meta":
+            return
+        reference = weakref.ref(storage, functools.partial(self._freed, key))
+        entry = self._storages[key] = _Storage(0, self._kind(size), place, reference)
+        self._resize(entry, size)
+        self.made[self.moment, place, str(tensor.dtype).removeprefix("torch.")] += size
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Count tensors as a kind from now on."""
+        for tensor in tensors:
+            for part in plain_tensors(tensor):
+                self.see(part)
+                entry = self._storages.get(part.untyped_storage()._cdata)
+                if entry is not None and entry.kind != kind:
+                    self.now[entry.place][entry.kind] -= entry.size
+                    self.now[entry.place][kind] += entry.size
+                    entry.kind = kind
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that has grown or was emptied."""
+        entry = self._storages.get(storage._cdata)
+        if entry is None:
+            return
+        if entry.size == 0 and self._scopes:
+            entry.kind = self._scopes[-1]
+        self._resize(entry, storage.nbytes())
+
+    def restart(self) -> None:
+        """Forget the peaks so far; what is allocated stays."""
+        self.peaks.clear()
+        self.made.clear()
+
+    def _resize(self, entry: _Storage, size: int) -> None:
+        unit = self._rounding.get(entry.place, 1)
+        size = -(-size // unit) * unit
+        more, entry.size = size - entry.size, size
+        self.now[entry.place][entry.kind] += more
+        self.totals[entry.place] += more
+        if more > 0:
+            peak = self.peaks[self.moment, entry.place]
+            if self.totals[entry.place] > peak.total:
+                peak.total, peak.parts = self.totals[entry.place], dict(self.now[entry.place])
+
+    def _freed(self, key: int, _: object) -> None:
+        entry = self._storages.pop(key, None)
+        if entry is not None:
+            self.now[entry.place][entry.kind] -= entry.size
+            self.totals[entry.place] -= entry.size
+
+    def _kind(self, size: int) -> str:
+        if self._scopes:
+            return self._scopes[-1]
+        if self.phase == "load":
+            return self.loading
+        if torch.is_grad_enabled() and self.phase not in {"optimizer", "save"}:
+            return ACTIVATIONS  # of a forward pass, or made again in a backward pass
+        if size >= _LARGE and torch._C._current_graph_task_id() != -1:
+            node: Any = torch._C._current_autograd_node()
+            if node is not None and node.name() in _HEAD_NODES:
+                return HEAD
+        return TEMPORARY
+
+
+def plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """Yield what really has memory: the local part of a DTensor, the parts of a quantised tensor."""
+    if isinstance(tensor, DTensor):
+        yield from plain_tensors(tensor._local_tensor)
+    elif isinstance(tensor, Tensor) and hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):
+        yield tensor
+
+
+@contextlib.contextmanager
+def watched_storages(ledger: Ledger) -> Iterator[None]:
+    """Tell a ledger of storages that grow and are emptied, and of what FSDP2 gathers and reduces, within the block."""
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+    before = {name: getattr(FSDPParamGroup, name) for name in HOOKED}
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        ledger.resized(storage)
+        return result
+
+    def gathering(name: str) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            with ledger.scope(GATHERED):
+                result = before[name](group, *args, **kwargs)
+            if name == "wait_for_unshard":
+                _follow_gradients(ledger, [part._unsharded_param for part in group.fsdp_params])
+            return result
+
+        return call
+
+    def reducing(group: Any, *args: Any, **kwargs: Any) -> Any:
+        with ledger.scope(GRADIENTS):
+            return before["post_backward"](group, *args, **kwargs)
+
+    hooked = {"unshard": gathering("unshard"), "wait_for_unshard": gathering("wait_for_unshard")}
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+    for name, call in (hooked | {"post_backward": reducing}).items():
+        setattr(FSDPParamGroup, name, call)
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        for name, method in before.items():
+            setattr(FSDPParamGroup, name, method)
+
+
+_FOLLOWED = "_holdfast_gradient_followed"
+
+
+def _follow_gradients(ledger: Ledger, parameters: Iterable[Any]) -> None:
+    """Count the gradient of a parameter as such from the moment it is there."""
+    for parameter in parameters:
+        if parameter.requires_grad and not hasattr(parameter, _FOLLOWED):
+            setattr(parameter, _FOLLOWED, True)
+            parameter.register_post_accumulate_grad_hook(lambda value: ledger.name([value.grad], GRADIENTS))
+
+
+def follow_model(ledger: Ledger, model: nn.Module, kind: str = PARAMETERS) -> None:
+    """Count a model's parameters and buffers as a kind, and what its head makes as the head's."""
+    tensors = [*model.parameters(), *model.buffers()]
+    ledger.name(tensors, kind)
+    _follow_gradients(ledger, [each for each in model.parameters() if not isinstance(each, DTensor)])
+    scored: Any = getattr(model, "_scored", None)
+    if scored is not None:
+
+        def in_scope(*args: Any, **kwargs: Any) -> Any:
+            with ledger.scope(HEAD):
+                return scored(*args, **kwargs)
+
+        object.__setattr__(model, "_scored", in_scope)

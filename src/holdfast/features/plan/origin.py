@@ -1,0 +1,103 @@
+"""A run's configuration as a plan builds it: the shape of each model, and none of its files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.distill import DistillConfig, ServerTeacherConfig, TeacherConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ModelError
+from holdfast.models.files.configuration import config_from_values
+from holdfast.models.files.origin import load_tokenizer
+from holdfast.models.setup.model import configured
+
+SHAPE_FOLDER = Path(__file__).with_name("shapes")
+"""Configurations of models that are planned often, by the hub's name with -- for its slash."""
+_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
+_BUILT_IN = "builtin:characters"
+
+
+def without_files(config: TrainingConfig, base: Path) -> tuple[TrainingConfig, list[str]]:
+    """Return the configuration with the shapes of its models in the place of their files, and what that leaves out.
+
+    Raises:
+        ModelError: A model's configuration is neither here nor among those that are known.
+    """
+    model, notes = shape_of(config.model, base)
+    changed: dict[str, Any] = {"model": model}
+    if model.lora is not None and model.lora.path is not None:
+        changed["model"] = model.model_copy(update={"lora": model.lora.model_copy(update={"path": None})})
+    if config.parallel.compile != "off":
+        changed["parallel"] = config.parallel.model_copy(update={"compile": "off"})
+        notes.append("parallel.compile: planned as if off, which takes no less")
+    if getattr(config.optim, "compile", False):
+        changed["optim"] = config.optim.model_copy(update={"compile": False})
+    if isinstance(config, GRPOConfig):
+        rollout = config.rollout.model_copy(update={"record": False, "show": 0, "graphs": "off", "stop": []})
+        if config.rollout.graphs != "off":
+            notes.append("rollout.graphs: steps are planned as they are without graphs, whose capture needs a GPU")
+        changed |= {"rollout": rollout}
+        if config.critic is not None and config.critic.path is not None:
+            changed["critic"] = config.critic.model_copy(update={"path": None})
+            notes.append("critic: planned with the shape of the policy")
+    return config.model_copy(update=changed), notes
+
+
+def shape_of(model: ModelConfig, base: Path) -> tuple[ModelConfig, list[str]]:
+    """Return a model section that names no files, and what a user should know of it."""
+    notes: list[str] = []
+    if model.path is None:
+        raw = config_from_values(model.config or {})
+    else:
+        raw, known = _raw(model, base)
+        notes += [f"model: the configuration of {model.path} as the package knows it"] if known else []
+    try:
+        load_tokenizer(model, base)
+        tokenizer = model.tokenizer or model.path
+    except ModelError:
+        tokenizer = _BUILT_IN
+        notes.append("tokenizer: it is not here, and the vocabulary is taken as the configuration has it")
+    changed: dict[str, Any] = {"path": None, "config": _values(raw), "tokenizer": tokenizer, "config_override": {}}
+    return model.model_copy(update=changed), notes
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """Return what makes the same configuration again."""
+    own: dict[str, Any] = {"model_type": config.model_type}
+    for name in (each.name for each in fields(config) if not each.name.startswith("_")):
+        value = getattr(config, name, None)
+        if hasattr(value, "attribute_map"):
+            own[name] = _values(value)
+        elif isinstance(value, _PLAIN):
+            own[name] = copy.deepcopy(value)
+    return own
+
+
+def _raw(model: ModelConfig, base: Path) -> tuple[Any, bool]:
+    """Return the transformers configuration of a named model, and whether it is one that the package knows."""
+    name = str(model.path)
+    known = SHAPE_FOLDER / f"{name.replace('/', '--')}.json"
+    if known.is_file() and not (base / name).is_dir() and not Path(name).is_dir():
+        values = json.loads(known.read_text(encoding="utf-8"))
+        return config_from_values(values), True
+    try:
+        return configured(model, base)[0], False
+    except ModelError as error:
+        shapes = sorted(path.stem.replace("--", "/") for path in SHAPE_FOLDER.glob("*.json"))
+        raise ModelError(
+            f"{error} A plan needs no weights, but it needs the configuration: put config.json of {name} into a "
+            f"directory and name that in model.path. Known without files are {', '.join(shapes)}."
+        ) from error
+
+
+def teacher_section(config: TrainingConfig) -> TeacherConfig | None:
+    """Return the section of a teacher that lives on the ranks; None where there is none."""
+    if not isinstance(config, DistillConfig) or isinstance(config.teacher, ServerTeacherConfig):
+        return None
+    return config.teacher

@@ -1,0 +1,111 @@
+"""Say before the queue whether a run fits, and what to turn: its step is executed on devices that compute nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdfast.config.load import LoadedConfig
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig, as_plain
+from holdfast.errors import HoldfastError, UserError
+from holdfast.features.plan.devices import DEVICES, bytes_of, device_named
+from holdfast.training.directory import check_writable, run_directory, save_plan
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command was asked besides the run."""
+
+    ranks: int | None = None
+    device: str | None = None
+    memory: str | None = None
+
+
+class NoPlan(UserError):
+    """A plan could not be made, which says nothing of the run."""
+
+
+def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json: bool, save: bool) -> int:
+    """Print a plan; return 0 if the run fits, else 1.
+
+    Raises:
+        UserError: The file is wrong, or the run could not start.
+    """
+    loaded = load_run(path, overrides)
+    directory = run_directory(loaded.config)
+    if save:
+        check_writable(directory)
+    made = planned_apart(loaded, options)
+    if save:
+        save_plan(directory, made)
+    if as_json:
+        print(json.dumps(made, indent=2), flush=True)
+    else:
+        from holdfast.features.plan.measured import measured_lines
+        from holdfast.features.plan.table import table
+
+        print("\n".join([*table(made), *measured_lines(made, directory)]), flush=True)
+    return 0 if made["fits"] else 1
+
+
+def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
+    """Return what a run is planned for on this machine: its own GPUs, or the CPU where it would compute there."""
+    import torch
+
+    if launch.device == "cpu" or not torch.cuda.is_available():
+        return PlanOptions(ranks, "cpu")
+    words = torch.cuda.get_device_name(0).lower()
+    name = next((name for name in DEVICES if name in words), None)
+    return PlanOptions(ranks, name, f"{torch.cuda.mem_get_info(0)[1]}b")
+
+
+def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
+    """Return a plan, made by a process of its own.
+
+    Raises:
+        UserError: The run could not start.
+        NoPlan: The process ended without an answer.
+    """
+    config = loaded.config
+    ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
+    name = (options.device or "").lower() or ("cpu" if config.launch.device == "cpu" else "h100")
+    given = None if options.memory is None else bytes_of(options.memory)
+    room = psutil.virtual_memory().total // ranks if name == "cpu" else device_named(name).memory
+    request = {
+        "verb": config.verb,
+        "config": as_plain(config),
+        "base": str(loaded.base),
+        "ranks": ranks,
+        "device": name,
+        "memory": given or room,
+    }
+    with tempfile.TemporaryDirectory(prefix="holdfast-plan-") as place:
+        output = Path(place) / "plan.json"
+        asked = json.dumps({**request, "output": str(output)})
+        done = subprocess.run(
+            [sys.executable, "-m", "holdfast.features.plan.process"],
+            input=asked,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not output.exists():
+            reason = (done.stderr.strip() or "it says nothing").splitlines()[-1]
+            raise NoPlan(f"The process that executes the plan ended with code {done.returncode}: {reason}")
+        answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    if "error" in answer:
+        error = HoldfastError(answer["error"])
+        error.exit_code = answer["exit_code"]
+        raise error
+    plan_made: dict[str, Any] = answer["plan"]
+    return plan_made

@@ -1,0 +1,112 @@
+"""A plan as the table that people read. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from holdfast.features.plan.devices import GIB
+from holdfast.features.plan.kinds import KINDS, ORDER, PHASES, RESUME
+
+_SHORT = {
+    "parameters": "params",
+    "gathered": "gathered",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ.",
+    "head": "head",
+    "temporary": "temp.",
+    "rollout_weights": "rollout w.",
+    "key_value_cache": "k/v cache",
+    "reference": "reference",
+    "checkpoint": "ckpt copy",
+}
+
+
+def table(plan: Mapping[str, Any]) -> list[str]:
+    """Return the lines that people read."""
+    how = "executed on devices that compute nothing"
+    if not plan["executed"]:
+        how = "BY FORMULAS: nothing could be executed here, see the notes"
+    waits = _counted(f"{value['phase']}: {value['reason']}" for value in plan["host_values"])
+    return [
+        f"plan of rank {plan['rank']} of {plan['ranks']} on {plan['device'] or 'cpu'}, {plan['parameters']:,} "
+        f"parameters in {len(plan['units'])} units, {_several(plan['micro_batches'], 'micro-batch')} of up to "
+        f"{plan['tokens_per_micro_batch']} tokens in an update",
+        how,
+        "",
+        *_memory_lines(plan),
+        *_host_lines(plan),
+        "",
+        *_work_lines(plan),
+        "",
+        *([f"the host waits {_several(len(plan['host_values']), 'time')}: {'; '.join(waits)}"] if waits else []),
+        f"a checkpoint takes {plan['checkpoint_bytes'] / GIB:.1f} GiB",
+        *(f"note: {note}" for note in plan["notes"]),
+        *verdict_lines(plan),
+    ]
+
+
+def _memory_lines(plan: Mapping[str, Any]) -> list[str]:
+    kinds = [kind for kind in KINDS if any(phase["parts"].get(kind, 0) >= 2**20 for phase in plan["phases"].values())]
+    lines = [_line("GiB at the peak", ["total", *(_SHORT[kind] for kind in kinds)])]
+    for row, phase in plan["phases"].items():
+        cells = [f"{phase['total'] / GIB:.2f}", *(_cell(phase["parts"].get(kind, 0)) for kind in kinds)]
+        lines.append(_line("load + step, resumed" if row == RESUME else row, cells))
+    return lines
+
+
+def _work_lines(plan: Mapping[str, Any]) -> list[str]:
+    sent: dict[str, int] = {}
+    for note in plan["messages"]:
+        row = PHASES.get(note["phase"], note["phase"])
+        sent[row] = sent.get(row, 0) + note["bytes"]
+    bounds, flops = plan["bounds_seconds"], plan["flops"]
+    lines = [_line("in a step, per rank", ["TFLOP", "GiB sent", "s at least"])]
+    for row in ORDER:
+        if row in flops or row in sent or row in bounds:
+            seconds = f"{bounds[row]:.3f}" if row in bounds else ""
+            lines.append(_line(row, [_cell(flops.get(row, 0.0), 1e12), _cell(sent.get(row, 0)), seconds]))
+    return [*lines, "(seconds are lower bounds from the maker's peaks, not predictions)"]
+
+
+def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Say whether it fits, and what to turn where it does not."""
+    peak, spare, memory = (plan[name] / GIB for name in ("peak_bytes", "allowance_bytes", "memory_bytes"))
+    sum_ = f"{peak:.2f} GiB and {spare:.2f} GiB beside tensors (stated, not measured) of {memory:.2f} GiB"
+    if plan["fits"]:
+        return [f"it fits: {sum_}"]
+    if plan["uncounted"] and "turns" not in plan:
+        return [f"NOTHING SAYS THAT IT FITS: {plan['uncounted']} are not counted. What is counted takes {sum_}"]
+    lines = [f"IT DOES NOT FIT: {sum_}. What to turn, the cheapest first, each with those above it:"]
+    for turn in plan.get("turns", []):
+        fits = "fits" if turn["fits"] else "does not fit yet"
+        lines.append(f"  {turn['key']}: {turn['value']} -> {turn['peak_bytes'] / GIB:.2f} GiB, {fits} ({turn['cost']})")
+    if not any(turn["fits"] for turn in plan.get("turns", [])):
+        lines.append("  nothing of this is enough: use more ranks, devices with more memory, or a smaller model")
+    return lines
+
+
+def _host_lines(plan: Mapping[str, Any]) -> list[str]:
+    peaks = [(row, phase) for row, phase in plan["host"].items() if phase["total"] >= 2**26]
+    return [f"on the host, {row}: {phase['total'] / GIB:.2f} GiB" for row, phase in peaks]
+
+
+def _counted(words: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word] = counts.get(word, 0) + 1
+    return [word if count == 1 else f"{word} ({count} times)" for word, count in counts.items()]
+
+
+def _several(count: int, thing: str) -> str:
+    plural = "es" if thing.endswith("ch") else "s"
+    return f"{count} {thing}{plural if count != 1 else ''}"
+
+
+def _cell(value: float, unit: float = GIB) -> str:
+    return f"{value / unit:.2f}" if value else ""
+
+
+def _line(head: str, cells: list[str]) -> str:
+    return f"{head:21s}" + "".join(f"{cell:>11s}" for cell in cells)

@@ -1,0 +1,165 @@
+"""What the page's scripts draw: curves, marks, phases and completions of runs as plain JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from holdfast.features.report.curves import Column
+from holdfast.features.report.metrics import EVALUATION, TIMING, evaluations_of, leading, metric_label
+from holdfast.features.report.reading import RunRecord
+from holdfast.features.report.samples import ShownSample
+from holdfast.features.report.story import ENTRY_KINDS
+from holdfast.features.report.thinning import bucket_means, drawn_places
+from holdfast.text.escaping import escaped
+
+SIGNIFICANT = 7
+"""Digits of a number on the page."""
+_OF_SAMPLES = 5
+"""Digits of rewards, advantages and log-probabilities."""
+MOST_MARKS = 5_000
+"""Of one kind; beyond, they are thinned out evenly."""
+_PHASE_POINTS = 200
+_MOST_LOST = 200
+"""Lost parts of one metric that are drawn, the newest."""
+
+
+def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return everything that is drawn."""
+    names = sorted({name for run in runs for name in run.curves.columns})
+    verb = runs[0].verb
+    return {
+        "runs": [_run(run) for run in runs],
+        "charts": [_chart(name, names, verb) for name in leading(names)],
+        "others": [{"name": name, "unit": metric_label(name, verb).unit} for name in names],
+    }
+
+
+def as_script(values: Any) -> str:
+    """Return JSON that can stand between script tags: nothing in it ends the element or begins a comment."""
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def rounded(value: float | None, digits: int = SIGNIFICANT) -> float | int | None:
+    """Return a number with so many digits that count; None for what is none."""
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def _chart(name: str, names: Sequence[str], verb: str) -> dict[str, Any]:
+    label = metric_label(name, verb)
+    evaluations = [{"name": each, "set": of_set} for of_set, each in evaluations_of(name, names)]
+    return {"name": name, "title": label.title, "unit": label.unit, "evaluations": evaluations}
+
+
+def _run(run: RunRecord) -> dict[str, Any]:
+    axes: dict[tuple[int, ...], int] = {}
+    curves = run.curves
+    return {
+        "name": run.name,
+        "curves": {escaped(name): _column(column, axes) for name, column in curves.columns.items()},
+        "lost": {
+            escaped(name): [_column(part, axes) for part in parts[-_MOST_LOST:]]
+            for name, parts in curves.lost.items()
+            if not name.startswith((TIMING, EVALUATION))
+        },
+        "steps": [_axis(axis) for axis in axes],
+        "rewinds": [[rewind.to, rewind.last] for rewind in curves.rewinds],
+        "marks": {kind: _marks(run, kind) for kind in ENTRY_KINDS},
+        "phases": _phases(run),
+        "samples": samples_data(run.samples.items),
+    }
+
+
+def _column(column: Column, axes: dict[tuple[int, ...], int]) -> list[Any]:
+    """Return [number of its steps, values]."""
+    places = drawn_places(column.values)
+    axis = tuple(column.steps[place] for place in places)
+    return [axes.setdefault(axis, len(axes)), [rounded(column.values[place]) for place in places]]
+
+
+def _axis(steps: tuple[int, ...]) -> dict[str, Any]:
+    """Return steps as the first and what is added each time; where that is always 1, as the first and their number."""
+    added = [after - before for before, after in pairwise(steps)]
+    if added and set(added) == {1}:
+        return {"from": steps[0], "count": len(steps)}
+    return {"from": steps[0] if steps else 0, "added": added, "count": len(steps)}
+
+
+def _marks(run: RunRecord, kind: str) -> list[list[Any]]:
+    marks = [mark for mark in run.marks if mark.kind == kind]
+    stride = -(-len(marks) // MOST_MARKS) or 1
+    return [[mark.step, mark.text] for mark in marks[::stride]]
+
+
+def _phases(run: RunRecord) -> dict[str, Any]:
+    """Return the mean seconds of each phase over parts of the run, and what of a step belongs to none."""
+    columns = run.curves.columns
+    times = columns.get("step_time")
+    if times is None or not len(times.steps):
+        return {}
+    steps, whole = bucket_means(times.steps, times.values, _PHASE_POINTS)
+    parts = {
+        name.removeprefix(TIMING): bucket_means(times.steps, _at(times.steps, column), _PHASE_POINTS)[1]
+        for name, column in columns.items()
+        if name.startswith(TIMING)
+    }
+    rest = [
+        max(0.0, total - sum(values)) for total, values in zip(whole, zip(*parts.values(), strict=True), strict=False)
+    ]
+    ranked = sorted(parts, key=lambda name: -sum(parts[name]))
+    named = [[escaped(name), [rounded(value) for value in parts[name]]] for name in ranked]
+    return {
+        "steps": steps,
+        "parts": [*named, ["rest of the step", [rounded(value) for value in rest]]] if parts else named,
+    }
+
+
+def _at(steps: Sequence[int], column: Column) -> list[float]:
+    """Return a phase's seconds at some steps; one that a step does not have took no time in it."""
+    by_step = dict(zip(column.steps, column.values, strict=True))
+    values = (by_step.get(step, 0.0) for step in steps)
+    return [value if math.isfinite(value) else 0.0 for value in values]
+
+
+def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
+    """Return completions in few bytes: prompts once, rows as lists."""
+    prompts: dict[str, int] = {}
+    finishes: dict[str, int] = {}
+    parts = list(dict.fromkeys(name for item in items for name in item.parts))
+    rows = [
+        [
+            item.step,
+            item.sample_id,
+            prompts.setdefault(item.prompt, len(prompts)),
+            item.completion,
+            rounded(item.reward, _OF_SAMPLES),
+            rounded(item.advantage, _OF_SAMPLES) if item.trained else None,
+            finishes.setdefault(escaped(item.finish), len(finishes)),
+            int(item.trained),
+            [rounded(item.parts.get(name), _OF_SAMPLES) for name in parts] if len(parts) > 1 else 0,
+        ]
+        for item in items
+    ]
+    whole = {str(place): _whole(item.whole) for place, item in enumerate(items) if item.whole is not None}
+    return {
+        "prompts": list(prompts),
+        "finishes": list(finishes),
+        "parts": [escaped(name) for name in parts],
+        "rows": rows,
+        "whole": whole,
+    }
+
+
+def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = [
+        [text, rounded(logprob, _OF_SAMPLES), rounded(advantage, _OF_SAMPLES)]
+        for text, logprob, advantage in values["tokens"]
+    ]
+    return {"prompt": values["prompt"], "completion": values["completion"], "tokens": tokens}

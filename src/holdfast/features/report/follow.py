@@ -1,0 +1,185 @@
+"""Follow a run while it goes on: what its files got since the last look, and what its ranks leave beside it.
+
+Looks are cheap: of a long log only the end is read at first, and files that did not change are not read again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.features.report.checkpoints import CheckpointLine, checkpoint_lines
+from holdfast.features.report.curves import Curves, LineReader
+from holdfast.features.report.reading import check_is_run
+from holdfast.features.report.samples import ShownSample, sample_of
+from holdfast.features.report.settings import read_configuration
+from holdfast.features.report.story import Mark, marks_of
+from holdfast.files import RegularFile, parse_json, read_json, read_text
+from holdfast.metrics.sink import METRICS, SAMPLES
+from holdfast.text.escaping import escaped
+from holdfast.training.directory import EVENTS, IDENTITY
+from holdfast.training.run_state import State, json_lines, state_of
+
+FIRST_BYTES = 8 << 20
+"""Of a log that are read at the first look: some thousand steps."""
+_SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RankSign:
+    """What a rank left of itself in the launch directory."""
+
+    rank: int
+    phase: str
+    step: int | None
+    age: float
+    """Seconds since it last said something."""
+
+
+@dataclass
+class Glance:
+    """What is known of a run now."""
+
+    name: str
+    verb: str
+    total: int | None
+    state: State
+    curves: Curves
+    events: Sequence[Mapping[str, Any]] = ()
+    marks: Sequence[Mark] = ()
+    checkpoints: Sequence[CheckpointLine] = ()
+    samples: Sequence[ShownSample] = ()
+    ranks: Sequence[RankSign] = ()
+    started: float | None = None
+    """When the last start began, where it noted that."""
+    first_step: int = 0
+    """That the last start began with."""
+    active: float | None = None
+    """When the log last grew."""
+
+
+class Follower:
+    """Looks at a run again and again.
+
+    Args:
+        directory: Of the run.
+
+    Raises:
+        UserError: It is not the directory of a run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        check_is_run(directory)
+        self._directory = directory
+        self._curves = Curves()
+        self._lines = LineReader(directory / METRICS, last_bytes=FIRST_BYTES)
+        self._seen: tuple[object, ...] = ()
+        self._storage: str | None = None
+        self.look = Glance(escaped(directory.absolute().name), "", None, State("failed", ""), self._curves)
+        self._identify()
+
+    def _identify(self) -> None:
+        try:
+            self.look.verb = escaped(str(read_json(self._directory / IDENTITY)["verb"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            self.look.verb = "run"
+        configuration, _ = read_configuration(self._directory)
+        steps, section = configuration.get("steps"), configuration.get("checkpoint")
+        self.look.total = steps if type(steps) is int else None
+        storage = section.get("storage") if isinstance(section, Mapping) else None
+        self._storage = storage if isinstance(storage, str) else None
+
+    def has_changed(self) -> bool:
+        """Return whether a file of the run grew since this was asked last; reads none."""
+        names = (METRICS, EVENTS, SAMPLES, IDENTITY, "checkpoints/.lease.json")
+        seen = tuple(_signature(self._directory / name) for name in names)
+        changed, self._seen = seen != self._seen, seen
+        return changed
+
+    def update(self) -> Glance:
+        """Read what is new and return what is known.
+
+        Raises:
+            OSError: A file cannot be read any more.
+        """
+        directory, look = self._directory, self.look
+        for _, line in self._lines.new():
+            self._curves.add(line)
+        signature = _signature(directory / EVENTS)
+        look.events = json_lines(read_text(directory / EVENTS)) if signature else []
+        look.marks = marks_of(self._curves, look.events)
+        look.checkpoints, _ = checkpoint_lines(directory, look.events, self._storage)
+        look.samples = last_samples(directory / SAMPLES)
+        look.state = state_of(directory, look.events, self._curves.last)
+        look.ranks = rank_signs(directory)
+        start: Mapping[str, Any] = next((event for event in reversed(look.events) if event.get("event") == "start"), {})
+        look.started = start["time"] if isinstance(start.get("time"), int | float) else None
+        look.first_step = start["step"] if isinstance(start.get("step"), int) else 0
+        metrics = _signature(directory / METRICS)
+        look.active = metrics[0] / 1e9 if metrics else None
+        return look
+
+
+def _signature(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def last_samples(path: Path) -> list[ShownSample]:
+    """Return the completions at the end of samples.jsonl that are of its last step."""
+    if not path.exists():
+        return []
+    with RegularFile(path) as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _SAMPLE_BYTES))
+        _, _, text = (b"\n" + file.read() if size <= _SAMPLE_BYTES else file.read()).partition(b"\n")
+    lines = (sample_of(_parsed(line), -1) for line in text.split(b"\n") if line.strip())
+    samples = [sample for sample in lines if sample is not None]
+    return [sample for sample in samples if sample.step == samples[-1].step]
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except ValueError:
+        return None
+
+
+@dataclass
+class _Notes:
+    phase: str = ""
+    step: int | None = None
+    times: list[float] = field(default_factory=list)
+
+
+def rank_signs(directory: Path) -> list[RankSign]:
+    """Return what the ranks of a run's own launcher left beside its directory; nothing under torchrun."""
+    place = directory.absolute()
+    notes: dict[int, _Notes] = {}
+    for folder in place.parent.glob(f".{place.name}.launch-*"):
+        for path in folder.glob("*-rank-*"):
+            kind, _, number = path.name.partition("-rank-")
+            if kind not in {"phase", "beat"} or not number.isdecimal():
+                continue
+            try:
+                text, written = path.read_text(errors="replace")[:200], path.stat().st_mtime
+            except OSError:
+                continue
+            note = notes.setdefault(int(number), _Notes())
+            note.times.append(written)
+            parts = text.split("|")
+            if kind == "phase":
+                note.phase = text.strip()
+            elif len(parts) >= 3 and parts[1].isdecimal():
+                note.step = int(parts[1])
+    now = time.time()
+    return [
+        RankSign(rank, escaped(each.phase), each.step, max(0.0, now - max(each.times)))
+        for rank, each in sorted(notes.items())
+    ]

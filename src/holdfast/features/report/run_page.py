@@ -1,0 +1,66 @@
+"""The page that every run ends with: written by the command after the last save, in time or not at all."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from holdfast import patience
+from holdfast.features.report.page import write_page
+from holdfast.training.directory import EVENTS, IDENTITY
+
+
+class _GivenUp(BaseException):
+    """The time is over, or somebody wants the command to end; nothing may catch it on its way."""
+
+
+def starts(directory: Path) -> int:
+    """Return how often a run has begun to train: what was refused, or had nothing to do, leaves its page as it is."""
+    path = directory / EVENTS
+    return path.read_bytes().count(b'"event": "start"') if path.is_file() else 0
+
+
+def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
+    """Write a run's page and print where it is; whatever goes wrong is one line, and the run's exit code stays.
+
+    Args:
+        directory: Of the run.
+        starts_before: What `starts` said before the command trained.
+        stopped: Whether somebody may be waiting for the command to end, as a scheduler does after SIGTERM.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or not (directory / IDENTITY).exists() or starts(directory) == starts_before:
+        return
+    seconds = patience.current.page_after_stop_seconds if stopped else patience.current.page_seconds
+    try:
+        with _giving_up_after(seconds):
+            place = write_page([directory], None)
+        print(f"what happened, on one page: {place}", flush=True)
+    except _GivenUp:
+        print(f"The run's page was not written in {seconds:g} s: `holdfast report {directory}` does.", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 - the run has ended, and a page must not change how
+        print(f"The run's page could not be written: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+@contextmanager
+def _giving_up_after(seconds: float) -> Iterator[None]:
+    """Raise `_GivenUp` in the block when its time is over, or when a signal asks the command to end."""
+
+    def give_up(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature is Python's
+        raise _GivenUp
+
+    numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, give_up) for number in caught}
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)

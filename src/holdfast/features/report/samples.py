@@ -1,0 +1,259 @@
+"""Completions of a run: which of them a page shows, and of which all of the text and the tokens.
+
+Every completion of the steps that are shown is there with its first characters. Files are read once from front to back;
+the texts that are shown whole are read a second time, so that no run is too long to be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.features.report.curves import LineReader, parsed
+from holdfast.files import RegularFile
+from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLES
+from holdfast.text.escaping import escaped_paragraph
+
+SHOWN_CHARACTERS = 300
+WHOLE = 500
+"""Completions that are there whole, with their tokens where the run recorded some."""
+_WHOLE_CHARACTERS = 8_000
+_WHOLE_TOKENS = 2_000
+MOST_SAMPLES = 20_000
+SAMPLE_RULE = (
+    f"The first {SHOWN_CHARACTERS} characters of each are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
+    "spread evenly over the run, the first and the last among them, the best and the worst, and those whose tokens "
+    "were recorded; then the newest."
+)
+
+
+@dataclass
+class ShownSample:
+    """A completion."""
+
+    step: int
+    sample_id: int
+    prompt: str
+    """The first characters, printable."""
+    completion: str
+    reward: float | None
+    parts: dict[str, float | None]
+    advantage: float | None
+    finish: str
+    trained: bool
+    place: int
+    """Where its line begins, or -1 in a table file."""
+    has_tokens: bool = False
+    is_cut: bool = False
+    """Whether the text is longer than what is here."""
+    whole: dict[str, Any] | None = None
+    """Prompt, completion, and tokens as [text, log-probability, advantage], where all of it is shown."""
+
+
+@dataclass
+class Samples:
+    """Completions of the effective run."""
+
+    items: list[ShownSample] = field(default_factory=list)
+    total: int = 0
+    """Completions that were written and count."""
+    unread: int = 0
+
+    @property
+    def words(self) -> str:
+        """Return the rule by which these were chosen, in sentences."""
+        if self.total <= len(self.items):
+            return SAMPLE_RULE
+        steps = len({item.step for item in self.items})
+        spread = f"those of {steps:,} steps, spread evenly over the run, are here"
+        return f"Of {self.total:,} completions {spread}. {SAMPLE_RULE}"
+
+
+def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_SAMPLES) -> Samples:
+    """Return the completions of a run's training steps that a page shows.
+
+    Args:
+        directory: Of the run.
+        between: Called now and then; what it raises ends the reading.
+        most: Beyond so many, whole steps are left out evenly.
+
+    Raises:
+        OSError: They cannot be read.
+    """
+    samples = Samples()
+    path = directory / SAMPLES
+    thinner = _Thinner(most)
+    for place, line in LineReader(path).new(between, to_end=True):
+        if isinstance(line, dict) and line.get("event") == "rewind" and isinstance(line.get("to"), int):
+            thinner.rewind(line["to"])
+        elif (sample := sample_of(line, place)) is not None:
+            thinner.take(sample)
+        else:
+            samples.unread += 1
+    for sample in _in_tables(directory / SAMPLE_FOLDER, between):
+        thinner.take(sample)
+    samples.items, samples.total = thinner.chosen()
+    _read_whole(path, choose_whole(samples.items))
+    return samples
+
+
+def sample_of(line: Any, place: int) -> ShownSample | None:
+    """Return a line of samples.jsonl; None if it is none."""
+    if (
+        not isinstance(line, dict)
+        or not isinstance(line.get("step"), int)
+        or not isinstance(line.get("completion"), str)
+    ):
+        return None
+    prompt, completion = str(line.get("prompt", "")), line["completion"]
+    parts = line.get("rewards")
+    return ShownSample(
+        step=line["step"],
+        sample_id=line["sample_id"] if isinstance(line.get("sample_id"), int) else 0,
+        prompt=_first(prompt),
+        completion=_first(completion),
+        reward=_number(line.get("reward")),
+        parts={str(name): _number(value) for name, value in parts.items()} if isinstance(parts, dict) else {},
+        advantage=_number(line.get("advantage")),
+        finish=str(line.get("finish", "")),
+        trained=line.get("trained") is not False,
+        place=place,
+        has_tokens=bool(line.get("tokens")),
+        is_cut=len(prompt) > SHOWN_CHARACTERS or len(completion) > SHOWN_CHARACTERS,
+    )
+
+
+def _first(text: str) -> str:
+    return escaped_paragraph(text[:SHOWN_CHARACTERS]) + ("…" if len(text) > SHOWN_CHARACTERS else "")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and value == value else None  # noqa: PLR0124 - NaN
+
+
+class _Thinner:
+    """Holds completions of at most twice so many; beyond, every second of its steps is left out."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._steps: dict[int, list[ShownSample]] = {}
+        self._counts: dict[int, int] = {}
+        self._stride = 1
+        self._size = 0
+
+    def take(self, sample: ShownSample) -> None:
+        step = sample.step
+        if step not in self._counts:
+            self._counts[step] = 0
+            if (len(self._counts) - 1) % self._stride == 0:
+                self._steps[step] = []
+        self._counts[step] += 1
+        if step in self._steps:
+            self._steps[step].append(sample)
+            self._size += 1
+            if self._size > 2 * self._most:
+                self._halve()
+
+    def _halve(self) -> None:
+        if len(self._steps) < 2:
+            return
+        self._stride *= 2
+        self._steps = dict(list(self._steps.items())[::2])
+        self._size = sum(map(len, self._steps.values()))
+
+    def rewind(self, step: int) -> None:
+        self._counts = {each: count for each, count in self._counts.items() if each <= step}
+        self._steps = {each: items for each, items in self._steps.items() if each <= step}
+        self._size = sum(map(len, self._steps.values()))
+
+    def chosen(self) -> tuple[list[ShownSample], int]:
+        while self._size > self._most and len(self._steps) > 1:
+            self._halve()
+        items = [item for step in sorted(self._steps) for item in self._steps[step]]
+        return items[: 2 * self._most], sum(self._counts.values())
+
+
+def choose_whole(items: Sequence[ShownSample]) -> list[ShownSample]:
+    """Return the completions that are shown whole, by `SAMPLE_RULE`."""
+    steps: dict[int, list[ShownSample]] = {}
+    for item in items:
+        steps.setdefault(item.step, []).append(item)
+    order = list(steps)
+    count = min(len(order), WHOLE // 4)
+    spread = [order[round(number * (len(order) - 1) / max(1, count - 1))] for number in range(count)]
+    chosen: dict[int, ShownSample] = {}
+    for step in spread:
+        scored = [item for item in steps[step] if item.reward is not None]
+        ranked = sorted(scored, key=lambda item: item.reward or 0.0)
+        best = [ranked[-1], ranked[0]] if ranked else []
+        for item in (*best, *(item for item in steps[step] if item.has_tokens)):
+            if len(chosen) < WHOLE:
+                chosen[id(item)] = item
+    for item in reversed(items):
+        if len(chosen) >= WHOLE:
+            break
+        chosen[id(item)] = item
+    return list(chosen.values())
+
+
+def _read_whole(path: Path, chosen: Sequence[ShownSample]) -> None:
+    """Read all of the text and the tokens of some completions."""
+    in_file = sorted((item for item in chosen if item.place >= 0), key=lambda item: item.place)
+    if not in_file:
+        return
+    with RegularFile(path) as file:
+        for item in in_file:
+            file.seek(item.place)
+            line = parsed(_line_of(file))
+            if isinstance(line, dict):
+                item.whole = whole_sample(line)
+
+
+def _line_of(file: RegularFile) -> bytes:
+    data = b""
+    while b"\n" not in data and (block := file.read(1 << 14)):
+        data += block
+    return data.partition(b"\n")[0]
+
+
+def whole_sample(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return prompt, completion and tokens of a line of samples.jsonl, printable, cut beyond reason."""
+    tokens = line.get("tokens")
+    return {
+        "prompt": _cut(str(line.get("prompt", ""))),
+        "completion": _cut(str(line.get("completion", ""))),
+        "tokens": [
+            [escaped_paragraph(str(token[0])), _number(token[1]), _number(token[2])]
+            for token in (tokens[:_WHOLE_TOKENS] if isinstance(tokens, list) else ())
+            if isinstance(token, list) and len(token) == 3
+        ],
+    }
+
+
+def _cut(text: str) -> str:
+    rest = len(text) - _WHOLE_CHARACTERS
+    words = f"\n… and {rest:,} characters more" if rest > 0 else ""
+    return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + words
+
+
+def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
+    """Yield completions that were written as parquet, a file for each step."""
+    if not folder.is_dir():
+        return
+    from pyarrow import ArrowException  # type: ignore[import-untyped]  # has no stubs
+    from pyarrow.parquet import read_table  # type: ignore[import-untyped]  # has no stubs
+
+    for place in sorted(folder.glob("step-*.parquet")):
+        between()
+        try:
+            rows = read_table(place).to_pylist()
+        except (OSError, ArrowException):
+            continue
+        for row in rows:
+            parts = {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
+            sample = sample_of({**row, "rewards": parts}, -1)
+            if sample is not None:
+                sample.whole = whole_sample(row) if sample.is_cut else None
+                yield sample

@@ -1,0 +1,158 @@
+"""What happened in a run, in order: starts, ends, saves, evaluations, alarms, each with its step and a sentence.
+
+`metrics.jsonl` says where a resume went back to, `events.jsonl` what ended the start before. A start leaves an event of
+its own; in runs of earlier versions, which lack it, an end belongs to the first resume that its step allows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.features.report.curves import Curves, Rewind
+from holdfast.files import size_words
+from holdfast.text.escaping import escaped
+
+Event = Mapping[str, Any]
+
+_ENDINGS = ("failed", "stop", "done")
+SILENT = "the run ended without a word, as after kill -9 or a power cut"
+_LONGEST = 600
+"""Characters of a sentence."""
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
+_QUERY = re.compile(r"(?<=\S)\?[^\s?]*=\S*")
+_ASSIGNED = re.compile(
+    r"(?i)\b([\w-]*(?:api[_-]?key|token|secret|passw(?:or)?d|credentials?|authorization))(\s*[=:]\s*)(?:bearer\s+)?\S+"
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something at a step."""
+
+    kind: str
+    """failed, stopped, resumed, saved, evaluated, alarm, exported, or other."""
+    step: int
+    text: str
+    """A sentence for people, one line."""
+    time: float | None = None
+    """Seconds since 1970, where the run noted it."""
+
+
+_OTHERS = {
+    "back": "went back to an earlier step, as checkpoint.resume.from asked",
+    "evaluation_made_later": "made the evaluation that an earlier start had left",
+}
+ENTRY_KINDS = ("failed", "stopped", "resumed", "saved", "evaluated", "alarm", "exported", "other")
+
+
+def public_sentence(text: str) -> str:
+    """Return words that an error or an alarm used as one printable line without what could be a credential."""
+    text = _QUERY.sub("?…", _CREDENTIALS.sub("", escaped(text)))
+    text = _ASSIGNED.sub(r"\1\2…", text)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def marks_of(curves: Curves, events: Sequence[Event]) -> list[Mark]:
+    """Return all marks of a run, in the order in which they happened; evaluations come last."""
+    marks: list[Mark] = []
+    place = 0
+    notes_starts = any(event.get("event") == "start" for event in events)
+    for rewind in curves.rewinds:
+        end = _end_of_start(rewind, events, place)
+        start = events[end] if end < len(events) and events[end].get("event") == "start" else {}
+        if notes_starts and not start and rewind.to == rewind.last:
+            continue  # a start that found nothing to do
+        marks += _within(events[place:end])
+        marks.append(_ending(rewind, events[place:end]))
+        marks.append(_resume(rewind, start))
+        place = end
+    rest = events[place:]
+    marks += _within(rest)
+    last = next((event for event in reversed(rest) if event.get("event") in {"start", *_ENDINGS}), {})
+    if last.get("event") in {"failed", "stop"}:
+        marks.append(_end_mark(last, _step(last) if curves.last is None else max(curves.last, 0)))
+    marks += [Mark("evaluated", step, f"evaluated at step {step}") for step in curves.evaluated]
+    return marks
+
+
+def _end_of_start(rewind: Rewind, events: Sequence[Event], place: int) -> int:
+    """Return the place behind the events of the start that ended before a resume."""
+    for index in range(place, len(events)):
+        event = events[index]
+        if event.get("event") == "start" and _step(event) == rewind.to and index > place:
+            return index
+    for index in range(place, len(events)):
+        event = events[index]
+        if event.get("event") in _ENDINGS and rewind.to <= _step(event) <= rewind.last + 1:
+            return index + 1
+    return next((i for i in range(place, len(events)) if _step(events[i]) > rewind.last + 1), len(events))
+
+
+def _within(events: Sequence[Event]) -> Iterator[Mark]:
+    for event in events:
+        name, step = event.get("event"), _step(event)
+        match name:
+            case "start" | "failed" | "stop" | "done":
+                continue
+            case "checkpoint":
+                yield Mark("saved", _step(event, "saved"), _saved(event))
+            case "health":
+                yield Mark("alarm", step, public_sentence(str(event.get("text", event.get("alarm", "")))))
+            case "export":
+                path = str(event.get("path", "")).rstrip("/").rpartition("/")[2]
+                yield Mark("exported", step, f"exported the model as {public_sentence(path)}")
+            case _:
+                yield Mark("other", step, _OTHERS.get(str(name)) or public_sentence(str(name).replace("_", " ")))
+
+
+def _saved(event: Event) -> str:
+    parts = [f"checkpoint of step {_step(event, 'saved')} verified on disk"]
+    if isinstance(event.get("bytes"), int):
+        parts.append(size_words(event["bytes"]))
+    if isinstance(event.get("seconds"), int | float):
+        parts.append(f"{event['seconds']:.1f} s")
+    if event.get("before_error"):
+        parts.append("saved before an error ended the run")
+    return ", ".join(parts)
+
+
+def _ending(rewind: Rewind, events: Sequence[Event]) -> Mark:
+    event = next((each for each in reversed(events) if each.get("event") in _ENDINGS), None)
+    return Mark("failed", rewind.last, SILENT) if event is None else _end_mark(event, rewind.last)
+
+
+def _end_mark(event: Event, step: int) -> Mark:
+    reason = public_sentence(str(event.get("reason", "")))
+    time = event.get("time")
+    seconds = float(time) if isinstance(time, int | float) else None
+    match event.get("event"):
+        case "failed":
+            return Mark("failed", step, reason or "the run failed", seconds)
+        case "stop":
+            return Mark("stopped", step, f"stopped: {reason}" if reason else "stopped", seconds)
+        case _:
+            return Mark("stopped", step, "came to its end, and was started again later", seconds)
+
+
+def _resume(rewind: Rewind, start: Event) -> Mark:
+    lost = rewind.last - rewind.to
+    if lost > 1:
+        words = f"steps {rewind.to + 1} to {rewind.last} were made again"
+    else:
+        words = f"step {rewind.last} was made again" if lost == 1 else "no step was lost"
+    ranks = f" on {start['ranks']} rank{'s' * (start['ranks'] != 1)}" if isinstance(start.get("ranks"), int) else ""
+    time = start.get("time")
+    return Mark(
+        "resumed",
+        rewind.to,
+        f"continued from step {rewind.to}{ranks}; {words}",
+        float(time) if isinstance(time, int | float) else None,
+    )
+
+
+def _step(event: Event, name: str = "step") -> int:
+    value = event.get(name)
+    return value if isinstance(value, int) else 0

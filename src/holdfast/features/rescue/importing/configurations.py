@@ -1,0 +1,98 @@
+"""Whether the configuration beside another system's checkpoint is that of the run which is to go on with it.
+
+Names and shapes do not show every difference: with another rms_norm_eps or rope_theta all weights fit and the model is
+another one. The same is true of an adapter's scale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast.checkpoint.errors import CheckpointMismatch
+from holdfast.config.sections.model import LoRAConfig, ModelConfig
+from holdfast.errors import ModelError
+from holdfast.features.rescue.reading.record import ForeignCheckpoint
+from holdfast.files import read_json
+from holdfast.models.setup.model import configured
+from holdfast.training.run import Run
+
+_MEANS_NOTHING = re.compile(
+    r"(^|\.)(_.*|transformers_version|(torch_)?dtype|architectures|use_cache|\w+_token_id|initializer_range|output_\w+"
+    r"|return_dict|problem_type|(id2label|label2id|num_labels|auto_map|task_specific_params)(\..*)?|tokenizer_class"
+    r"|chunk_size_feed_forward|max_position_embeddings|\w*(dropout|pdrop|drop_path_rate)|router_aux_loss_coef)$"
+)
+"""Keys that change no number of a forward pass, and those of training alone, which a run sets for itself."""
+_MOST = 4
+"""Differences that are named."""
+_ADAPTERS = "adapter_config.json"
+
+
+def compare_configurations(checkpoint: ForeignCheckpoint, run: Run) -> list[str]:
+    """Compare configurations, and of adapters their scale; return what cannot be compared and matters.
+
+    Raises:
+        CheckpointMismatch: The run would compute something else with these weights.
+    """
+    lora = run.setting.config.model.lora
+    notes = [] if lora is None else _compare_adapters(checkpoint, lora)
+    if checkpoint.model_files is None:
+        return notes
+    try:
+        there, _ = configured(ModelConfig(path=str(checkpoint.model_files)), checkpoint.model_files)
+    except (ModelError, OSError, RuntimeError, ValueError):
+        return notes  # a finding says so already
+    differing = list(_differences(there.to_dict(), run.trained.origin.original_config.to_dict()))
+    if differing:
+        more = f"; and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
+        raise CheckpointMismatch(
+            f"{checkpoint.model_files}/config.json is of another model than model.path: "
+            f"{'; '.join(differing[:_MOST])}{more}. Its weights would fit and compute something else. Name the model "
+            "that it was trained from, or mend the configuration that is wrong. Nothing was written."
+        )
+    return notes
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield keys that both have, and that differ."""
+    for key in sorted(there.keys() & here.keys(), key=str):
+        name, one, other = f"{prefix}{key}", there[key], here[key]
+        if _MEANS_NOTHING.search(name) or one == other:
+            continue
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _differences(one, other, f"{name}.")
+        else:
+            yield f"{name} is {_short(one)} there and {_short(other)} here"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _compare_adapters(checkpoint: ForeignCheckpoint, lora: LoRAConfig) -> list[str]:
+    if not any(".lora_A." in name for name in checkpoint.weights):
+        return []
+    here = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rank_stabilised}
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    file = folder / _ADAPTERS
+    try:
+        there = read_json(file) if file.is_file() and not file.is_symlink() else None
+    except (OSError, ValueError):
+        there = None
+    if not isinstance(there, dict):
+        return [
+            f"no {_ADAPTERS} states the scale of its adapters: model.lora.alpha of this run, {lora.alpha:g}, must be it"
+        ]
+    differing = [
+        f"{key} is {_short(there[key])} there and {value!r} here"
+        for key, value in here.items()
+        if key in there and there[key] != value
+    ]
+    if differing:
+        raise CheckpointMismatch(
+            f"{file} is of other adapters than model.lora: {'; '.join(differing)}. Set model.lora as it was there. "
+            "Nothing was written."
+        )
+    return []

@@ -1,0 +1,367 @@
+"""Write another system's checkpoint as one of a run of ours; the command of the run then continues it.
+
+The run is built without memory, so that what its own resume would refuse is refused before anything is written, in the
+same words. Tensors are read as they are written, one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch
+from holdfast.checkpoint.export.stored import PARENT
+from holdfast.checkpoint.format.manifest import About, Manifest, TensorEntry
+from holdfast.checkpoint.format.snapshot import MODEL, OPTIM, Snapshot, hold, random_state, random_state_as_json
+from holdfast.checkpoint.format.verification import verify_checkpoint
+from holdfast.checkpoint.loading.matching import Declared, refusal
+from holdfast.checkpoint.loading.trained import PlannedLoad, plan_trained
+from holdfast.checkpoint.place.layout import step_name
+from holdfast.checkpoint.place.storage import open_storage
+from holdfast.checkpoint.saving.agreement import described_optimizers
+from holdfast.checkpoint.saving.writer import commit
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.config.versions import versions
+from holdfast.data.batches.stream import Cursor
+from holdfast.errors import ConfigError
+from holdfast.features.rescue.export import finite
+from holdfast.features.rescue.importing.configurations import compare_configurations
+from holdfast.features.rescue.importing.states import PlannedTensor, described_state, planned_states, rate_of
+from holdfast.features.rescue.importing.weightless import weightless_run
+from holdfast.features.rescue.reading.alignment import align
+from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, Position
+from holdfast.models.names import tied_names
+from holdfast.optim.schedule import learning_rate_factor
+from holdfast.parallel.mesh import World
+from holdfast.training import directory
+from holdfast.training.randomness import seed_rank
+from holdfast.training.run import Run, TrainState
+from holdfast.training.saving.leases import Places
+from holdfast.training.saving.resume import IMPORTED
+from holdfast.training.saving.run_snapshot import run_assets
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user says of an import."""
+
+    data_from_start: bool = False
+    step: int | None = None
+    """Where the checkpoint states none."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote."""
+
+    place: str
+    """Of the checkpoint."""
+    notes: list[str]
+    override: str = ""
+    """What the command of the run needs besides its file."""
+
+
+def import_run(
+    checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path, world: World, wishes: Wishes
+) -> Imported:
+    """Write a checkpoint of a new run, or of weights alone where there is nothing else.
+
+    Raises:
+        ConfigError: The run exists, the step or the position in the data is not stated.
+        CheckpointMismatch: The checkpoint does not fit the run; nothing was written.
+        CheckpointCorrupt: A file is damaged; nothing was left behind.
+    """
+    step = _step(checkpoint, wishes)
+    run = weightless_run(config, base, world)
+    if directory.is_run(run.setting.directory):
+        raise ConfigError(
+            f"{run.setting.directory} is a run already, and an import begins one. Give another name: run.name in the "
+            "file."
+        )
+    parts = hold(run.trained.model)
+    notes = compare_configurations(checkpoint, run)
+    align(checkpoint, {*parts.parameters, *parts.buffers}, tied_names(run.trained.model))
+    if not checkpoint.states:
+        return _import_weights(run, checkpoint, step, notes)
+    snapshot = _snapshot(run, checkpoint, step)
+    _refuse_misfit(run, checkpoint, snapshot, step)
+    notes += [*_repairs(checkpoint), *_without_state(checkpoint)]
+    notes += _move_to(run, checkpoint, step, wishes)
+    return Imported(_written(run, checkpoint, snapshot, step), notes)
+
+
+def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> Imported:
+    """Write weights alone as what they are: a checkpoint that a run begins from, and that none resumes.
+
+    Raises:
+        ConfigError, CheckpointMismatch, CheckpointCorrupt: As `import_run`.
+    """
+    place = run.setting.directory.with_name(f"{run.setting.directory.name}-weights")
+    if place.exists():
+        raise ConfigError(f"{place} is there already, and nothing is overwritten. Give another run.name in the file.")
+    names = run.trained.unfreezing.parameters
+    snapshot = _of_tensors(
+        {MODEL + name: PlannedTensor(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()},
+        frozenset(MODEL + name for name, value in names.items() if value.requires_grad),
+        run,
+    )
+    _refuse_misfit(run, checkpoint, snapshot, step)
+    storage = open_storage(str(place))
+    deviation = f"weights imported from {checkpoint.system} ({checkpoint.path})"
+    about = About(run_id="", step=step, versions=versions(), deviations=(deviation,))
+    try:
+        commit(snapshot, storage, about, run.setting.ranks, name=step_name(step))
+        verify_checkpoint(storage, step_name(step), "files")
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    words = "it holds weights alone: the run begins at step 0 with a new optimizer, schedule and order of rows"
+    path = f"{place}/{step_name(step)}"
+    return Imported(path, [*notes, *_repairs(checkpoint), words], f"checkpoint.init_from={path}")
+
+
+def _repairs(checkpoint: ForeignCheckpoint) -> list[str]:
+    return [f"repaired: {finding.text}" for finding in checkpoint.of_kind("repair")]
+
+
+def _without_state(checkpoint: ForeignCheckpoint) -> list[str]:
+    """Say of which parameters that the optimizer had it kept nothing."""
+    names = [
+        name
+        for group in checkpoint.groups
+        for name in group.names
+        if name in checkpoint.weights and name not in checkpoint.states and name not in checkpoint.tied_away
+    ]
+    if not names:
+        return []
+    return [
+        f"{len(names)} parameters of the optimizer have no state, such as {names[0]}: they begin with moments of zero"
+    ]
+
+
+def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
+    step = checkpoint.step if wishes.step is None else wishes.step
+    if step is None and not checkpoint.states:
+        return 0
+    if step is None:
+        raise ConfigError(
+            f"{checkpoint.path} does not state its step, where the schedule has to go on. Give it: --step N."
+        )
+    last = checkpoint.schedule_step
+    if checkpoint.step is not None and step not in {checkpoint.step, last}:
+        of = f"step {checkpoint.step}" + (f", its schedule at {last}" if last not in {None, checkpoint.step} else "")
+        raise ConfigError(f"{checkpoint.path} is of {of}, and --step says {step}. Leave --step out.")
+    return step
+
+
+def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
+    """Return what will be written; its tensors have no memory until they are."""
+    states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
+    planned = {
+        MODEL + name: PlannedTensor(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()
+    }
+    planned |= {f"{OPTIM}{name}.{slot}": each for name, slots in states.items() for slot, each in slots.items()}
+    seed_rank(run.setting.config.seed, 0, deterministic=run.setting.config.determinism, step=step)
+    trained = {name for group in checkpoint.groups for name in group.names} | set(checkpoint.states)
+    snapshot = _of_tensors(planned, frozenset(MODEL + name for name in trained), run)
+    by_name = {
+        name: {slot: snapshot.tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()
+    }
+    return replace(
+        snapshot,
+        optimizer=described_state(checkpoint, run.trained.optimizer, by_name),
+        rank_state={"random": random_state_as_json(random_state())},
+        contents=("model", "optimizer", "trainer", "rank"),
+    )
+
+
+def _of_tensors(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
+    """Return a snapshot of tensors that are read when they are written."""
+    return Snapshot(
+        tensors={name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in planned.items()},
+        trained=trained,
+        ties=hold(run.trained.model).ties,
+        optimizer=None,
+        rank_state={},
+        shared={},
+        contents=("model",),
+        readers={name: _reader(name, each.read) for name, each in planned.items()},
+    )
+
+
+def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def named() -> Tensor:
+        try:
+            tensor = read()
+        except (DamagedFile, OSError) as error:
+            raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
+        return finite(name, tensor)
+
+    return named
+
+
+def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> None:
+    """Compare with the run as its own resume will.
+
+    Raises:
+        CheckpointMismatch: It would refuse it.
+    """
+    entries = {
+        name: TensorEntry(tuple(value.shape), str(value.dtype).removeprefix("torch."), (), name in snapshot.trained)
+        for name, value in snapshot.tensors.items()
+    }
+    manifest = Manifest("", step, snapshot.contents, {}, entries, optimizer=described_optimizers(snapshot))
+    resume = run.setting.config.checkpoint.resume
+    declared = Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
+    planned = PlannedLoad()
+    trained = run.trained
+    trained.unfreeze(step)
+    parameters = trained.unfreezing.parameters
+    optimizer = None if snapshot.optimizer is None else trained.optimizer
+    plan_trained(planned, trained.model, parameters, optimizer, manifest, declared, "live")
+    if planned.plan.refused:
+        raise CheckpointMismatch(refusal(str(checkpoint.path), [*planned.plan.refused[:3], *_hints(run, checkpoint)]))
+
+
+def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
+    """Yield what a file of the run would have to say, where most of a misfit has one cause."""
+    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in checkpoint.weights.values()}
+    if len(dtypes) == 1 and dtypes != {run.setting.config.model.dtype}:
+        yield f"model.dtype: {dtypes.pop()} would fit its weights"
+    names = run.trained.unfreezing.parameters
+    frozen = sorted(name for name in names if name in checkpoint.weights and name not in checkpoint.states)
+    here = [name for name in frozen if names[name].requires_grad]
+    if here and checkpoint.states:
+        yield f"it trained {len(checkpoint.states)} parameters; model.freeze must name the others, such as {here[0]}"
+
+
+def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, wishes: Wishes) -> list[str]:
+    """Put the run at a step and its rows where they stood; return what to say of it.
+
+    Raises:
+        ConfigError: The position is not stated, and the rows were not to begin anew.
+    """
+    run.trained.state = TrainState(step=step, updates=step)
+    notes = []
+    if wishes.data_from_start:
+        notes.append("data: the rows begin anew (--data-from-start)")
+    elif checkpoint.position is None:
+        raise ConfigError(
+            f"{checkpoint.path} does not state its position in the data. Give --data-from-start to begin the rows "
+            "anew; rows that were trained on come again. Nothing was written."
+        )
+    else:
+        run.stream.cursor, words = _cursor(run, checkpoint, checkpoint.position)
+        notes.append(words)
+    return [*notes, *_rates(run, checkpoint, step)]
+
+
+def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tuple[Cursor, str]:
+    """Return where the rows go on, and words about it.
+
+    Raises:
+        ConfigError: A position in rows says nothing here.
+    """
+    data, size = run.setting.config.data, run.stream.state()["sizes"]
+    whole = None if None in size else sum(size)
+    if data.packing == "wrapped" or (whole is None and (position.epoch or position.share)):
+        raise ConfigError(
+            f"{checkpoint.path} states its position in rows, and here windows are cut across rows or nobody knows how "
+            "many there are. Give --data-from-start to begin them anew. Nothing was written."
+        )
+    rows = _rows_done(position, data.batch_size, whole or 0)
+    if whole is not None and rows > whole:
+        raise ConfigError(
+            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other rows. "
+            "Name the same ones, or give --data-from-start. Nothing was written."
+        )
+    done = _passes_done(checkpoint, position, rows, data.batch_size, whole or 0)
+    cursor = _behind(rows, done or 0, whole or 0, data.batch_size)
+    return cursor, _where(rows, done, shuffled=data.shuffle)
+
+
+def _behind(rows: int, passes: int, whole: int, batch_size: int) -> Cursor:
+    first = passes * whole
+    return Cursor(first + rows, passes, first, math.ceil(rows / batch_size), rows, 0)
+
+
+def _where(rows: int, done: int | None, *, shuffled: bool) -> str:
+    name = "a pass whose number is not stated, and which is the first here" if done is None else f"pass {done + 1}"
+    if not rows:
+        return f"data: goes on with the first row of {name}"
+    words = f"data: goes on behind {rows:,} rows of {name}"
+    if shuffled:
+        words += ", in this run's own order: some of these come again, and as many that were not trained on do not come"
+    return words
+
+
+def _passes_done(
+    checkpoint: ForeignCheckpoint, position: Position, rows: int, batch_size: int, whole: int
+) -> int | None:
+    """Return the passes that were done; where only the step is stated, those that make it a whole number of passes."""
+    if position.epoch is not None:
+        return position.epoch
+    a_pass = whole // batch_size * batch_size  # a last batch that is not full is left out
+    before = (checkpoint.step or 0) * batch_size - rows
+    return before // a_pass if a_pass and before >= 0 and before % a_pass == 0 else None
+
+
+def _rows_done(position: Position, batch_size: int, whole: int) -> int:
+    """Return the rows of the pass that were drawn, from whatever the system counts."""
+    if position.rows is not None:
+        return position.rows
+    if position.batches is not None:
+        return position.batches * batch_size
+    return round((position.share or 0.0) * whole)
+
+
+def _rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
+    """Compare the learning rates there and here."""
+    optim, total = run.setting.config.optim, run.setting.config.steps
+    then = rate_of(checkpoint)
+    if then is None or (optim.schedule.needs_last_step and total is None):
+        return []
+    now = optim.lr * learning_rate_factor(optim.schedule, step, total)
+    return [f"learning rate: {then:g} there, {now:g} for the next step here (optim.lr and optim.schedule)"]
+
+
+def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
+    """Write a checkpoint and its run's directory; return the checkpoint's place."""
+    setting, config = run.setting, run.setting.config
+    lost = [finding.text for finding in checkpoint.of_kind("loss")]
+    source = {"system": checkpoint.system, "path": str(checkpoint.path), "step": step}
+    assets = dict(run_assets(run)) | {PARENT: json.dumps({IMPORTED: source}, sort_keys=True).encode()}
+    shared = {
+        "state": run.trained.state.as_plain(),
+        "stream": run.stream.state(),
+        IMPORTED: {**source, "lost": lost},
+    }
+    storage = open_storage(directory.checkpoint_place(setting.directory, config))
+    places = Places(setting.directory, storage, lambda _: None)
+    with ExitStack() as stack:
+        places.take(stack)
+        try:
+            directory.create(setting.directory, config, config.verb, None, {IMPORTED: source})
+            about = About(
+                run_id=directory.run_id(setting.directory),
+                step=step,
+                versions=versions(),
+                deviations=(f"imported from {checkpoint.system} ({checkpoint.path})",),
+                fingerprints=run.identity,
+            )
+            complete = replace(snapshot, shared=shared, assets=assets)
+            commit(complete, storage, about, setting.ranks, name=step_name(step))
+            verify_checkpoint(storage, step_name(step), "files")
+            directory.note_saved(setting.directory, step)
+        except BaseException:
+            places.remove()
+            raise
+    return f"{storage.root}/{step_name(step)}"

@@ -1,0 +1,129 @@
+"""A run whose parameters have names, shapes and dtypes, and no memory: what a checkpoint of it would look like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.config.sections.algorithm import NLLConfig
+from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
+from holdfast.data.batches.candidates import CandidateReader, Candidates
+from holdfast.data.batches.stream import BatchStream
+from holdfast.errors import ConfigError
+from holdfast.models.setup.model import blueprint, cost_of
+from holdfast.optim.schedule import Unfreezing
+from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.fingerprints import (
+    fingerprint_base_of_adapters,
+    fingerprint_once,
+    identity,
+    image_fingerprints,
+    is_fingerprinted,
+)
+from holdfast.training.run import Evaluation, Run, Setting, Trained
+from holdfast.training.setup.begin import Live, Started, begin
+from holdfast.training.setup.losses import supervised_objective
+from holdfast.training.setup.model import make_plan, unplaced_policy
+from holdfast.training.setup.optimizers import optimizer_of
+from holdfast.training.setup.rows import row_filter, training_reader
+
+_KINDS = (SFTConfig, DPOConfig, GRPOConfig)
+
+
+class RowsAlone(BatchStream[Any, Any]):
+    """The rows of a run and a position in them; it makes no batches."""
+
+    def _batch_of(self, candidates: Candidates[Any]) -> Any:
+        """Never called: nothing asks for the next batch."""
+        raise NotImplementedError
+
+
+def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
+    """Return a run at step 0; nothing has been written, and no weight is read.
+
+    Raises:
+        UserError: The configuration cannot be run, or keeps more than one model's state.
+    """
+    _refuse_several(config)
+    setting = Setting.of(config, base, world)
+    started = begin(setting, Live())
+    fingerprint_base_of_adapters(setting)
+    origin = blueprint(config.model, base, seed=config.seed, scorer=config.scores)
+    if is_fingerprinted(config):
+        fingerprint_once(origin.directory, setting.ranks)
+    policy, _ = unplaced_policy(setting, origin)
+    without_memory(policy)
+    parameters = sharded_parameters(policy)
+    optimizer = optimizer_of(setting, parameters, policy)
+    trained = Trained(
+        setting=setting,
+        origin=origin,
+        plan=make_plan(config, policy, 1, "cpu"),
+        model=policy,
+        optimizer=optimizer,
+        averages=None,
+        unfreezing=Unfreezing(origin.stages, optimizer, parameters, None),
+        total_steps=None,
+        cost=cost_of(policy, origin),
+    )
+    stream = _rows(setting, started)
+    marks = image_fingerprints(setting, stream, origin)
+    return Run(
+        trained=trained,
+        evaluation=Evaluation(sharded=trained, objective=supervised_objective(NLLConfig(), setting)),
+        stream=stream,
+        source_names=(),
+        observers=(),
+        identity=identity(setting, stream, origin, marks),
+    )
+
+
+def _refuse_several(config: TrainingConfig) -> None:
+    if not isinstance(config, _KINDS) or isinstance(config, ScorerConfig):
+        raise ConfigError(
+            f"A run of `holdfast {config.verb}` does not continue another system's checkpoint; those of sft, dpo and "
+            "grpo do. Import it with --export, and name the result in model.path."
+        )
+    several = [
+        key
+        for key, there in {
+            "critic": getattr(config, "critic", None) is not None,
+            "optim.ema": config.optim.ema is not None,
+            "reference.sync": getattr(getattr(config, "reference", None), "sync", None) is not None,
+        }.items()
+        if there
+    ]
+    if several:
+        raise ConfigError(
+            f"This run keeps the state of more than its model ({', '.join(several)}), which no other system's "
+            "checkpoint has. Leave that out, or import with --export and begin anew from model.path."
+        )
+
+
+def without_memory(model: nn.Module) -> None:
+    """Give every parameter addresses on the CPU that nothing is written to, for which no memory is used; ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                numbers = torch.empty(parameter.shape, dtype=parameter.dtype)
+                empty = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
+                made[id(parameter)] = made[id(empty)] = empty
+            module.register_parameter(name, made[id(parameter)])
+
+
+def _rows(setting: Setting, started: Started) -> RowsAlone:
+    def tokenise(*_: Any) -> Any:
+        raise NotImplementedError
+
+    config = setting.config
+    reader: Any = CandidateReader(
+        training_reader(config, started.data), tokenise, setting.ranks, row_filter(setting), None
+    )
+    return RowsAlone(reader, config.data, setting.ranks)

@@ -1,0 +1,268 @@
+"""Checkpoints of accelerate's `save_state`, of transformers' Trainer, and so of TRL's trainers, under FSDP.
+
+    sharded   pytorch_model_fsdp_0/ optimizer_0/: DCP
+    full      pytorch_model_fsdp.bin, optimizer.bin: one pickle each, states by parameter name
+    beside    scheduler.bin random_states_R.pkl (accelerate); scheduler.pt rng_state_R.pth trainer_state.json (Trainer)
+
+training_args.bin is a pickle of whatever class the arguments are; it is never opened.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.features.rescue.reading.dcp_systems import add_contents
+from holdfast.features.rescue.reading.hugging_face import add_safetensors
+from holdfast.features.rescue.reading.parts import piece
+from holdfast.features.rescue.reading.pickles import StoredView
+from holdfast.features.rescue.reading.record import (
+    DamagedFile,
+    ForeignCheckpoint,
+    Position,
+    StoredGroup,
+    StoredTensor,
+    counted,
+    refuse_outside,
+)
+from holdfast.features.rescue.reading.torch_file import TorchFile
+from holdfast.files import read_json
+from holdfast.models.names import canonical_name
+
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+MODEL_FILE, OPTIMIZER_FILE = "pytorch_model_fsdp.bin", "optimizer.bin"
+_RANDOM = re.compile(r"^(?:random_states_(\d{1,6})\.pkl|rng_state_(\d{1,6})\.pth)$")
+
+
+_SECOND = re.compile(r"^(?:pytorch_model_fsdp|optimizer)_[1-9]\d*(?:\.bin)?$")
+
+
+def is_accelerate(names: set[str]) -> bool:
+    """Return whether names in a directory are those of such a checkpoint."""
+    own = {MODEL_FOLDER, OPTIMIZER_FOLDER, MODEL_FILE, OPTIMIZER_FILE, "optimizer.pt"}
+    beside = {"scheduler.bin", "scheduler.pt", "trainer_state.json"}
+    return bool(names & own) and (bool(names & beside) or MODEL_FOLDER in names or MODEL_FILE in names)
+
+
+def read_accelerate(folder: Path) -> ForeignCheckpoint:
+    """Return the checkpoint in a directory."""
+    names = {each.name for each in folder.iterdir()}
+    trainer = "trainer_state.json" in names or "scheduler.pt" in names
+    system = "transformers' Trainer (or TRL)" if trainer else "accelerate"
+    sharded = MODEL_FOLDER in names
+    checkpoint = ForeignCheckpoint(system, "sharded (DCP)" if sharded else "full (one file)", folder)
+    checkpoint.model_files = folder if "config.json" in names else None
+    _refuse_two_models(checkpoint, names)
+    _add_random(checkpoint, names)
+    _guarded(checkpoint, "", lambda: _add_weights(checkpoint, folder, names))
+    _guarded(checkpoint, "", lambda: _add_optimizer(checkpoint, folder, names))
+    schedule = next((name for name in ("scheduler.pt", "scheduler.bin") if name in names), None)
+    if schedule is None:
+        checkpoint.add("loss", "there is no scheduler file: the schedule's place is not in it")
+    else:
+        _guarded(checkpoint, schedule, lambda: _add_schedule(checkpoint, folder / schedule))
+    if trainer:
+        _add_trainer_state(checkpoint, folder / "trainer_state.json")
+    else:
+        _add_step(checkpoint)
+    return checkpoint
+
+
+def _refuse_two_models(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
+    others = sorted(name for name in names if _SECOND.match(name))
+    if others:
+        checkpoint.add(
+            "damage", f"it holds two models or optimizers: {others[0]} beside those of number 0, and one is read"
+        )
+    if {MODEL_FOLDER, MODEL_FILE} <= names:
+        checkpoint.add("damage", f"it holds its weights twice: {MODEL_FOLDER}/ and {MODEL_FILE} are of two saves")
+
+
+def _guarded(checkpoint: ForeignCheckpoint, what: str, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except (DamagedFile, OSError) as error:
+        checkpoint.add("damage", f"{what} {error}".strip())
+
+
+def _add_weights(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
+    if MODEL_FOLDER in names:
+        add_within(checkpoint, folder / MODEL_FOLDER)
+    elif MODEL_FILE in names:
+        file = TorchFile(folder / MODEL_FILE, within=folder)
+        add_full_weights(checkpoint, file, _named(MODEL_FILE, file))
+    else:
+        add_safetensors(checkpoint, folder)
+    if not checkpoint.weights and not checkpoint.of_kind("damage"):
+        checkpoint.add("damage", f"there are no weights: neither {MODEL_FOLDER}/, {MODEL_FILE} nor safetensors")
+
+
+def add_within(checkpoint: ForeignCheckpoint, folder: Path) -> dict[str, Any]:
+    """Add what a DCP directory below the checkpoint holds.
+
+    Raises:
+        DamagedFile: As `add_contents`, with the directory's name.
+    """
+    try:
+        refuse_outside(folder, checkpoint.path)
+        return add_contents(checkpoint, folder)
+    except DamagedFile as error:
+        raise DamagedFile(f"{folder.name} {error}") from None
+
+
+def _named(name: str, file: TorchFile) -> Any:
+    try:
+        return file.value()
+    except DamagedFile as error:
+        raise DamagedFile(f"{name} {error}") from None
+
+
+def add_full_weights(checkpoint: ForeignCheckpoint, file: TorchFile, state: Any) -> None:
+    """Add the weights of a state dict that one file holds; of names with one storage, the first counts.
+
+    Raises:
+        DamagedFile: It is none.
+    """
+    if not isinstance(state, dict) or not any(isinstance(value, StoredView) for value in state.values()):
+        raise DamagedFile(f"{file.path.name} holds no state of a model")
+    first_names: dict[Any, str] = {}
+    for key, value in state.items():
+        name = canonical_name(str(key))
+        if not isinstance(value, StoredView):
+            checkpoint.add("note", f"{key} is no tensor and is left out")
+            continue
+        if 0 not in value.shape:
+            first = first_names.setdefault((value.storage, value.offset, value.shape), name)
+            if first != name:
+                checkpoint.tied_away[name] = first
+        _guarded(checkpoint, str(key), lambda name=name, value=value: _add_view(checkpoint, file, name, value))  # type: ignore[misc]
+
+
+def _add_view(checkpoint: ForeignCheckpoint, file: TorchFile, name: str, view: StoredView) -> None:
+    checkpoint.weights[name] = StoredTensor(view.shape, view.dtype, (piece(file, view),))
+
+
+def _add_optimizer(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
+    if OPTIMIZER_FOLDER in names:
+        checkpoint.has_optimizer = True
+        add_within(checkpoint, folder / OPTIMIZER_FOLDER)
+    elif OPTIMIZER_FILE in names or "optimizer.pt" in names:
+        name = OPTIMIZER_FILE if OPTIMIZER_FILE in names else "optimizer.pt"
+        checkpoint.has_optimizer = True
+        file = TorchFile(folder / name, within=folder)
+        add_full_states(checkpoint, file, _named(name, file))
+
+
+def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any) -> None:
+    """Add optimizer states that one file holds by parameter name, or by number in the order of parameters.
+
+    Raises:
+        DamagedFile: It holds no state of an optimizer.
+    """
+    from holdfast.features.rescue.reading.unnamed_states import Naming, named_states
+
+    state, groups = _parts(file, content)
+    empty = [key for key, slots in state.items() if not slots]
+    if empty:
+        checkpoint.add("repair", f"{len(empty)} empty entries in the optimizer's state are dropped (report 000)")
+    if state and all(isinstance(key, int) for key in state):
+        named = named_states(Naming(checkpoint, [file], [state], groups))
+        if named is not None:
+            checkpoint.states, checkpoint.groups = named
+        return
+    for key, slots in state.items():
+        tensors = {slot: value for slot, value in slots.items() if isinstance(value, StoredView)}
+        for slot, view in tensors.items():
+            made = StoredTensor(view.shape, view.dtype, (piece(file, view),))
+            checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = made
+    checkpoint.groups = [_group(group) for group in groups]
+
+
+def _group(group: dict[str, Any]) -> StoredGroup:
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return StoredGroup(tuple(canonical_name(str(name)) for name in group["params"]), settings)
+
+
+def _parts(file: TorchFile, content: Any) -> tuple[dict[Any, Any], list[Any]]:
+    match content:
+        case {"state": dict() as state, "param_groups": [*groups]}:
+            return state, groups
+    raise DamagedFile(f"{file.path.name} holds no state of an optimizer")
+
+
+def _add_schedule(checkpoint: ForeignCheckpoint, path: Path) -> None:
+    content = TorchFile(path, within=path.parent).value()
+    if not isinstance(content, dict):
+        raise DamagedFile("holds no state of a schedule")
+    counted(content.get("last_epoch"), "the step of the schedule")
+    checkpoint.schedule = content
+
+
+_OF_ONE_RANK = "rng_state.pth"
+"""What the Trainer calls the random state of a run that has one process."""
+
+
+def _add_random(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
+    ranks = sorted(int(match[1] or match[2]) for name in names if (match := _RANDOM.match(name)))
+    if not ranks and _OF_ONE_RANK in names:
+        ranks = [0]
+    if not ranks:
+        checkpoint.add("loss", "there are no files of random state")
+        return
+    checkpoint.world_size, checkpoint.random_state = ranks[-1] + 1, True
+    missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
+    if missing:
+        checkpoint.add("damage", f"random state of rank {', '.join(map(str, missing))} is missing")
+
+
+def _add_step(checkpoint: ForeignCheckpoint) -> None:
+    """Count updates by the optimizer: accelerate's schedule counts one for every rank, unless it splits batches."""
+    last = (checkpoint.schedule or {}).get("last_epoch")
+    checkpoint.step = last
+    counter = next((slots["step"] for slots in checkpoint.states.values() if "step" in slots), None)
+    if counter is None:
+        return
+    try:
+        checkpoint.step = counted(
+            counter.read().item() if math.prod(counter.shape) == 1 else None, "the optimizer's step"
+        )
+    except OSError:
+        return  # it is named when tensors are read
+    except DamagedFile as error:
+        checkpoint.add("damage", f"{counter.pieces[0].file} {error}")
+        return
+    if last not in {None, checkpoint.step}:
+        words = (
+            f"accelerate's schedule stands at {last}, one for each rank and update; {checkpoint.step} updates were made"
+        )
+        checkpoint.add("note", words)
+
+
+def _add_trainer_state(checkpoint: ForeignCheckpoint, path: Path) -> None:
+    if not path.is_file():
+        checkpoint.add("damage", "trainer_state.json is missing: the step and the position in the data are in it")
+        return
+    try:
+        refuse_outside(path, path.parent)
+        values = read_json(path)
+        checkpoint.step = counted(values["global_step"], "global_step")
+        epoch = float(values["epoch"])
+        passes = counted(float(math.floor(epoch)), "epoch")
+    except DamagedFile as error:
+        checkpoint.add("damage", f"trainer_state.json {error}")
+        return
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        checkpoint.add("damage", f"trainer_state.json cannot be read: {error}")
+        return
+    checkpoint.step_is_updates = True
+    checkpoint.position = Position(passes, share=epoch - passes)
+    folder = re.match(r"^checkpoint-(\d+)$", path.parent.name)
+    if folder and int(folder[1]) != checkpoint.step:
+        checkpoint.add("damage", f"the directory is called {path.parent.name}, trainer_state.json is of step "
+                                 f"{checkpoint.step}")  # fmt: skip
+    last = (checkpoint.schedule or {}).get("last_epoch")
+    if last is not None and last != checkpoint.step:
+        checkpoint.add("damage", f"trainer_state.json is of step {checkpoint.step}, the schedule of step {last}")

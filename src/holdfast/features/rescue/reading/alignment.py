@@ -1,0 +1,95 @@
+"""Bring a checkpoint's names to those of a model: what stands around its modules, tied names, needless buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from holdfast.checkpoint.errors import CheckpointMismatch
+from holdfast.features.rescue.reading.record import ForeignCheckpoint, StoredGroup
+from holdfast.models.names import canonical_name
+
+_WRAPPINGS = ("base_model.model.", "model.", "module.", "_forward_module.")
+"""What stands before all names: peft's, a Lightning module's attribute, DDP's, a strategy's."""
+
+
+def align(checkpoint: ForeignCheckpoint, expected: Collection[str], ties: Mapping[str, tuple[str, ...]]) -> None:
+    """Rename a checkpoint's weights and states to a model's names; of tied weights one is kept.
+
+    Args:
+        checkpoint: Is changed.
+        expected: Names of the model's parameters and stored buffers; of tied ones the first.
+        ties: Of these, with their other names.
+
+    Raises:
+        CheckpointMismatch: Weights that are tied in the model hold different numbers.
+    """
+    unwrap(checkpoint, expected)
+    for first, others in ties.items():
+        _merge_tied(checkpoint, first, others)
+    extra = [name for name in checkpoint.weights if name not in expected and _is_frequency(name)]
+    for name in extra:
+        del checkpoint.weights[name]
+    if extra:
+        checkpoint.add(
+            "repair", f"{len(extra)} buffers that every model computes anew are left out, such as {extra[0]}"
+        )
+
+
+def unwrap(checkpoint: ForeignCheckpoint, expected: Collection[str]) -> None:
+    """Take off what stands before all names of a checkpoint and not before those of the model."""
+    prefix = _prefix(checkpoint, expected)
+    if prefix:
+        rename(checkpoint, lambda name: canonical_name(name.removeprefix(prefix)))
+
+
+def _is_frequency(name: str) -> bool:
+    return name.endswith(("rotary_emb.inv_freq", "masked_bias", "position_ids"))
+
+
+def _prefix(checkpoint: ForeignCheckpoint, expected: Collection[str]) -> str:
+    """Return what stands before all names of a checkpoint and not before those of the model."""
+    names = list(checkpoint.weights)
+    if not names or any(name in expected for name in names):
+        return ""
+    first = names[0].partition(".")[0] + "."
+    for prefix in (*_WRAPPINGS, first, f"{first}model."):
+        stripped = [canonical_name(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]
+        if len(stripped) == len(names) and any(name in expected for name in stripped):
+            return prefix
+    return ""
+
+
+def rename(checkpoint: ForeignCheckpoint, plain: Callable[[str], str]) -> None:
+    """Give every weight and state another name."""
+    checkpoint.weights = {plain(name): value for name, value in checkpoint.weights.items()}
+    checkpoint.states = {plain(name): value for name, value in checkpoint.states.items()}
+    checkpoint.tied_away = {plain(name): plain(other) for name, other in checkpoint.tied_away.items()}
+    checkpoint.groups = [StoredGroup(tuple(map(plain, group.names)), group.settings) for group in checkpoint.groups]
+
+
+def _merge_tied(checkpoint: ForeignCheckpoint, first: str, others: tuple[str, ...]) -> None:
+    """Keep one of the weights that a model ties, under its first name."""
+    there = [name for name in (first, *others) if name in checkpoint.weights]
+    if not there:
+        return
+    values = [checkpoint.weights.pop(name) for name in there]
+    checkpoint.weights[first] = values[0]
+    if len(there) > 1:
+        one = values[0].read()
+        if not all(value.shape == values[0].shape and torch.equal(one, value.read()) for value in values[1:]):
+            raise CheckpointMismatch(
+                f"{checkpoint.path} does not fit: {' and '.join(there)} are one tensor in this model "
+                "(tie_word_embeddings) and hold different numbers there. Set tie_word_embeddings to false, or mend the "
+                "checkpoint."
+            )
+        checkpoint.add("repair", f"{' and '.join(there)} are tied and were saved twice; one of them is written")
+    states = [checkpoint.states.pop(name) for name in (first, *others) if name in checkpoint.states]
+    if states:
+        checkpoint.states[first] = states[0]
+    members = dict.fromkeys(others, first)
+    checkpoint.groups = [
+        StoredGroup(tuple(dict.fromkeys(members.get(name, name) for name in group.names)), group.settings)
+        for group in checkpoint.groups
+    ]

@@ -1,0 +1,312 @@
+"""What is wrong with another system's checkpoint, and what a resume would lose: there, and here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.errors import CheckpointUnreadable
+from holdfast.errors import ModelError
+from holdfast.features.rescue.reading.alignment import unwrap
+from holdfast.features.rescue.reading.parameter_names import note_ties, skeleton_of
+from holdfast.features.rescue.reading.record import (
+    MALFORMED,
+    DamagedFile,
+    ForeignCheckpoint,
+    StoredTensor,
+    TensorPiece,
+    counted,
+    never_written,
+)
+from holdfast.files import read_json
+from holdfast.models.names import canonical_name, named_parameters, tied_names
+
+ForeignLevel = Literal["headers", "tensors"]
+_LAYER = re.compile(r"^(.*\.\d+)\.")
+"""Up to the last number in a name: its layer, or its expert."""
+_OF_EVERY_PARAMETER = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "compensation"}
+"""States that an optimizer has of each parameter; others, such as those of quantised moments, of large ones alone."""
+_FEW = 8
+"""Parameters whose small states are compared between ranks without reading all of them."""
+
+
+def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> None:
+    """Add to a checkpoint's findings what its headers, and its tensors, show.
+
+    Args:
+        checkpoint: As it was opened.
+        level: headers, or tensors: then every number is read, one tensor in memory at a time.
+    """
+    try:
+        _examine(checkpoint, level)
+    except MALFORMED as error:
+        checkpoint.add("damage", never_written(checkpoint.path.name, error))
+
+
+def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
+    _compare_with_configuration(checkpoint)
+    _check_schedule(checkpoint)
+    for what, tensor in _all(checkpoint):
+        gap = tensor.gap()
+        if gap is not None:
+            checkpoint.add("damage", f"{what}: {gap}")
+    _compare_states(checkpoint)
+    _compare_steps(checkpoint)
+    _compare_copies(checkpoint, _FEW if level == "headers" else None)
+    if level == "tensors":
+        for what, tensor in _all(checkpoint):
+            _read(checkpoint, what, tensor)
+        _compare_ties(checkpoint)
+    _add_losses(checkpoint)
+
+
+def _check_schedule(checkpoint: ForeignCheckpoint) -> None:
+    try:
+        last = (checkpoint.schedule or {}).get("last_epoch")
+        if last is not None:
+            counted(last, "the step of the schedule")
+    except DamagedFile as error:
+        checkpoint.schedule = None
+        checkpoint.add("damage", f"{checkpoint.path.name} {error}")
+
+
+def _all(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
+    yield from checkpoint.weights.items()
+    for name, slots in checkpoint.states.items():
+        yield from ((f"{slot} of {name}", tensor) for slot, tensor in slots.items())
+
+
+def _read(checkpoint: ForeignCheckpoint, what: str, tensor: StoredTensor) -> None:
+    """Look at every number of a tensor, piece by piece."""
+    from holdfast.checkpoint.format.unsupported_tensors import is_finite  # imports what headers do without
+
+    for piece in tensor.pieces:
+        values = _piece(checkpoint, what, piece)
+        if values is not None and values.is_floating_point() and not is_finite(values):
+            count = int((~torch.isfinite(values.float())).sum())
+            checkpoint.add("damage", f"{what} holds {count:,} numbers that are NaN or infinite ({piece.file})")
+
+
+def _piece(checkpoint: ForeignCheckpoint, what: str, piece: TensorPiece) -> Tensor | None:
+    try:
+        return piece.read()
+    except (DamagedFile, OSError) as error:
+        checkpoint.add("damage", f"{piece.file} {error} ({what})")
+    except CheckpointUnreadable:
+        raise
+    return None
+
+
+def _compare_with_configuration(checkpoint: ForeignCheckpoint) -> None:
+    """Compare names and shapes with the model that the configuration beside a checkpoint describes."""
+    folder = checkpoint.model_files
+    if folder is None or not checkpoint.weights:
+        return
+    try:
+        read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        checkpoint.add("damage", f"config.json cannot be read: {type(error).__name__}")
+        return
+    try:
+        skeleton = skeleton_of(folder)
+    except (ModelError, OSError, RuntimeError, ValueError) as error:
+        checkpoint.add("note", f"the configuration beside it builds no model here: {error}")
+        return
+    unwrap(checkpoint, named_parameters(skeleton))
+    note_ties(checkpoint, tied_names(skeleton))
+    if not (folder / "generation_config.json").is_file():
+        checkpoint.add("repair", "it lacks a generation configuration; an export has the one that its model implies")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        checkpoint.add("note", "it lacks a tokenizer: an export needs one from --model, an import has the run's")
+    _compare_parameters(checkpoint, named_parameters(skeleton))
+    buffers = {canonical_name(name): value for name, value in skeleton.named_buffers()}
+    for name, buffer in buffers.items():
+        repair_buffer(checkpoint, name, tuple(buffer.shape))
+
+
+def _compare_parameters(checkpoint: ForeignCheckpoint, parameters: Mapping[str, Any]) -> None:
+    weights = checkpoint.weights
+    if checkpoint.system == "Hugging Face" and not parameters.keys() & weights.keys():
+        return  # the files of many models have other names than the modules; an export or a run converts them
+    lacking = [name for name in parameters if name not in weights]
+    is_complete = checkpoint.system != "Hugging Face" or weights.keys() <= parameters.keys()
+    if lacking and is_complete:  # else a weight has another name in the files, and is converted
+        checkpoint.add("damage", f"it lacks {len(lacking)} weights of its configuration's model, such as {lacking[0]}")
+    other = [name for name in parameters if name in weights and tuple(parameters[name].shape) != weights[name].shape]
+    if other:
+        name = other[0]
+        checkpoint.add(
+            "damage",
+            f"the configuration beside it is another model's: {name} is {list(parameters[name].shape)} by it and "
+            f"{list(weights[name].shape)} here",
+        )
+
+
+def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ...]) -> None:
+    """Take one copy of a buffer that a merger put one behind another, once for each rank."""
+    stored = checkpoint.weights.get(name)
+    if stored is None or not shape or stored.shape == shape or stored.shape[1:] != shape[1:]:
+        return
+    copies, rest = divmod(stored.shape[0], shape[0]) if shape[0] else (0, 1)
+    if rest or copies < 2 or math.prod(stored.shape) > 2**24:
+        return
+    parts = torch.split(stored.read(), shape[0])
+    if not all(torch.equal(part, parts[0]) for part in parts[1:]):
+        checkpoint.add(
+            "damage", f"buffer {name} is {list(stored.shape)} and should be {list(shape)}, and its parts differ"
+        )
+        return
+
+    def fill(target: Tensor) -> None:
+        target.copy_(stored.read()[: shape[0]])
+
+    piece = TensorPiece((0,) * len(shape), shape, stored.dtype, fill, stored.pieces[0].file)
+    checkpoint.weights[name] = StoredTensor(shape, stored.dtype, (piece,))
+    words = f"buffer {name} is there {copies} times, one copy behind another, as mergers write it"
+    checkpoint.add("repair", f"{words}; one of them is taken")
+
+
+def _compare_states(checkpoint: ForeignCheckpoint) -> None:
+    """Look at shapes and dtypes of optimizer states beside those of their parameters."""
+    dtypes: Counter[tuple[str, str, str]] = Counter()
+    for name, slots in checkpoint.states.items():
+        weight = checkpoint.weights.get(name)
+        if weight is None:
+            checkpoint.add("damage", f"the optimizer has a state of {name}, of which there is no weight")
+            continue
+        for slot, state in slots.items():
+            if state.shape and state.shape != weight.shape:
+                words = f"{slot} of {name} is {list(state.shape)}, the weight {list(weight.shape)}"
+                checkpoint.add("damage", f"{words}: they are of two models or two steps")
+            elif state.shape and state.dtype != weight.dtype:
+                dtypes[slot, _word(state.dtype), _word(weight.dtype)] += 1
+    _compare_slots(checkpoint)
+    for (slot, dtype, other), count in dtypes.items():
+        checkpoint.add(
+            "note",
+            f"{slot} of {count} parameters is {dtype}, the weights {other}: torch's own loading of a state makes it "
+            f"{other}; here it stays what it is where the optimizer can go on with that",
+        )
+
+
+def _compare_slots(checkpoint: ForeignCheckpoint) -> None:
+    """Look for parameters that lack what another one of the same kind of optimizer has."""
+    kinds = {frozenset(slots) for slots in checkpoint.states.values()}
+    for name, slots in checkpoint.states.items():
+        lacking = {slot for kind in kinds if kind > slots.keys() for slot in kind - slots.keys()} & _OF_EVERY_PARAMETER
+        if lacking:
+            checkpoint.add("damage", f"the optimizer lacks {', '.join(sorted(lacking))} of {name}, which others have")
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compare_copies(checkpoint: ForeignCheckpoint, most: int | None) -> None:
+    """Compare what every rank should hold alike: a step that differs is of another save."""
+    seen = 0
+    for what, tensor in _all(checkpoint):
+        if not tensor.copies:
+            continue
+        seen += 1
+        if most is not None and seen > most:
+            return
+        first = _piece(checkpoint, what, tensor.pieces[0])
+        for copy in tensor.copies:
+            other = _piece(checkpoint, what, copy)
+            if first is not None and other is not None and not torch.equal(first, other):
+                values = f" ({first.item():g} and {other.item():g})" if first.numel() == 1 else ""
+                checkpoint.add(
+                    "damage", f"{tensor.pieces[0].file} and {copy.file} are of two steps: {what} differs{values}"
+                )
+                return
+
+
+def _compare_ties(checkpoint: ForeignCheckpoint) -> None:
+    for name, first in checkpoint.tied_away.items():
+        one, other = checkpoint.weights.get(first), checkpoint.weights.get(name)
+        if one is None or other is None:
+            continue
+        try:
+            if not torch.equal(one.read(), other.read()):
+                checkpoint.add("damage", f"{name} and {first} are tied, and hold different numbers")
+        except (DamagedFile, OSError):
+            continue  # it was named when it was read
+
+
+def _compare_steps(checkpoint: ForeignCheckpoint) -> None:
+    """Add what the step counters show: each is a scalar of its parameter, and all of one save agree.
+
+    A layer, an expert or a kind of module that was trained later has fewer, as a whole; that is a note.
+    """
+    steps: dict[str, int] = {}
+    for name, slots in checkpoint.states.items():
+        stored = slots.get("step")
+        if stored is None or stored.shape not in {(), (1,)}:
+            continue
+        try:
+            steps[name] = counted(stored.read().item(), f"the optimizer's step of {name}")
+        except DamagedFile as error:
+            checkpoint.add("damage", f"{stored.pieces[0].file} {error}")
+            return
+        except OSError:
+            return  # it is named when tensors are read
+    if not steps:
+        return
+    fewest, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+    if checkpoint.step_is_updates and checkpoint.step not in {None, steps[most]}:
+        words = f"the optimizer made {steps[most]} updates, the checkpoint is of step {checkpoint.step}"
+        checkpoint.add("damage", f"{words}: they are of two saves")
+    if steps[fewest] == steps[most]:
+        return
+    words = f"the optimizer made {steps[fewest]} updates of {fewest} and {steps[most]} of {most}"
+    if _is_by(_layer, steps) or _is_by(_module_kind, steps):
+        checkpoint.add("note", f"{words}: what was trained later has fewer")
+    else:
+        checkpoint.add("damage", f"{words}, and no layer or kind of module has one number: they are of two saves")
+
+
+def _is_by(key: Callable[[str], str], steps: Mapping[str, int]) -> bool:
+    """Return whether all parameters with one key have one number of steps."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for name, step in steps.items():
+        numbers[key(name)].add(step)
+    return all(len(each) == 1 for each in numbers.values())
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[1] if match else name
+
+
+def _module_kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name.rpartition(".")[0])
+
+
+def _add_losses(checkpoint: ForeignCheckpoint) -> None:
+    """Say what a resume here would lose, besides what the system itself does not save."""
+    if not checkpoint.has_optimizer and not any("optimizer" in each.text or "weights" in each.text
+                                                for each in checkpoint.of_kind("loss")):  # fmt: skip
+        checkpoint.add("loss", "it holds no optimizer state: training begins with moments of zero")
+    if checkpoint.random_state:
+        ranks = f"its {checkpoint.world_size} ranks" if checkpoint.world_size else "its ranks"
+        checkpoint.add("loss", f"the random state of {ranks}: dropout and sampling draw new numbers", there=False)
+    if checkpoint.position is None:
+        checkpoint.add(
+            "loss", "the position in the data is not stated: --data-from-start begins the rows anew", there=False
+        )
+    else:
+        checkpoint.add(
+            "loss",
+            "the order of rows is drawn anew: after the rows that were done, other ones come than there",
+            there=False,
+        )
+    beside = checkpoint.path.parent / "critic"
+    if checkpoint.path.name == "actor" and beside.is_dir():
+        checkpoint.add("loss", f"the critic in {beside} is a checkpoint of its own, which is not imported", there=False)

@@ -1,0 +1,66 @@
+"""The order of a model's parameters, for optimizer states that are numbered; and which names are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ModelError
+from holdfast.features.rescue.reading.record import ForeignCheckpoint
+from holdfast.models.names import named_parameters, tied_names
+
+
+def skeleton_of(folder: Path) -> Any:
+    """Return the model that a directory's config.json describes, on the meta device; its own code is never run.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    # Here, since what builds models takes long to import and many a checkpoint has no configuration.
+    from holdfast.config.sections.model import ModelConfig
+    from holdfast.models.files.configuration import maker, on_meta
+    from holdfast.models.setup.model import configured
+
+    raw_config, _ = configured(ModelConfig(path=str(folder)), folder)
+    return on_meta(maker(raw_config, trust_remote_code=False, scorer=False), raw_config)
+
+
+def ordered_parameters(checkpoint: ForeignCheckpoint) -> list[str]:
+    """Return the names of a checkpoint's parameters in the order of `named_parameters`; of tied ones the first.
+
+    The configuration beside it knows; without one, the order of the weights is the same but for buffers.
+    """
+    stored = checkpoint.weights
+    names = [name for name in stored if name not in checkpoint.tied_away]
+    if checkpoint.model_files is None or _has_adapters(names):
+        return names  # a configuration says nothing of adapters, which stand among the parameters
+    try:
+        skeleton = skeleton_of(checkpoint.model_files)
+    except (ModelError, OSError, ValueError, RuntimeError) as error:
+        checkpoint.add(
+            "note", f"the configuration beside it builds no model ({error}); names follow the weights' order"
+        )
+        return names
+    shapes = {name: tuple(value.shape) for name, value in named_parameters(skeleton).items()}
+    missing = [name for name in shapes if name not in stored]
+    differing = [name for name in shapes if name in stored and stored[name].shape != shapes[name]]
+    if missing or differing:
+        first = (missing or differing)[0]
+        checkpoint.add("note", f"the configuration beside it is of another model: {first} differs; names follow the "
+                               "weights' order")  # fmt: skip
+        return names
+    note_ties(checkpoint, tied_names(skeleton))
+    return list(shapes)
+
+
+def _has_adapters(names: Iterable[str]) -> bool:
+    return any(".lora_A." in name for name in names)
+
+
+def note_ties(checkpoint: ForeignCheckpoint, ties: dict[str, tuple[str, ...]]) -> None:
+    """Note which names of a checkpoint are of one tensor."""
+    for first, others in ties.items():
+        for other in others:
+            if other in checkpoint.weights and first in checkpoint.weights:
+                checkpoint.tied_away[other] = first

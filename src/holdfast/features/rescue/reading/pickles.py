@@ -1,0 +1,282 @@
+"""Pickles of torch files, read by a list of names: nothing that a file asks for is imported or called.
+
+A pickle names functions and classes, and calls them. Here every name of a closed list stands for a function or class of
+this file that only notes what it was given; any other name is refused. They are made anew for every file, since a
+pickle can set attributes of what it names.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.place.memory import is_out_of_memory, no_memory_for
+from holdfast.features.rescue.reading.modest_pickles import is_modest
+from holdfast.features.rescue.reading.record import DamagedFile
+
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+    "Float8_e4m3fnStorage": torch.float8_e4m3fn,
+    "Float8_e5m2Storage": torch.float8_e5m2,
+}
+
+_DTENSOR = frozenset(
+    {
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor._api.DTensor",
+        "torch.distributed._tensor.api.DTensor",
+        "torch.distributed._tensor.DTensor",
+    }
+)
+_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_NOTED = frozenset(
+    {
+        "torch.device",
+        "torch.serialization._get_layout",
+        "torch.distributed._mesh_layout._FlatLayout",
+        "torch.distributed._mesh_layout._MeshLayout",
+        "torch.distributed.device_mesh.DeviceMesh",
+        "torch.distributed._tensor.device_mesh.DeviceMesh",
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+        "torch.distributed.tensor._dtensor_spec.TensorMeta",
+        "torch.distributed._tensor.placement_types.DTensorSpec",
+        "torch.distributed._tensor.placement_types.TensorMeta",
+        "torch.distributed._shard.metadata.ShardMetadata",
+        "torch.distributed._shard.sharded_tensor.shard.Shard",
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+        "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+        "torch.distributed.remote_device._remote_device",
+        "_codecs.encode",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray.scalar",
+        "numpy.core.multiarray.scalar",
+        "numpy.ndarray",
+        "numpy.dtype",
+        "numpy.dtypes.UInt32DType",
+    }
+)
+"""Names that are noted with what was given to them, and mean nothing else here."""
+_PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
+
+
+@dataclass(frozen=True)
+class StoredView:
+    """A tensor in a file: which numbers of which storage."""
+
+    storage: str
+    dtype: torch.dtype
+    count: int
+    """Elements of the storage."""
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One rank's part of a tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dtype: torch.dtype
+    local: StoredView | None
+    """None where this rank holds nothing."""
+    dim: int | None
+    """The dimension that is cut; None where every rank has the whole."""
+    coordinate: tuple[int, ...]
+    """Of the rank on the mesh; empty if the file does not say."""
+    cut_axis: int | None
+    """The mesh axis that `dim` is cut over."""
+    offsets: tuple[int, ...] | None = None
+    """Where the part begins, if the file says so."""
+
+
+class Noted:
+    """Anything with a listed name: its name, what it was called with, and its state."""
+
+    name = ""
+    given: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def __new__(cls, *given: Any) -> Noted:
+        """Note what it was called with, or made of without a call."""
+        made = super().__new__(cls)
+        made.given, made.fields = given, {}
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state of whatever it stands for: a dictionary, or slots behind None."""
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                self.fields |= part
+        self.given += (state,)
+
+
+class StateDict(dict[Any, Any]):
+    """An OrderedDict of a state, whose attributes (`_metadata`) mean nothing here."""
+
+    def __setstate__(self, _: Any) -> None:
+        """Take nothing."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names of a list, and nothing else."""
+
+    def __init__(self, data: bytes, extra: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._extra = extra
+        self._known: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a listed name.
+
+        Raises:
+            DamagedFile: Any other name.
+        """
+        dotted = f"{module}.{name}"
+        if dotted not in self._known:
+            self._known[dotted] = self._made(module, name, dotted)
+        return self._known[dotted]
+
+    def _made(self, module: str, name: str, dotted: str) -> Any:
+        if dotted in self._extra:
+            return self._extra[dotted]
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        builders = _builders()
+        if dotted in builders:
+            return builders[dotted]
+        if dotted in _NOTED or dotted in _DTENSOR or dotted == _SHARDED or dotted.startswith(_PLACEMENTS):
+            return type(name, (Noted,), {"name": dotted})
+        raise DamagedFile(f"asks for {dotted}, which no such file needs; nothing of it was run")
+
+    def persistent_load(self, saved: Any) -> Any:
+        """Return a storage's dtype, key and size.
+
+        Raises:
+            DamagedFile: It is none.
+        """
+        match saved:
+            case ("storage", torch.dtype() as dtype, str(key), _, int(count)):
+                return (key, dtype, count)
+        raise DamagedFile("refers to something that is no storage of a tensor")
+
+
+def _builders() -> dict[str, Callable[..., Any]]:
+    """Return what stands for torch's own functions that make tensors; new ones each time."""
+
+    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredView:
+        key, dtype, count = storage
+        view = StoredView(key, dtype, count, offset, tuple(shape), tuple(strides))
+        _check_view(view)
+        return view
+
+    def tensor_of_dtype(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
+        key, _, count = storage
+        dtype = next(each for each in rest if isinstance(each, torch.dtype))
+        view = StoredView(key, dtype, count // dtype.itemsize, offset, tuple(shape), tuple(strides))
+        _check_view(view)
+        return view
+
+    def wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> tuple[str, Any, Any]:
+        return kind.name, dtype, tuple(shape)
+
+    def from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        made = function(*arguments)
+        name = getattr(kind, "name", None)
+        if name in _DTENSOR:
+            return _from_dtensor(made[1], made[2], state)
+        if name == _SHARDED:
+            return _from_sharded(made[1], made[2], state)
+        return made
+
+    return {
+        "collections.OrderedDict": type("StateDict", (StateDict,), {}),
+        "collections.defaultdict": lambda *_: StateDict(),
+        "torch.Size": tuple,
+        # ShardedTensor's state asks for a class by its class: whatever it asks for, it is noted.
+        "__builtin__.getattr": lambda *_: type("Noted", (Noted,), {}),
+        "builtins.getattr": lambda *_: type("Noted", (Noted,), {}),
+        "torch._utils._rebuild_tensor_v2": tensor,
+        "torch._utils._rebuild_tensor_v3": tensor_of_dtype,
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_wrapper_subclass": wrapper,
+        "torch._tensor._rebuild_from_type_v2": from_type,
+    }
+
+
+def _check_view(view: StoredView) -> None:
+    numbers = (view.count, view.offset, *view.shape, *view.strides)
+    whole = all(type(number) is int and number >= 0 for number in numbers)
+    if not whole or len(view.shape) != len(view.strides) or not isinstance(view.storage, str):
+        raise DamagedFile("holds a tensor whose shape is none")
+    end = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)) + 1
+    if 0 not in view.shape and end > view.count:
+        raise DamagedFile("holds a tensor that goes beyond its storage")
+
+
+def _from_dtensor(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sharded:
+    slots = state[1] if isinstance(state, tuple) else state  # behind the attributes, of which it has none
+    spec, local = slots["_spec"].fields, slots["_local_tensor"]
+    mesh = spec["mesh"].fields
+    cut = [(axis, place) for axis, place in enumerate(spec["placements"]) if place.name.endswith("Shard")]
+    if any(place.name.rpartition(".")[2] not in {"Shard", "Replicate"} for place in spec["placements"]) or len(cut) > 1:
+        raise DamagedFile("holds a tensor that is cut over two axes of the mesh (tensor parallel), which is not read")
+    axis, dim = (cut[0][0], cut[0][1].fields["dim"]) if cut else (None, None)
+    coordinate = mesh.get("_coordinate_on_dim") or ()
+    return Sharded(tuple(shape), dtype, local, dim, tuple(coordinate), axis)
+
+
+def _from_sharded(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sharded:
+    shards = state[0] if isinstance(state, tuple) else state
+    if not shards:
+        return Sharded(shape, dtype, None, 0, (), None)
+    if len(shards) > 1:
+        raise DamagedFile("holds several parts of one tensor in one file, which is not read")
+    shard = shards[0].fields
+    offsets = tuple(shard["metadata"].fields["shard_offsets"])
+    return Sharded(shape, dtype, shard["tensor"], 0, (), None, offsets)
+
+
+def unpickled(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
+    """Return what a pickle of a torch file holds.
+
+    Args:
+        data: The pickle.
+        extra: Further names, with what stands for them.
+
+    Raises:
+        DamagedFile: It is damaged, or asks for a name that is not listed.
+        CheckpointUnreadable: This machine is short of memory.
+    """
+    if not is_modest(data):
+        raise DamagedFile("asks for more memory or time than goes with its size")
+    try:
+        return _Unpickler(data, extra or {}).load()
+    except DamagedFile:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
+        if is_out_of_memory(error):
+            raise no_memory_for("a file's list of tensors", len(data)) from error
+        raise DamagedFile(f"holds a pickle that cannot be read ({type(error).__name__}: {error})") from None

@@ -1,0 +1,192 @@
+"""Names for optimizer states that are numbered: what a number means depends on how the model was wrapped.
+
+FSDP2                       one number per parameter, in the order of `named_parameters`; DTensors
+FSDP1, use_orig_params      the same; each rank holds a run of a parameter's elements, or nothing
+FSDP1, flat parameters      one number per wrapped unit, the root's first; parameters lie one behind another, cut in
+                            equal shares, zeros at the end
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from holdfast.features.rescue.reading.parameter_names import ordered_parameters
+from holdfast.features.rescue.reading.parts import piece, whole
+from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.record import (
+    DamagedFile,
+    ForeignCheckpoint,
+    StoredGroup,
+    StoredTensor,
+    TensorPiece,
+    in_a_row,
+)
+from holdfast.features.rescue.reading.torch_file import TorchFile
+
+_UNIT = re.compile(r"^(.*?\.\d+)\.")
+"""Up to the first number in a name: the layer it belongs to."""
+
+
+class _Unnamed(DamagedFile):
+    """Nobody can say which number is which parameter; the weights may be whole."""
+
+
+States = dict[str, dict[str, StoredTensor]]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What is known where names are looked for."""
+
+    checkpoint: ForeignCheckpoint
+    files: Sequence[TorchFile]
+    """By rank."""
+    states: Sequence[Mapping[Any, Any]]
+    """By rank: number -> key -> value."""
+    groups: Sequence[Mapping[str, Any]]
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The numbers of the parameters, group by group."""
+        return [number for group in self.groups for number in group["params"]]
+
+
+def named_states(naming: Naming) -> tuple[States, list[StoredGroup]] | None:
+    """Return states and groups by parameter name; None where that cannot be, which is noted."""
+    try:
+        by_number, states = _named(naming)
+    except _Unnamed as error:
+        naming.checkpoint.has_optimizer = False
+        naming.checkpoint.add("loss", f"the optimizer's state {error}: it is not read", there=False)
+        return None
+    except DamagedFile as error:
+        naming.checkpoint.add("damage", f"the optimizer's state {error}")
+        return None
+    groups = [
+        StoredGroup(
+            tuple(name for number in group["params"] for name in by_number[number] if name in states),
+            {key: value for key, value in group.items() if key != "params"},
+        )
+        for group in naming.groups
+    ]
+    return states, groups
+
+
+def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
+    """Return the parameters of each number, and the states by name.
+
+    Raises:
+        DamagedFile: Nobody can know which is which, or the numbers are another model's.
+    """
+    checkpoint, numbers = naming.checkpoint, naming.numbers
+    names = ordered_parameters(checkpoint)
+    units = units_of(names)
+    if len(naming.groups) > 1:
+        raise _Unnamed("numbers its parameters in several groups, and nothing says which are in which")
+    if len(numbers) == len(names):
+        checkpoint.form += "; the optimizer's numbers follow the order of the model's parameters"
+        one_each = dict(zip(numbers, names, strict=True))
+        return {number: (name,) for number, name in one_each.items()}, _of_parameters(naming, one_each)
+    if len(numbers) == len(units):
+        checkpoint.form += "; flat parameters, one per layer"
+        by_number = {number: tuple(unit) for number, unit in zip(numbers, units, strict=True)}
+        return by_number, _of_units(naming, by_number)
+    raise _Unnamed(
+        f"numbers {len(numbers)} parameters, the model has {len(names)} in {len(units)} layers: which is which cannot "
+        "be known"
+    )
+
+
+def units_of(names: Sequence[str]) -> list[list[str]]:
+    """Return the parameters of each wrapped unit: of no layer, which are the root's, then layer by layer."""
+    units: dict[str, list[str]] = {"": []}
+    for name in names:
+        match = _UNIT.match(name)
+        units.setdefault(match[1] if match else "", []).append(name)
+    return [unit for unit in units.values() if unit]
+
+
+def _slots(states: Sequence[Mapping[Any, Any]], number: Any) -> list[str]:
+    return list(dict.fromkeys(slot for state in states for slot in state.get(number) or {}))
+
+
+def _holders(naming: Naming, number: Any, slot: str) -> list[tuple[TorchFile, Any]]:
+    pairs = zip(naming.files, naming.states, strict=True)
+    return [(file, state[number][slot]) for file, state in pairs if slot in (state.get(number) or {})]
+
+
+def _of_parameters(naming: Naming, names: Mapping[Any, str]) -> States:
+    states: States = {}
+    for number, name in names.items():
+        for slot in _slots(naming.states, number):
+            holders = _holders(naming, number, slot)
+            first = holders[0][1]
+            if isinstance(first, Sharded) or not getattr(first, "shape", ()):
+                made = whole(holders)
+            else:
+                made = _of_runs(naming.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
+            if made.shape and made.shape != naming.checkpoint.weights[name].shape:
+                raise DamagedFile(f"is another model's: {slot} of {name} is {list(made.shape)}, the weight is "
+                                  f"{list(naming.checkpoint.weights[name].shape)}")  # fmt: skip
+            states.setdefault(name, {})[str(slot)] = made
+    return states
+
+
+def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], what: str) -> StoredTensor:
+    """Return the tensor that ranks hold runs of, in the order of ranks."""
+    pieces = in_a_row([_run(file, view, 0, math.prod(view.shape)) for file, view in holders])
+    count = sum(piece.sizes[0] for piece in pieces)
+    if count != math.prod(shape):
+        raise DamagedFile(f"has {count:,} numbers for {what}, which has {math.prod(shape):,}")
+    return StoredTensor(shape, holders[0][1].dtype, pieces, flat=True)
+
+
+def _run(file: TorchFile, view: StoredView, start: int, count: int) -> TensorPiece:
+    """Return so many elements of a flat tensor in a file."""
+    part = replace(view, offset=view.offset + start, shape=(count,), strides=(1,))
+    file.check(view)
+    return TensorPiece((0,), (count,), view.dtype, partial(file.fill, part), file.path.name)
+
+
+def _of_units(naming: Naming, units: Mapping[Any, Sequence[str]]) -> States:
+    states: States = {}
+    for number, unit in units.items():
+        for slot in _slots(naming.states, number):
+            holders = _holders(naming, number, slot)
+            for name, tensor in _cut(naming, unit, holders, slot):
+                states.setdefault(name, {})[str(slot)] = tensor
+    return states
+
+
+def _cut(
+    naming: Naming, unit: Sequence[str], holders: Sequence[tuple[TorchFile, Any]], slot: str
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield what a flat tensor holds of each parameter."""
+    first = holders[0][1]
+    shapes = {name: naming.checkpoint.weights[name].shape for name in unit}
+    if not first.shape:
+        own, *others = (piece(each, view) for each, view in holders)
+        for name in unit:
+            yield name, StoredTensor((), first.dtype, (own,), tuple(others))
+        return
+    needed = sum(math.prod(shape) for shape in shapes.values())
+    sizes = [math.prod(view.shape) for _, view in holders]
+    if not 0 <= sum(sizes) - needed < max(2, len(holders)):
+        raise DamagedFile(f"has {sum(sizes):,} numbers for {slot} of a layer that has {needed:,}")
+    starts = [0, *accumulate(sizes)]
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape)
+        pieces = [
+            _run(each, view, max(begin, start) - start, min(end, start + size) - max(begin, start))
+            for (each, view), start, size in zip(holders, starts, sizes, strict=False)
+            if max(begin, start) < min(end, start + size)
+        ]
+        yield name, StoredTensor(shape, first.dtype, in_a_row(pieces), flat=True)
+        begin = end

@@ -1,0 +1,189 @@
+"""What `holdfast checkpoint check` says of another system's checkpoint: for a person, and for a script."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+from holdfast.files import size_words
+from holdfast.text.escaping import escaped
+
+if TYPE_CHECKING:
+    from torch import dtype
+
+    from holdfast.features.rescue.reading.examine import ForeignLevel
+    from holdfast.features.rescue.reading.record import ForeignCheckpoint, Kind, StoredTensor
+
+_MOST = 12
+"""Findings of one kind that a person is shown; a script gets all."""
+
+
+def checked(path: Path, level: ForeignLevel, base: Path | None = None) -> ForeignCheckpoint:
+    """Return a checkpoint with all findings; nothing is written, and nothing in it is run.
+
+    Args:
+        path: The checkpoint, or the run that holds it.
+        level: headers, or every number.
+        base: The model that its adapters began with, to be compared with.
+
+    Raises:
+        UnreadableForeign: The path holds no checkpoint that is known.
+    """
+    from holdfast.features.rescue.reading.adapters import compare_with_base
+    from holdfast.features.rescue.reading.examine import examine
+    from holdfast.features.rescue.reading.recognise import open_foreign
+
+    checkpoint = open_foreign(path)
+    examine(checkpoint, level)
+    if base is not None:
+        compare_with_base(checkpoint, base)
+    return checkpoint
+
+
+def foreign_summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
+    """Return what is known, JSON-ready."""
+    position = checkpoint.position
+    return {
+        "system": checkpoint.system,
+        "form": checkpoint.form,
+        "path": str(checkpoint.path),
+        "world_size": checkpoint.world_size,
+        "step": checkpoint.step,
+        "weights": {
+            "tensors": len(checkpoint.weights),
+            **_sizes(checkpoint.weights.values()),
+            "tied": dict(checkpoint.tied_away),
+        },
+        "optimizer": _optimizer(checkpoint) if checkpoint.has_optimizer else None,
+        "schedule_step": (checkpoint.schedule or {}).get("last_epoch"),
+        "random_state": checkpoint.random_state,
+        "position": position and {key: value for key, value in vars(position).items() if value is not None},
+        "configuration": checkpoint.model_files and str(checkpoint.model_files),
+        "findings": [vars(each) for each in checkpoint.findings],
+        "damaged": bool(checkpoint.of_kind("damage")),
+    }
+
+
+def _optimizer(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
+    states = [state for slots in checkpoint.states.values() for state in slots.values()]
+    return {
+        "parameters": len(checkpoint.states),
+        "keys": sorted({slot for slots in checkpoint.states.values() for slot in slots}),
+        **_sizes(states),
+    }
+
+
+def _sizes(tensors: Collection[StoredTensor]) -> dict[str, Any]:
+    dtypes = Counter(str(each.dtype).removeprefix("torch.") for each in tensors if each.shape)
+    return {"bytes": sum(each.nbytes for each in tensors), "dtypes": dict(dtypes)}
+
+
+def as_json(checkpoint: ForeignCheckpoint) -> str:
+    """Return the summary as JSON."""
+    return json.dumps(foreign_summary(checkpoint), indent=2, default=str)
+
+
+def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
+    """Yield what a person reads."""
+    about = foreign_summary(checkpoint)
+    ranks = "" if checkpoint.world_size is None else f", {checkpoint.world_size} ranks"
+    step = "" if checkpoint.step is None else f", step {checkpoint.step}"
+    yield escaped(f"{checkpoint.path}: {checkpoint.system}{ranks}{step} ({checkpoint.form})")
+    yield f"  weights    {_words(about['weights'], 'tensors')}"
+    if (optimizer := about["optimizer"]) is not None:
+        yield f"  optimizer  {_words(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
+        if without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states):
+            yield f"             {without} weights have no state: frozen, buffers, or without a gradient so far"
+    if about["schedule_step"] is not None:
+        yield f"  schedule   at {about['schedule_step']}"
+    for kind in _HEADINGS:
+        yield from _findings(checkpoint, kind)
+    damage = len(checkpoint.of_kind("damage"))
+    yield "whole" if not damage else f"damaged: {damage} finding{'s' if damage > 1 else ''}"
+
+
+def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
+    chosen = checkpoint.of_kind(kind)
+    for finding in chosen[:_MOST]:
+        where = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
+        yield escaped(f"  {_HEADINGS[kind]:<10} {finding.text}{where}")
+    if len(chosen) > _MOST:
+        yield f"  {_HEADINGS[kind]:<10} and {len(chosen) - _MOST} more (--json has all)"
+
+
+_HEADINGS: dict[Kind, str] = {"note": "note", "repair": "repaired", "loss": "lost", "damage": "DAMAGED"}
+"""By kind of a finding, in the order in which they are told."""
+
+
+def _words(about: dict[str, Any], what: str) -> str:
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
+    return f"{about[what]} {what}, {size_words(about['bytes'])} ({dtypes})"
+
+
+def _whole(path: Path) -> ForeignCheckpoint:
+    """Open a checkpoint that is to be imported.
+
+    Raises:
+        CheckpointCorrupt: It is damaged; the first findings are named.
+    """
+    from holdfast.checkpoint.errors import CheckpointCorrupt
+
+    checkpoint = checked(path, "headers")
+    damage = checkpoint.of_kind("damage")
+    if damage:
+        more = f"; and {len(damage) - 3} more" if len(damage) > 3 else ""
+        raise CheckpointCorrupt(
+            f"{checkpoint.path} is damaged: {'; '.join(each.text for each in damage[:3])}{more}. Nothing was written. "
+            f"`holdfast checkpoint check {path}` tells all of it; import the step before."
+        )
+    return checkpoint
+
+
+def export_checked(path: Path, directory: Path, model: Path | None, dtype: dtype | None) -> Iterator[str]:
+    """Write a model directory and yield what to say."""
+    from holdfast.features.rescue.export import export_foreign
+
+    _refuse_inside(path, directory)
+    checkpoint = _whole(path)
+    export_foreign(checkpoint, directory, model=model, dtype=dtype)
+    yield from _repairs(checkpoint)
+    yield f"{checkpoint.path} ({checkpoint.system}) is exported to {directory}"
+
+
+def _refuse_inside(source: Path, target: Path) -> None:
+    """Refuse to write into what is only read.
+
+    Raises:
+        ConfigError: The target lies in the source.
+    """
+    if source.is_dir() and target.absolute().resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} lies in {source}, which is read and never written. Name a place outside of it.")
+
+
+def _repairs(checkpoint: ForeignCheckpoint) -> Iterator[str]:
+    for finding in checkpoint.of_kind("repair"):
+        yield escaped(f"repaired: {finding.text}")
+
+
+def import_checked(path: Path, run: Path, step: int | None, *, data_from_start: bool) -> Iterator[str]:
+    """Write a checkpoint of a run and yield what to say."""
+    from holdfast.config.verbs.roots import load_run
+    from holdfast.features.rescue.importing.importing import Wishes, import_run
+    from holdfast.parallel.mesh import joined_world
+    from holdfast.training.directory import run_directory
+
+    loaded = load_run(run, [])
+    _refuse_inside(path, run_directory(loaded.config))
+    checkpoint = _whole(path)
+    wishes = Wishes(data_from_start, step)
+    with joined_world(loaded.config.launch) as world:
+        imported = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
+    for finding in checkpoint.of_kind("loss"):
+        yield escaped(f"lost: {finding.text}")
+    yield from map(escaped, imported.notes)
+    yield f"{checkpoint.path} ({checkpoint.system}) is {imported.place}"
+    yield f"continue it: holdfast {loaded.config.verb} {run} {imported.override}".rstrip()

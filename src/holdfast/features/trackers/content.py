@@ -1,0 +1,110 @@
+"""What may leave a run: an allow-list of facts, and the reduction of text that can carry a secret."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from holdfast.config.yaml12 import parse_file
+from holdfast.files import read_json
+from holdfast.text.escaping import escaped, escaped_paragraph
+
+LONGEST_TEXT = 1000
+"""Characters of a prompt or a completion in a table; the end of a longer one is kept, where the answer is."""
+MOST_ROWS = 64
+"""Completions of a step in a table; all of them are in samples.jsonl."""
+COLUMNS = ("step", "prompt", "completion", "reward")
+_FREE_FORM = {"kwargs"}
+"""Sections that hold what a user's own code takes; nobody can tell what of it is secret."""
+_CREDENTIAL = re.compile(r"(^|_)(api|key|secret|password|passwd|token|credentials?|auth)(_|$)", re.IGNORECASE)
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told about a run when it opens."""
+
+    run_id: str
+    """The same after every resume."""
+    name: str
+    folder: Path
+    """The tracker's own, below the run's directory."""
+    configuration: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def describe(directory: Path, folder: Path, allowed: set[str]) -> TrackedRun:
+    """Return what a tracker of the run in a directory may know."""
+    values = parse_file(directory / "config.resolved.yaml").values
+    versions = read_json(directory / "versions.json") if "versions" in allowed else {}
+    return TrackedRun(
+        run_id=str(read_json(directory / "run.json")["run_id"]),
+        name=str(values["run"]["name"]),
+        folder=folder,
+        configuration=public_configuration(values) if "configuration" in allowed else {},
+        versions={str(name): escaped(str(version)) for name, version in versions.items()},
+    )
+
+
+def public_configuration(values: Any) -> Any:
+    """Return a configuration without what could be secret: paths become names, addresses their host."""
+    if isinstance(values, Mapping):
+        return {
+            public_text(str(key)): public_configuration(value)
+            for key, value in values.items()
+            if key not in _FREE_FORM and not (isinstance(value, str) and _CREDENTIAL.search(str(key)))
+        }
+    if isinstance(values, list):
+        return [public_configuration(value) for value in values]
+    return public_text(values) if isinstance(values, str) else values
+
+
+def public_text(text: str) -> str:
+    """Return a value that is text, reduced to what names something."""
+    if "://" in text:
+        try:
+            address = urlsplit(text)
+            port = f":{address.port}" if address.port else ""
+        except ValueError:  # half an address
+            return f"(text of {len(text)} characters)"
+        return f"{escaped(address.scheme)}://{escaped(address.hostname or '')}{port}"
+    if "\n" in text or len(text) > _LONGEST_NAME + 400:
+        return f"(text of {len(text)} characters)"
+    name = text.rstrip("/\\").replace("\\", "/").rpartition("/")[2].partition("?")[0]
+    return escaped(name if len(name) <= _LONGEST_NAME else f"(text of {len(text)} characters)")
+
+
+def completion_row(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of samples.jsonl as a row of the table."""
+    reward = sample.get("reward")
+    return {
+        "step": int(sample["step"]),
+        "prompt": _short(str(sample.get("prompt", ""))),
+        "completion": _short(str(sample.get("completion", ""))),
+        "reward": float(reward) if isinstance(reward, int | float) else None,
+    }
+
+
+def _short(text: str) -> str:
+    printable = escaped_paragraph(text)
+    return printable if len(printable) <= LONGEST_TEXT else "..." + printable[-LONGEST_TEXT:]
+
+
+def flat(values: Any, path: str = "") -> dict[str, Any]:
+    """Return nested values by dotted path."""
+    pairs = (
+        values.items()
+        if isinstance(values, Mapping)
+        else enumerate(values)
+        if isinstance(values, list | tuple) and values
+        else ()
+    )
+    if not pairs:
+        return {path: values} if path else {}
+    return {
+        key: leaf for name, value in pairs for key, leaf in flat(value, f"{path}.{name}" if path else str(name)).items()
+    }

@@ -1,0 +1,339 @@
+"""Sample from servers of vLLM over HTTP, without importing vLLM.
+
+Each completion is a request of its own with its own seed, so it does not matter which server answers it. A server that
+dies in the middle is noticed by its silence, and its requests are asked of the others with the same seeds; where none
+is left, the step ends with their names. A completion counts only if it says that it is of the weights that were pushed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.errors import RunStopped
+from holdfast.features.vllm.answers import Reply
+from holdfast.features.vllm.servers import Fleet, OtherWeights, VLLMServer, sampling_words
+from holdfast.http import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
+from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.sampling import Stops
+from holdfast.types import Finish
+
+_LOOK_SECONDS = 0.2
+"""Between two looks whether anybody still wants the completions."""
+_GRACE_SECONDS = 0.5
+"""For requests that were ended to answer with what they have, before they are hung up on."""
+_THREADS_SECONDS = 1.0
+"""For threads to notice that."""
+_LARGEST_SEED = 2**63 - 1
+
+
+class _Item(NamedTuple):
+    """One completion that is asked for."""
+
+    name: str
+    request: Request
+    place: int
+
+
+class VLLMFlight:
+    """Requests to servers, on threads of their own; behind `rollout/engine.py: Flight`.
+
+    Args:
+        fleet: The servers.
+        section: How they are asked.
+        items: What is asked for.
+        sampling: How all of them are sampled.
+        stops: What ends a completion.
+        done: Completions that need not be asked for.
+    """
+
+    def __init__(  # noqa: PLR0913 - what is asked, of whom, and how
+        self,
+        fleet: Fleet,
+        section: VLLMEngineConfig,
+        items: Sequence[_Item],
+        sampling: SamplingConfig,
+        stops: Stops,
+        done: Sequence[Sampled] = (),
+    ) -> None:
+        self._fleet, self._section, self._sampling, self._stops = fleet, section, sampling, stops
+        self.oldest = fleet.newest
+        """Order of the push before it began: no completion is of older weights, however long it waits."""
+        self._items = list(items)
+        self._done = {(one.request_id, one.place): one for one in done}
+        self._asked: dict[str, VLLMServer] = {}
+        """By address."""
+        self._before_push: list[Sampled] | None = None
+        self._given_up = threading.Event()
+        words = sampling_words(sampling, sorted(stops.tokens))
+        self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
+        self._futures = {
+            self._threads.submit(self._completed, item, words): item
+            for item in items
+            if (item.request.request_id, item.place) not in self._done
+        }
+
+    def finished(self) -> list[Sampled]:
+        """Return those that are done; while weights are pushed and not yet proved, those that were done before."""
+        return self._finished() if self._before_push is None else self._before_push
+
+    def hold(self) -> None:
+        """Count nothing as finished from here on: what comes may be of weights that fail their proof."""
+        self._before_push = self._finished()
+
+    def release(self) -> None:
+        """Count again what comes: the weights are proved."""
+        self._before_push = None
+
+    def _finished(self) -> list[Sampled]:
+        done = {
+            (item.request.request_id, item.place): future.result()
+            for future, item in self._futures.items()
+            if future.done() and not future.cancelled() and future.exception() is None
+        }
+        whole = {place: one for place, one in done.items() if one.finish is not Finish.ABORT}
+        return self._in_order(self._done | whole)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no request is on its way."""
+        return all(future.done() for future in self._futures)
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all completions, by request and place.
+
+        Raises:
+            RunStopped: No server is left, or one answers what cannot be trained on.
+        """
+        try:
+            self._await(interrupted)
+            done = {
+                (item.request.request_id, item.place): future.result() if future.done() else _aborted(item)
+                for future, item in self._futures.items()
+            }
+        finally:
+            self.end()
+        return self._in_order(self._done | done)
+
+    def settle(self, interrupted: Interrupted) -> None:
+        """Wait for what is on its way, which `collect` returns later, errors included."""
+        self._await(interrupted)
+
+    def give_up(self) -> None:
+        """Ask for nothing any more, and wait for nothing."""
+        left = [future for future in self._futures if not future.done()]
+        if left:
+            self._give_up(left)
+        self._given_up.set()  # those that no thread has begun end at once
+
+    def end(self) -> None:
+        """Give up, and see the threads end."""
+        self.give_up()
+        self._threads.shutdown(wait=self.is_done, cancel_futures=True)
+
+    def _in_order(self, done: Mapping[tuple[int, int], Sampled]) -> list[Sampled]:
+        places = [(item.request.request_id, item.place) for item in self._items]
+        return [done[place] for place in places if place in done]
+
+    def _await(self, interrupted: Interrupted) -> None:
+        """Wait for all requests, or end them; the first error ends the wait."""
+        left = set(self._futures)
+        while left and not self._given_up.is_set():
+            done, left = wait(left, timeout=_LOOK_SECONDS)
+            failed = any(future.exception() is not None for future in done if not future.cancelled())
+            if failed or (left and interrupted()):
+                self._give_up(left)
+
+    def _give_up(self, left: Collection[Future[Sampled]]) -> None:
+        """End requests, and wait a moment for their threads; a server that does not answer is hung up on."""
+        self._given_up.set()
+        names = [self._futures[future].name for future in left]
+        living = [server for server in self._fleet.servers if server.url not in self._fleet.dead]
+        if living:
+            with ThreadPoolExecutor(len(living)) as threads:
+                list(threads.map(lambda server: server.abort(names), living))
+        deadline = time.monotonic() + _GRACE_SECONDS + _THREADS_SECONDS
+        left = wait(left, timeout=_GRACE_SECONDS).not_done
+        while left and time.monotonic() < deadline:
+            for server in self._asked.values():
+                server.hang_up()  # one that was about to ask again has a connection by the next round
+            left = wait(left, timeout=_LOOK_SECONDS).not_done
+
+    def _completed(self, item: _Item, words: dict[str, Any]) -> Sampled:
+        """Return one completion, from whichever server gives it."""
+        sampling = words | {"seed": item.request.seeds[item.place] & _LARGEST_SEED}
+        prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
+        while not self._given_up.is_set():
+            server = self._fleet.take(avoided)
+            self._asked[server.url] = server
+            try:
+                reply = server.complete(item.name, prompt, sampling)
+                if self._given_up.is_set() or reply.finish is not Finish.ABORT:
+                    return self._sampled(item, reply)
+                raise EndpointUnwell("ended a completion that nobody had given up")  # noqa: TRY301
+            except EndpointUnwell as error:
+                tries += 1
+                self._bury_or_wait(server, error, tries)
+            except OtherWeights as error:
+                self._fleet.bury(server, str(error))  # it was started again, or somebody else pushes to it
+            except EndpointMistaken as error:  # one failed request: another server may do better
+                tries, avoided = tries + 1, server.url
+                self._fleet.mistaken(server, str(error))
+                if tries >= self._section.attempts:
+                    raise RunStopped(
+                        f"The server at {server.url} {error}; one completion was asked for {tries} times. Start "
+                        "servers by `holdfast serve`, with the flags that runs need; the same command then goes on "
+                        "from the last checkpoint."
+                    ) from error
+            except EndpointRefuses as error:
+                raise RunStopped(f"The server at {server.url} {error}.") from error
+            finally:
+                self._fleet.release(server)
+        return _aborted(item)
+
+    def _bury_or_wait(self, server: VLLMServer, error: EndpointUnwell, tries: int) -> None:
+        """Leave a server that died to its others, or pause before the next try; the last one gets all tries.
+
+        Raises:
+            RunStopped: It lives, and all tries have failed.
+        """
+        if self._given_up.is_set():
+            return
+        is_last_try = tries >= self._section.attempts
+        if not server.is_well() and (is_last_try or not self._fleet.is_last(server)):
+            self._fleet.bury(server, str(error))
+        elif is_last_try:
+            raise RunStopped(
+                f"The server at {server.url} {error}, asked {tries} times. Mend it; the same command then goes on from "
+                "the last checkpoint."
+            ) from error
+        else:
+            self._given_up.wait(pause_seconds(tries))
+
+    def _sampled(self, item: _Item, reply: Reply) -> Sampled:
+        tokens, logprobs, finish = reply.tokens, reply.logprobs, reply.finish
+        versions = [(start, self._fleet.version(label, self.oldest)) for start, label in reply.spans]
+        stops = self._stops.with_texts(self._sampling.stop)
+        end = stops.end(tokens.tolist(), 0)
+        if end is not None:  # a text that ends a completion is looked for here
+            tokens, logprobs, finish = tokens[:end], logprobs[:end], Finish.STOP
+        elif finish is Finish.STOP:
+            raise RunStopped(
+                f"A server ended a completion at token {tokens[-1:].tolist()}, which is no end of this run's. Start "
+                "servers by `holdfast serve`, which gives vLLM no other rules of its own."
+            )
+        parts = [(start, version) for start, version in versions if start < max(1, tokens.size)]
+        first = parts[0][1] if parts else -1
+        changes = tuple(parts) if len({version for _, version in parts}) > 1 else ()
+        unscored = int(np.count_nonzero(np.isnan(logprobs)))
+        return Sampled(item.request.request_id, item.place, tokens, logprobs, finish, first, None, changes, unscored)
+
+
+class VLLMEngine:
+    """Samples from servers; behind `rollout/engine.py: RolloutEngine` and `AheadEngine`.
+
+    Args:
+        section: The servers, and how they are asked.
+        servers: The same, reached and checked.
+        stops: What ends a completion.
+    """
+
+    def __init__(self, section: VLLMEngineConfig, servers: Sequence[VLLMServer], stops: Stops) -> None:
+        self._section, self._stops = section, stops
+        self.servers = tuple(servers)
+        self._fleet = Fleet()
+        self._flights: list[VLLMFlight] = []
+        """All that may have requests on their way."""
+        self._submitted: list[VLLMFlight] = []
+        self._mark = secrets.token_hex(4)
+        self._count = 0
+
+    def expect(self, label: str, version: int) -> None:
+        """Take samples from weights called `label`, which are of `version`."""
+        on_their_way = [flight.oldest for flight in self._flights if not flight.is_done]
+        self._fleet.expect(label, version, min([*on_their_way, self._fleet.newest + 1]))
+
+    def follow(self, pushed: Sequence[str]) -> None:
+        """Sample from these servers from now on."""
+        self._fleet.renew([server for server in self.servers if server.url in pushed])
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether requests of this rank are on their way."""
+        self._flights = [flight for flight in self._flights if not flight.is_done]
+        return bool(self._flights)
+
+    @contextmanager
+    def unproved(self) -> Iterator[None]:
+        """Count nothing as finished that comes within the block, and give up what is on its way if the block fails."""
+        flights = [flight for flight in self._flights if not flight.is_done]
+        for flight in flights:
+            flight.hold()
+        try:
+            yield
+        except BaseException:
+            for flight in flights:
+                flight.give_up()
+            raise
+        for flight in flights:
+            flight.release()
+
+    def settle(self, interrupted: Interrupted) -> None:
+        """Wait for what is on its way from this rank, so that no push meets it."""
+        for flight in self._flights:
+            flight.settle(interrupted)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
+        """Refuse: weights come by a push, which `training/serving/publish.py` makes and proves."""
+        raise NotImplementedError("weights are pushed by holdfast.features.vllm.publish")
+
+    def begin(self, requests: Sequence[Request], sampling: SamplingConfig, done: Sequence[Sampled] = ()) -> VLLMFlight:
+        """Start to sample."""
+        items = []
+        for request in requests:
+            for place in range(len(request.seeds)):
+                self._count += 1
+                items.append(_Item(f"{self._mark}-{self._count}", request, place))
+        flight = VLLMFlight(self._fleet, self._section, items, sampling, self._stops, done)
+        self._flights.append(flight)
+        return flight
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Accept requests, and ask for them at once."""
+        self._submitted.append(self.begin(requests, sampling))
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all completions of what was submitted, by request and place.
+
+        Raises:
+            RunStopped: No server is left, or one answers what cannot be trained on.
+        """
+        flights, self._submitted = self._submitted, []
+        return [one for flight in flights for one in flight.collect(interrupted)]
+
+    def sleep(self) -> bool:
+        """Keep the weights: they are not in this process's memory."""
+        return False
+
+    def close(self) -> None:
+        """Give up what is on its way, and close connections."""
+        for flight in self._flights:
+            flight.end()
+        for server in self.servers:
+            server.close()
+
+
+def _aborted(item: _Item) -> Sampled:
+    return Sampled(
+        item.request.request_id, item.place, np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, -1
+    )

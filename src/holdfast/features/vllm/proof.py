@@ -1,0 +1,253 @@
+"""Prove a push: log-probabilities of fixed sequences, engine against trainer.
+
+Equality of sampled tokens would show little, and what a server tells of a prompt never reads its cache of keys and
+values; so the 20 most probable tokens of every place are compared, and one generated token behind a prompt that is
+longer than a block of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.data.batches.packing import pack, to_device
+from holdfast.data.batches.weights import Share
+from holdfast.errors import RunStopped
+from holdfast.features.vllm.answers import TopRow
+from holdfast.features.vllm.buckets import Inspected
+from holdfast.features.vllm.servers import VLLMServer
+from holdfast.http import EndpointRefuses, EndpointUnwell
+from holdfast.models.heads.policy import without_dropout
+from holdfast.models.scores import HeadWeights, logits_of
+from holdfast.training.run import ShardedModel
+from holdfast.types import Batch, Example
+
+_TOP = 20
+_LENGTHS = (24, 64)
+"""TokenIds of the fixed sequences; one longer than a block of the cache comes beside them."""
+_BEYOND_BLOCK = 32
+_ROWS = 64
+"""Places whose logits are there at a time."""
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+_LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Of one layer, relative to its largest output."""
+_MOST_NAMED = 4
+
+TokenIds = NDArray[np.int64]
+"""[L]"""
+
+
+Suspects = Mapping[str, Inspected]
+"""What servers say of their tensors, by address."""
+
+ServerAnswers = Mapping[str, Sequence[Sequence[TopRow]]]
+"""By address, sequence and place."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a proof measured on one server."""
+
+    url: str
+    difference: float
+    """Largest in nats; in bfloat16 their mean."""
+    of_prompts: float
+    """The same without tokens that were generated, which alone read the cache."""
+    from_before: float
+    """Largest difference from what the server said after the push before; infinite at the first."""
+
+
+class Prover:
+    """Compares servers with the trainer after a push; all ranks have one.
+
+    Args:
+        tolerance: Largest difference in nats; None for that of the dtype.
+        block: TokenIds of a block of the servers' caches.
+        longest: TokenIds of their contexts.
+    """
+
+    def __init__(self, tolerance: float | None, block: int, longest: int) -> None:
+        self._tolerance = tolerance
+        self.lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
+        """Tokens of the fixed sequences."""
+        self._before: dict[str, Sequence[Sequence[TopRow]]] = {}
+
+    def prove(
+        self, sharded: ShardedModel, servers: Sequence[VLLMServer], inspect: Callable[[Sequence[str]], Suspects]
+    ) -> list[Proof]:
+        """Return what was measured, on rank 0; all ranks call this together.
+
+        Args:
+            sharded: The policy.
+            servers: Those that were pushed to.
+            inspect: Asks servers, by address, what of the weights they have otherwise; called on all ranks together.
+
+        Raises:
+            RunStopped: A server says other numbers than the trainer, or none; on all ranks.
+        """
+        ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
+        dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+        sequences = _sequences(sharded, self.lengths)
+        answers = ranks.on_first_rank(lambda: _ask(servers, sequences))
+        differences: dict[str, list[Tensor]] = {url: [] for url in answers}
+        look = partial(_compare, answers, sharded, differences) if is_first else _ignore
+        with without_dropout(sharded.model):
+            sharded.model.show_predictors(_batch(sharded, sequences), look)
+        proofs = self._measured(dtype, answers, differences, sequences) if is_first else []
+        limit = self._tolerance or _TOLERANCE[dtype]
+        wrong = ranks.agree([proof.url for proof in proofs if not proof.difference <= limit])  # NaN is wrong too
+        if wrong:
+            suspects = inspect(wrong)
+            with ranks.together():
+                if is_first:
+                    raise RunStopped(_words(wrong, proofs, limit, _names(suspects, dtype)))
+        self._before = dict(answers)
+        return proofs
+
+    def _measured(
+        self,
+        dtype: torch.dtype,
+        answers: ServerAnswers,
+        differences: Mapping[str, list[Tensor]],
+        sequences: Sequence[TokenIds],
+    ) -> list[Proof]:
+        ends = torch.as_tensor(np.cumsum([len(sequence) for sequence in sequences]) - 1)
+        proofs = []
+        for url, parts in differences.items():
+            rows = torch.cat(parts)  # [N, 20]
+            of_prompts = torch.ones(len(rows), dtype=torch.bool)
+            of_prompts[ends] = False
+            before = _apart(answers[url], self._before[url]) if url in self._before else float("inf")
+            proofs.append(Proof(url, _measure(rows, dtype), _measure(rows[of_prompts], dtype), before))
+        return proofs
+
+
+def _measure(differences: Tensor, dtype: torch.dtype) -> float:
+    return float(differences.mean() if dtype is torch.bfloat16 else differences.max())
+
+
+def _names(suspects: Suspects, dtype: torch.dtype) -> str:
+    """Say which tensors a server has otherwise than they were sent, or why that cannot be told."""
+    limit = _LAYER_TOLERANCE[dtype]
+    sizes = [pair for each in suspects.values() for pair in each.differences.items()]
+    different = {name for name, value in sizes if value is not None and not value <= limit}
+    if different:
+        return f"these tensors are not what was sent: {_some(different)}"
+    silent, every = {name for name, value in sizes if value is None}, {name for name, _ in sizes}
+    mute = [each.why_not for each in suspects.values() if each.why_not]
+    if mute:
+        return (
+            f"which tensor it is cannot be told: our worker extension there does not say, {mute[0]}; servers that "
+            "`holdfast serve` starts have one that does"
+        )
+    if silent == every:
+        return "which tensor it is cannot be told: no layer there can be asked by itself"
+    if silent:
+        return (
+            f"which tensor it is cannot be told: layers that cannot be asked by themselves have {_some(silent)}, and "
+            "all others are what was sent"
+        )
+    return "every layer, asked by itself, computes with what was sent, so what is wrong lies between them"
+
+
+def _some(names: Set[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(sorted(names)[:_MOST_NAMED])}{more}"
+
+
+def _words(wrong: Sequence[str], proofs: Sequence[Proof], limit: float, names: str) -> str:
+    """Say which servers differ, and what that looks like."""
+    differing = [proof for proof in proofs if proof.url in wrong]
+    first = differing[0]
+    where = ", ".join(f"{proof.url} by {proof.difference:.2g} nats" for proof in differing)
+    others = f" ({len(proofs) - len(wrong)} others agree)" if len(wrong) < len(proofs) else ""
+    if first.of_prompts <= limit:
+        why = "prompts agree and generated tokens do not: the cache of keys and values is of older weights"
+    elif first.from_before <= limit:
+        why = f"it says what it said before the push: its weights are stale; {names}"
+    else:
+        why = f"all bytes arrived as they were sent, so what went wrong lies behind the transfer; {names}"
+    return (
+        f"After a push of weights servers say other log-probabilities than the trainer: {where}{others}; at most "
+        f"{limit:g} is allowed (rollout.engine.tolerance). {why[0].upper()}{why[1:]}. Nothing was sampled from them. "
+        "Start the servers again; the same command goes on from the last checkpoint."
+    )
+
+
+def _apart(one: Sequence[Sequence[TopRow]], other: Sequence[Sequence[TopRow]]) -> float:
+    """Return the largest difference of numbers that two answers share."""
+    rows = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
+    return max((abs(a[token] - b[token]) for a, b in rows for token in a.keys() & b.keys()), default=float("inf"))
+
+
+def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[TokenIds]:
+    """Return fixed sequences of tokens that mean nothing."""
+    vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
+    marks = {sharded.origin.family.image_token_id, sharded.origin.family.video_token_id}
+    plain = np.array([token for token in range(vocabulary) if token not in marks])
+    draw = np.random.default_rng(20)
+    return [plain[draw.integers(0, plain.size, size)] for size in lengths]
+
+
+def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds]) -> dict[str, list[list[TopRow]]]:
+    """Return what every server says of the sequences, by address.
+
+    Raises:
+        RunStopped: One does not answer.
+    """
+    answers: dict[str, list[list[TopRow]]] = {}
+    with ThreadPoolExecutor(max(1, len(servers))) as threads:
+        waiting = {
+            server.url: threads.submit(lambda one: [one.tops(each.tolist(), _TOP) for each in sequences], server)
+            for server in servers
+        }
+        for url, future in waiting.items():
+            try:
+                answers[url] = future.result()
+            except (EndpointRefuses, EndpointUnwell) as error:
+                raise RunStopped(
+                    f"The server at {url} took the weights, and then {error}, so the push cannot be proved. Look at "
+                    "its log; the same command goes on from the last checkpoint."
+                ) from error
+    return answers
+
+
+def _batch(sharded: ShardedModel, sequences: Sequence[TokenIds]) -> Batch:
+    """Return the sequences, each with one token more, which the last of its places predicts."""
+    examples = []
+    for number, sequence in enumerate(sequences):
+        tokens = np.append(sequence, sequence[0]).astype(np.int64)
+        examples.append(Example(number, number, tokens, np.arange(tokens.size) > 0))
+    batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=sharded.model.padded)
+    return to_device(batch, sharded.setting.world.device)
+
+
+def _compare(
+    answers: ServerAnswers,
+    sharded: ShardedModel,
+    differences: dict[str, list[Tensor]],
+    hidden: Tensor,
+    head: HeadWeights,
+) -> None:
+    """Take the trainer's log-probabilities of the servers' tokens, a few places at a time."""
+    flat = {url: [row for rows in sequences for row in rows] for url, sequences in answers.items()}
+    for start in range(0, len(hidden), _ROWS):
+        part = slice(start, start + _ROWS)
+        logits, _ = logits_of(hidden[part], head, sharded.model.head_spec)
+        logprobs = logits.log_softmax(-1).cpu()
+        for url, rows in flat.items():
+            # A row may have one token more: the prompt's own, where it is not among the most probable ones.
+            tokens = torch.tensor([list(row)[:_TOP] for row in rows[part]])
+            values = torch.tensor([list(row.values())[:_TOP] for row in rows[part]], dtype=torch.float64)
+            differences[url].append((logprobs.gather(1, tokens).double() - values).abs())
+
+
+def _ignore(hidden: Tensor, head: HeadWeights) -> None:
+    """Look at nothing: rank 0 compares."""

@@ -1,0 +1,39 @@
+"""Write what a server needs of a run's model: configuration and tokenizer, and no weights.
+
+    python -m holdfast.features.vllm.server_files CONFIG.json BASE DIRECTORY
+
+A process of its own, since it imports torch and whoever starts servers does not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.errors import HoldfastError
+from holdfast.text.quiet import hush
+
+
+def main() -> None:
+    """Write the directory; a user's mistake is one paragraph."""
+    hush()
+    import torch
+
+    from holdfast.checkpoint.export.model import write_assets
+    from holdfast.models.setup.model import blueprint
+
+    file, base, directory = (Path(word) for word in sys.argv[1:4])
+    config = run_from_mapping(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        origin = blueprint(config.model, base, seed=config.seed)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_assets(directory, origin, torch.float32)
+    except HoldfastError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

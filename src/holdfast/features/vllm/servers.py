@@ -1,0 +1,304 @@
+"""Servers of vLLM, and what is asked of one: token ids in and out, its state, and what it takes in a push.
+
+Nothing here imports vLLM. One request is one completion, with its own seed. What a server answers is checked before it
+counts (`answers.py`): 200 with fewer tokens than were asked for, tokens of weights that nobody pushed, and tokens
+without their log-probabilities are all answers that a server gives.
+
+Of several, requests go to the living one with the fewest; one that died gets none until weights are pushed to it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import xxhash
+
+from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.errors import RunStopped
+from holdfast.features.vllm.answers import (
+    GENERATE,
+    LARGEST_VOCABULARY,
+    MODELS,
+    RPC,
+    Reply,
+    ServerState,
+    TopRow,
+    next_tops_of,
+    reply_of,
+    server_lease_of,
+    server_state_of,
+    tops_of,
+)
+from holdfast.http import Endpoint, EndpointBusy, EndpointRefuses, EndpointUnwell, api_key
+
+BACKEND = "holdfast"
+"""Of the transfer, as `vllm_extension.py` registers it."""
+_OF_GENERATE = "generate-tokens-"
+"""What that route puts before a request's name."""
+_LOOK_SECONDS = 5.0
+"""For a server to say that it is well."""
+_LEASE_SECONDS = 30.0
+"""For a server to say who has it; it may be in the middle of a batch."""
+_ABORT_SECONDS = 1.0
+"""For a server to hear that requests, or a run, end; one that hangs does not."""
+
+
+PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
+"""Servers cut the same text (`vllm_extension.py`)."""
+
+
+@dataclass(frozen=True)
+class VLLMServer:
+    """Asks one server; safe to share between threads."""
+
+    url: str
+    endpoint: Endpoint
+    """For what may be asked twice; its connections stay open."""
+    control: Endpoint
+    """For pushes."""
+    model: str = ""
+    vocabulary: int = LARGEST_VOCABULARY
+    """Tokens that there are; a completion with another one is none."""
+
+    @classmethod
+    def of(cls, url: str, section: VLLMEngineConfig, name: str = "rollout.engine") -> VLLMServer:
+        """Return the server at an address of a section.
+
+        Raises:
+            ConfigError: The variable of the key is not set.
+        """
+        key = api_key(section.api_key_variable, name)
+        endpoint = Endpoint(url, key, section.timeout_seconds, section.attempts, keeps_open=True)
+        control = Endpoint(
+            url, key, section.timeout_seconds, section.attempts, tried_again=EndpointBusy, may_be_empty=True
+        )
+        return cls(url, endpoint, control, section.model or "")
+
+    def is_well(self) -> bool:
+        """Return whether the server and the engine behind it live."""
+        return replace(self.control, timeout_seconds=_LOOK_SECONDS).is_well("/health")
+
+    def state(self) -> ServerState:
+        """Return what the server says of itself.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: It does not, or it is no vLLM that was started for us.
+        """
+        looks = replace(self.control, tried_again=EndpointUnwell)
+        listed = looks.ask("GET", MODELS)
+        described = looks.ask("POST", RPC, {"method": "holdfast_identity"})
+        return server_state_of(listed, described, self.model)
+
+    def lease(self, holder: Mapping[str, Any], seconds: float, replaces: str | None = None) -> tuple[Any, float]:
+        """Ask that one run alone pushes to the server for some seconds; return who has it, and how long.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: It does not say.
+        """
+        content = {"holder": dict(holder), "seconds": seconds, "replaces": replaces}
+        # Who gives it back ends, and does not wait for a server that hangs.
+        longest = _LEASE_SECONDS if seconds else _ABORT_SECONDS
+        looks = replace(self.control, timeout_seconds=min(self.control.timeout_seconds, longest))
+        return server_lease_of(looks.ask("POST", RPC, {"method": "holdfast_lease", "kwargs": content}))
+
+    def post(self, path: str, content: Any = None, **query: str) -> Any:
+        """Ask what changes the server.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: It did not do it.
+        """
+        return self.control.ask("POST", f"{path}?{urlencode(query)}" if query else path, content)
+
+    def complete(self, name: str, prompt: Sequence[int], sampling: Mapping[str, Any]) -> Reply:
+        """Return one completion.
+
+        Args:
+            name: Of the request, for `abort`.
+            prompt: Token ids.
+            sampling: In vLLM's words, from `sampling_words`.
+
+        Raises:
+            EndpointRefuses: There is none, or what came cannot be trained on.
+            EndpointUnwell: The server is not well.
+        """
+        asked = {
+            "model": self.model or None,
+            "request_id": name,
+            "token_ids": list(prompt),
+            "sampling_params": sampling,
+        }
+        # Who asks decides where a request goes next, so the endpoint itself tries once.
+        answer = replace(self.endpoint, attempts=1).ask("POST", GENERATE, asked)
+        return reply_of(answer, int(sampling["max_tokens"]), self.vocabulary)
+
+    def tops(self, prompt: Sequence[int], count: int) -> list[TopRow]:
+        """Return the most probable next tokens behind each token of a prompt, at temperature 1.
+
+        All but the last row are told of the prompt, which never reads cached blocks; the last is of a generated token,
+        which does.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: There is no such answer.
+        """
+        sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": count, "detokenize": False, "ignore_eos": True}
+        asked = {"model": self.model or None, "token_ids": list(prompt)}
+        generated = self.endpoint.ask("POST", GENERATE, asked | {"sampling_params": sampling})
+        scored = self.endpoint.ask(
+            "POST", GENERATE, asked | {"sampling_params": {**sampling, "prompt_logprobs": count}}
+        )
+        rows = tops_of(scored, len(prompt), count, self.vocabulary)
+        return [*rows, next_tops_of(generated, count, self.vocabulary)]
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End requests; what they have so far is their answer."""
+        content = {"request_ids": [f"{_OF_GENERATE}{name}" for name in names]}
+        try:
+            replace(self.control, timeout_seconds=_ABORT_SECONDS, attempts=1).ask("POST", "/abort_requests", content)
+        except (EndpointRefuses, EndpointUnwell):
+            return  # a server that does not hear us answers nobody either
+
+    def hang_up(self) -> None:
+        """Wait for none of the answers that are on their way."""
+        self.endpoint.hang_up()
+        self.control.hang_up()
+
+    def close(self) -> None:
+        """Close connections."""
+        self.endpoint.close()
+
+
+@lru_cache(maxsize=1)  # a large vocabulary takes a tenth of a second, and every push asks
+def tokenizer_digest(tokenizer: Any) -> str | None:
+    """Return what a server says of the same tokenizer; None of one that no server can tell."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    vocabulary, probe = backend.get_vocab(), backend.encode(PROBE, add_special_tokens=False).ids
+    return str(xxhash.xxh3_128_hexdigest(json.dumps([sorted(vocabulary.items()), probe]).encode()))
+
+
+def template_digest(tokenizer: Any) -> str | None:
+    """Return what a server says of the same chat template; None where there is none, or several."""
+    template = tokenizer.chat_template
+    return str(xxhash.xxh3_128_hexdigest(template.encode())) if isinstance(template, str) else None
+
+
+def sampling_words(sampling: SamplingConfig, stops: Sequence[int]) -> dict[str, Any]:
+    """Return how completions are sampled in vLLM's words; the seed is each request's own.
+
+    Texts that end a completion are looked for where tokens arrive: vLLM needs its own tokenizer for them.
+    """
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(stops),
+        "ignore_eos": True,  # what ends a completion is decided here, for every engine alike
+        "logprobs": 0,
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
+
+
+class OtherWeights(Exception):  # noqa: N818 - the name says what happened
+    """A completion of weights that were not pushed."""
+
+
+class _PushedWeights(NamedTuple):
+    """Weights that servers have, or had."""
+
+    order: int
+    """Of pushes; averages and weights of one version are two."""
+    version: int
+
+
+@dataclass
+class Fleet:
+    """The servers that have the present weights; safe to share between threads."""
+
+    servers: list[VLLMServer] = field(default_factory=list)
+    dead: dict[str, str] = field(default_factory=dict)
+    """Address -> what was seen."""
+    pushes: dict[str, _PushedWeights] = field(default_factory=dict)
+    """By the name of the weights; those that nothing on its way may be of are dropped."""
+    newest: int = 0
+    """Order of the last push."""
+    warned: set[str] = field(default_factory=set)
+    """Addresses that answered what is no answer."""
+    busy: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def renew(self, servers: Sequence[VLLMServer]) -> None:
+        """Ask these servers from now on: they took the last push."""
+        with self.lock:
+            self.servers, self.dead = list(servers), {}
+
+    def expect(self, label: str, version: int, oldest: int) -> None:
+        """Take samples from weights called `label`, and no more from those pushed before the one of order `oldest`."""
+        self.newest += 1
+        living = {name: push for name, push in self.pushes.items() if push.order >= oldest}
+        self.pushes = living | {label: _PushedWeights(self.newest, version)}
+
+    def version(self, label: str, oldest: int) -> int:
+        """Return the version of weights that were pushed under a name.
+
+        Raises:
+            OtherWeights: None were, or they are older than the push of order `oldest`.
+        """
+        push = self.pushes.get(label)
+        if push is None or push.order < oldest:
+            raise OtherWeights(
+                f"samples from weights called {label!r}, which this run did not push to it, or replaced since"
+            )
+        return push.version
+
+    def take(self, avoided: str = "") -> VLLMServer:
+        """Return the living server with the fewest requests, and the one at an address only where no other lives.
+
+        Raises:
+            RunStopped: None lives.
+        """
+        with self.lock:
+            living = [server for server in self.servers if server.url not in self.dead]
+            if not living:
+                raise RunStopped(
+                    f"No server is left to sample from: {'; '.join(f'{url} {why}' for url, why in self.dead.items())}. "
+                    "Start them again; the same command then goes on from the last checkpoint."
+                )
+            server = min(living, key=lambda one: (one.url == avoided, self.busy.get(one.url, 0)))
+            self.busy[server.url] = self.busy.get(server.url, 0) + 1
+            return server
+
+    def release(self, server: VLLMServer) -> None:
+        """Count a request of a server as done."""
+        with self.lock:
+            self.busy[server.url] -= 1
+
+    def is_last(self, server: VLLMServer) -> bool:
+        """Say whether no other server lives."""
+        with self.lock:
+            return [one.url for one in self.servers if one.url not in self.dead] == [server.url]
+
+    def mistaken(self, server: VLLMServer, why: str) -> None:
+        """Say once of each server that it answers what is no answer."""
+        with self.lock:
+            if server.url not in self.warned:
+                self.warned.add(server.url)
+                print(f"warning: the server at {server.url} {why}; another one is asked where there is one", flush=True)
+
+    def bury(self, server: VLLMServer, why: str) -> None:
+        """Ask a server no more until weights are pushed to it."""
+        with self.lock:
+            if server.url not in self.dead:
+                self.dead[server.url] = why
+                print(f"warning: the server at {server.url} {why}; its requests go to the others", flush=True)

@@ -1,0 +1,240 @@
+"""Requests to an HTTP endpoint that answers JSON, with one limit of time and one of size for the whole answer.
+
+No redirect is followed and no proxy is used: a key goes to the address in the configuration and nowhere else.
+
+Written on `http.client` and not on httpx, whose time-outs are of each read, write and connect: an endpoint that sends a
+byte now and then never meets one, and a rank that waits for it holds all others. Here one alarm ends the whole answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+import tenacity
+
+from holdfast import patience
+from holdfast.errors import ConfigError
+from holdfast.files import parse_json
+from holdfast.text.escaping import escaped
+
+_TRIED_AGAIN = frozenset({408, 409, 429})
+_BUSY = frozenset({429, 503})
+_SHOWN = 400
+
+
+class EndpointRefuses(Exception):  # noqa: N818 - the name says what happened
+    """The answer is not what was asked for, and asking again would not help."""
+
+
+class EndpointMistaken(EndpointRefuses):
+    """The answer is none to this question, or not of the form that it has; another server may do better."""
+
+
+class EndpointUnwell(Exception):  # noqa: N818 - the name says what happened
+    """The endpoint cannot be reached or is overloaded; it may be well in a moment."""
+
+
+class EndpointBusy(EndpointUnwell):
+    """The endpoint has not begun with the request, and says that it may be asked again: 429 and 503."""
+
+
+def pause_seconds(tries: int) -> float:
+    """Return the pause behind so many tries that failed: twice the one before, up to a longest."""
+    times = patience.current
+    return min(times.http_longest_pause_seconds, times.http_first_pause_seconds * 2.0 ** (tries - 1))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Asks one address; safe to share between threads."""
+
+    url: str
+    key: str | None = field(repr=False)
+    timeout_seconds: float
+    """For each whole answer."""
+    attempts: int
+    most_bytes: int = 1 << 28
+    """Of each answer."""
+    given_up: threading.Event = field(default_factory=threading.Event)
+    """Set it, and requests that wait to be tried again are tried no more."""
+    keeps_open: bool = False
+    """Whether a connection serves several requests. One that the server closed meanwhile is replaced without a word,
+    and its request sent again, so ask only what may be asked twice."""
+    tried_again: type[EndpointUnwell] = EndpointUnwell
+    """After what `ask` asks again; what must not be done twice is asked again after `EndpointBusy` alone."""
+    may_be_empty: bool = False
+    """Whether an answer of nothing is one, and stands for None."""
+    _idle: list[http.client.HTTPConnection] = field(default_factory=list, repr=False, compare=False)
+    _busy: set[socket.socket] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def longest_seconds(self) -> float:
+        """Time of all attempts and the pauses between them."""
+        return self.attempts * (self.timeout_seconds + patience.current.http_longest_pause_seconds)
+
+    def ask(self, method: str, path: str, content: Any = None) -> Any:
+        """Return the JSON that the endpoint answers, asking again where that may help.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: There is none; the message goes on after the endpoint's name.
+        """
+        again = tenacity.Retrying(
+            stop=tenacity.stop_any(
+                tenacity.stop_after_attempt(self.attempts), tenacity.stop_when_event_set(self.given_up)
+            ),
+            wait=lambda state: pause_seconds(state.attempt_number),
+            sleep=tenacity.sleep_using_event(self.given_up),
+            retry=tenacity.retry_if_exception_type(self.tried_again),
+            reraise=True,
+        )
+        return again(self._once, method, path, content)
+
+    def is_well(self, path: str) -> bool:
+        """Return whether a route answers 200 now."""
+        message = _Message("GET", urlsplit(self.url.rstrip("/") + path), None, {"Connection": "close"})
+        try:
+            return self._over(None, message, time.monotonic() + self.timeout_seconds)[0] == 200
+        except (OSError, http.client.HTTPException, EndpointUnwell):
+            return False
+
+    def _once(self, method: str, path: str, content: Any) -> Any:
+        headers = {"Content-Type": "application/json", "Connection": "keep-alive" if self.keeps_open else "close"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
+        body = None if content is None else json.dumps(content).encode()
+        url = urlsplit(self.url.rstrip("/") + path)
+        status, received = self._exchange(_Message(method, url, body, headers))
+        if status in _TRIED_AGAIN or status >= 500:
+            raise (EndpointBusy if status in _BUSY else EndpointUnwell)(f"answers {status} {cut(received)}")
+        if status != 200:
+            raise EndpointRefuses(f"answers {status} {cut(received)}")
+        if len(received) > self.most_bytes:
+            raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
+        try:
+            return parse_json(received) if received or not self.may_be_empty else None
+        except ValueError as error:
+            raise EndpointMistaken(f"answers {method} {path} with what is no JSON: {cut(received)}") from error
+
+    def _exchange(self, message: _Message) -> tuple[int, bytes]:
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            waiting = self._waiting_connection()
+            if waiting is not None:
+                # A server that answered 500, or was started again, has closed what looks open from here.
+                with suppress(ConnectionError, http.client.BadStatusLine):
+                    return self._over(waiting, message, deadline)
+            return self._over(None, message, deadline)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            if time.monotonic() >= deadline:
+                raise EndpointUnwell(self._late) from error
+            raise EndpointUnwell(f"cannot be reached ({cut(error)})") from error
+
+    def _waiting_connection(self) -> http.client.HTTPConnection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    @property
+    def _late(self) -> str:
+        return f"gave no whole answer within {self.timeout_seconds:g} s"
+
+    def _over(
+        self, connection: http.client.HTTPConnection | None, message: _Message, deadline: float
+    ) -> tuple[int, bytes]:
+        if connection is None:
+            connection = self._connected(message.url)
+        stays_open = False
+        # A time-out of the socket is one of each read: an endpoint that sends a byte now and then never meets it.
+        alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _hang_up, (connection.sock,))
+        alarm.daemon = True
+        try:
+            alarm.start()
+        except RuntimeError as error:
+            if "shutdown" not in str(error):  # as a process of Python 3.12 ends, no thread can start
+                raise
+        opened = connection.sock  # a connection forgets it when it closes
+        self._busy.add(opened)
+        try:
+            connection.request(message.method, message.target, message.body, message.headers)
+            response = connection.getresponse()
+            received = response.read(self.most_bytes + 1)
+            if response.length and len(received) <= self.most_bytes:
+                raise http.client.IncompleteRead(received, response.length)
+            stays_open = self.keeps_open and response.status < 500 and not response.will_close
+        finally:
+            alarm.cancel()
+            self._busy.discard(opened)
+            if not stays_open:
+                connection.close()
+        if time.monotonic() >= deadline:  # what came may be the part before the alarm
+            raise EndpointUnwell(self._late)
+        if stays_open and response.isclosed():  # else a part of the answer would begin the next one
+            self._idle.append(connection)
+        return response.status, received
+
+    def _connected(self, url: SplitResult) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(url.hostname or "", url.port, timeout=self.timeout_seconds)
+        connection.connect()
+        return connection
+
+    def hang_up(self) -> None:
+        """End the wait of every request that is on its way: it is `EndpointUnwell` at once."""
+        for opened in tuple(self._busy):
+            _hang_up(opened)
+
+    def close(self) -> None:
+        """Close connections that wait for a request."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+class _Message(NamedTuple):
+    method: str
+    url: SplitResult
+    body: bytes | None
+    headers: dict[str, str]
+
+    @property
+    def target(self) -> str:
+        return self.url.path + (f"?{self.url.query}" if self.url.query else "")
+
+
+def _hang_up(opened: socket.socket) -> None:
+    with suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
+def cut(answer: object) -> str:
+    """Return the beginning of what an endpoint said, on one line."""
+    text = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
+    text = escaped(" ".join(text.split()))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def api_key(variable: str | None, section: str) -> str | None:
+    """Return the key that an environment variable holds.
+
+    Raises:
+        ConfigError: The variable is not set.
+    """
+    if variable is None:
+        return None
+    # The one secret that may not stand in a YAML; everything else about a run does.
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(
+            f"{section}.api_key_variable: the environment variable {variable} is not set. Export {variable}, or remove "
+            "api_key_variable."
+        )
+    return key

@@ -1,1 +1,0 @@
-"""Serving rewards in worker processes, or in this one."""

@@ -1,0 +1,256 @@
+"""Workers: a fork with its channel, task and deadline, and what it does with a task.
+
+It calls one reward, and sends each outcome as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from selectors import BaseSelector
+from typing import Any
+
+from holdfast.rewards.base import (
+    MissingArgument,
+    Sample,
+    SampleOutcome,
+    describe_error,
+    outcome_of,
+    outcome_of_exception,
+)
+from holdfast.rewards.functions.signatures import (
+    BatchedCall,
+    Concurrent,
+    Each,
+    Many,
+    One,
+    event_loop,
+)
+from holdfast.rewards.scorers import ReadyReward
+from holdfast.rewards.workers import framing, kernel
+from holdfast.rewards.workers.framing import MessageReader
+from holdfast.text.escaping import escaped_paragraph
+
+
+def serve(channel: int, scorers: Sequence[ReadyReward]) -> None:
+    """Answer tasks until the supervisor closes the channel.
+
+    A task is a pickled triple: index of the reward, one pickled sample after the other, and where functions print if
+    that is not where they printed at the start.
+    """
+    own, log = os.getpid(), None
+    while (payload := framing.read_frame(channel)) is not None:
+        reward, packed, new_log = pickle.loads(payload)  # noqa: S301 - from our own parent
+        if new_log != log:
+            log = new_log
+            print_into(log)
+        _Task(channel, scorers[reward], own).run(packed)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the user's code
+            sys.stdout.flush()
+        framing.write(channel, json.dumps({"done": True}).encode())
+
+
+def print_into(log: str) -> None:
+    """Let this process and those that it forks print into another file; where it cannot be opened, change nothing."""
+    with contextlib.suppress(OSError):
+        printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for descriptor in (1, 2):
+            os.dup2(printed, descriptor)
+        os.close(printed)
+
+
+@dataclass(frozen=True)
+class _Task:
+    channel: int
+    scorer: ReadyReward
+    own: int
+
+    def run(self, packed: Sequence[bytes]) -> None:
+        samples: dict[int, Sample] = {}
+        for place, packed_sample in enumerate(packed):
+            try:
+                samples[place] = pickle.loads(packed_sample)  # noqa: S301 - from our own parent
+            except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is rebuilt
+                self._send(place, SampleOutcome(fault="error", message=f"cannot see the row: {describe_error(error)}"))
+        match self.scorer.bound:
+            case Each(call):
+                for place, sample in samples.items():
+                    self._one(call, place, sample)
+            case BatchedCall(call):
+                self._batch(call, samples)
+            case Concurrent(call):
+                self._concurrent(call, samples)
+
+    def _one(self, call: One, place: int, sample: Sample) -> None:
+        _seed(self.scorer.name, sample)
+        try:
+            outcome = outcome_of(call(sample))
+        except BaseException as error:  # noqa: BLE001 - the process edge: SystemExit is a fault of the sample, too
+            outcome = self._failed(error)
+        self._send(place, outcome)
+
+    def _batch(self, call: Many, samples: dict[int, Sample]) -> None:
+        if not samples:
+            return
+        _seed(self.scorer.name, next(iter(samples.values())))
+        try:
+            results = _as_list(call(list(samples.values())))
+            if len(results) != len(samples):
+                raise ValueError(f"{len(results)} results for {len(samples)} completions")  # noqa: TRY301
+            outcomes = [outcome_of(result) for result in results]
+        except BaseException as error:  # noqa: BLE001 - as above
+            outcomes = [self._failed(error)]
+            if len(samples) > 1:
+                # One bad sample fails the call for all of them; alone, each fails or stands for itself.
+                self._tell({"split": True})
+                return
+        for place, outcome in zip(samples, outcomes, strict=True):
+            self._send(place, outcome)
+
+    def _concurrent(self, call: One, samples: dict[int, Sample]) -> None:
+        import asyncio
+
+        async def one(place: int, sample: Sample) -> None:
+            try:
+                outcome = outcome_of(await call(sample))
+            except BaseException as error:  # noqa: BLE001 - as above
+                outcome = self._failed(error)
+            self._send(place, outcome)
+
+        async def together() -> None:
+            await asyncio.gather(*(one(place, sample) for place, sample in samples.items()))
+
+        event_loop().run_until_complete(together())
+
+    def _failed(self, error: BaseException) -> SampleOutcome:
+        if not isinstance(error, MissingArgument):
+            # A full disk, what the user's code closed or replaced, or an exception that cannot even be formatted.
+            with contextlib.suppress(Exception):
+                lines = "".join(traceback.format_exception(error))
+                print(escaped_paragraph(lines), end="", file=sys.stderr, flush=True)
+        return outcome_of_exception(error)
+
+    def _send(self, place: int, outcome: SampleOutcome) -> None:
+        self._tell({"place": place, "outcome": asdict(outcome)})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if os.getpid() != self.own:
+            os._exit(1)  # the user's function forked, and its child came back to us
+        framing.write(self.channel, json.dumps(message).encode())
+
+
+def _as_list(results: Any) -> list[Any]:
+    if isinstance(results, list | tuple):
+        return list(results)
+    # Arrays of NumPy and torch turn into lists by `tolist`; naming their types would import both here.
+    tolist = getattr(results, "tolist", None)
+    listed = tolist() if callable(tolist) else None
+    if not isinstance(listed, list):
+        raise TypeError(f"a batched reward returns a list, not a {type(results).__name__}")
+    return listed
+
+
+def _seed(name: str, sample: Sample) -> None:
+    """Make a function that draws numbers give the same reward in any worker and after any restart."""
+    random.seed(f"{name}:{sample.sample_id}")
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(sample.sample_id % 2**32)
+
+
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""A scheduler sends them to every process of a job; the rank may still want its rewards before it saves and ends. The
+supervisor ignores them, its workers do not."""
+_MOST_OUTCOME_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Task:
+    """One reward for some samples of the request, by their places in it."""
+
+    reward: int
+    samples: tuple[int, ...]
+    again: bool = False
+    """Whether the worker that had it before was killed by a signal, which need not have been its samples' doing."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """A forked process, and what it is doing."""
+
+    pid: int
+    channel: socket.socket
+    incoming: MessageReader = field(default_factory=lambda: MessageReader(_MOST_OUTCOME_BYTES))
+    outgoing: bytes = b""
+    task: Task | None = None
+    waiting: list[int] = field(default_factory=list)
+    """Samples of its task without an outcome, in order."""
+    deadline: float = 0.0
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it has a task and has been silent for too long."""
+        return self.task is not None and time.monotonic() > self.deadline
+
+
+def fork(
+    scorers: Sequence[ReadyReward], inherited: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]
+) -> Worker:
+    """Start a worker in a session of its own, so that it dies with everything it starts.
+
+    `inherited` and `pipes` are open in the supervisor; the worker closes its copies.
+    """
+    ours, theirs = socket.socketpair()
+    supervisor = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        for each in inherited:
+            each.close()
+        for pipe in pipes:
+            os.close(pipe)
+        _live(theirs.detach(), scorers, supervisor)
+    theirs.close()
+    ours.setblocking(False)
+    return Worker(pid, ours)
+
+
+def _live(channel: int, scorers: Sequence[ReadyReward], supervisor: int) -> None:
+    status = 1
+    try:
+        os.setsid()
+        kernel.die_with_parent()
+        if os.getppid() == supervisor:
+            for number in IGNORED:
+                signal.signal(number, signal.SIG_DFL)
+            serve(channel, scorers)
+            status = 0
+    except BaseException:  # noqa: BLE001 - the process edge: nothing may run on into the supervisor's code
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def was_killed(status: int | None) -> bool:
+    """Say whether a signal ended a process."""
+    return status is not None and os.WIFSIGNALED(status)
+
+
+def how_worker_ended(status: int | None) -> str:
+    """Return a wait status in words; None is that of a process that was killed and has not gone."""
+    if status is None:
+        return "it hangs in the kernel and cannot be killed"
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {-code}, perhaps for want of memory" if code == -signal.SIGKILL else f"signal {-code}"

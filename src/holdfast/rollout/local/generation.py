@@ -1,0 +1,173 @@
+"""Sampling through transformers' own `generate`: slow, and right for every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.models.layers.expert_choices import column
+from holdfast.models.layers.family import reader_of
+from holdfast.models.setup.model import Blueprint
+from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.local.replica import Replica, ReplicaEngine, merged_inputs
+from holdfast.rollout.sampling import Stops, draw, most_probable, penalise, restrict, uniform
+from holdfast.types import Finish, host_value
+
+
+class TransformersEngine(ReplicaEngine):
+    """Calls `generate` on an unsharded copy, and draws tokens as every engine of ours does.
+
+    Args:
+        origin: What the policy was built from.
+        device: Where to decode.
+        dtype: The policy's compute dtype.
+        stops: What ends a completion.
+        pad_token: Fills the left side of shorter prompts.
+        rows: Most completions decoded together.
+        tells_experts: Completions say which experts their tokens met; for a mixture of them.
+    """
+
+    def __init__(  # noqa: PLR0913 - as InProcessEngine, and the padding
+        self,
+        origin: Blueprint,
+        device: torch.device,
+        dtype: torch.dtype,
+        stops: Stops,
+        pad_token: int,
+        *,
+        rows: int = 512,
+        tells_experts: bool = False,
+    ) -> None:
+        super().__init__(Replica(origin, device, dtype), stops, rows, tells_experts=tells_experts)
+        self._pad = pad_token
+
+    @torch.no_grad()
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        """Return all completions of what was submitted, by request and place."""
+        rows = [(request, place) for request in self._waiting for place in range(len(request.seeds))]
+        self._waiting.clear()
+        rows.sort(key=lambda row: (-len(row[0].prompt), row[0].request_id, row[1]))  # little padding, always the same
+        done = []
+        for start in range(0, len(rows), self._rows):
+            done += self._decode(rows[start : start + self._rows], interrupted)
+        return sorted(done, key=lambda sampled: (sampled.request_id, sampled.place))
+
+    def _decode(self, rows: list[tuple[Request, int]], interrupted: Interrupted) -> list[Sampled]:
+        width = max(len(request.prompt) for request, _ in rows)
+        tokens = torch.full((len(rows), width), self._pad, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for number, (request, _) in enumerate(rows):
+            tokens[number, width - len(request.prompt) :] = torch.from_numpy(request.prompt)
+            mask[number, width - len(request.prompt) :] = 1
+        device = self._replica.device
+        seeds = torch.tensor([request.seeds[place] for request, place in rows])
+        drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
+        stops = self._stops.with_texts(self._sampling.stop)
+        watched: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._routers is not None:
+            watched = self._routers.choices()
+        with watched as chosen:
+            out: Tensor = reader_of(self._replica.model).generate(  # type: ignore[operator]  # transformers'
+                input_ids=tokens.to(device),
+                attention_mask=mask.to(device),
+                **self._image_inputs([request for request, _ in rows], tokens),
+                generation_config=self._settings(stops),
+                logits_processor=[drawing],
+                stopping_criteria=[lambda *_: torch.full((len(rows),), fill_value=interrupted(), device=device)],
+            )
+        logprobs = host_value(torch.stack(drawing.logprobs, 1), "drawn tokens").tolist()
+        drawn_tokens = host_value(out[:, width:], "drawn tokens").tolist()
+        done = [
+            self._sampled(request, place, drawn_tokens[number], logprobs[number], stops)
+            for number, (request, place) in enumerate(rows)
+        ]
+        return self._with_choices(done, rows, chosen)
+
+    def _settings(self, stops: Stops) -> Any:
+        """Return all that `generate` may know: keys of older config.json would forbid tokens, or change their odds."""
+        from transformers import GenerationConfig
+
+        return GenerationConfig(
+            max_new_tokens=self._sampling.max_new_tokens,
+            eos_token_id=sorted(stops.tokens) or None,
+            pad_token_id=self._pad,
+            use_cache=True,
+            do_sample=False,  # the processor leaves one token to choose
+        )
+
+    def _with_choices(
+        self, done: list[Sampled], rows: Sequence[tuple[Request, int]], chosen: Sequence[Tensor]
+    ) -> list[Sampled]:
+        """Add the experts that tokens met, told by every router of every pass; the first passes over the prompts."""
+        if self._routers is None:
+            return done
+        layers = self._routers.layers
+        passes = [torch.stack(list(chosen[start : start + layers]), 1) for start in range(0, len(chosen), layers)]
+        prompts, *own = (
+            host_value(part.view(len(rows), -1, *part.shape[1:]), "experts of drawn tokens") for part in passes
+        )
+        drawn = np.concatenate(own, 1) if own else prompts[:, :0]  # [rows, tokens, layers, k]
+        with_choices = []
+        for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):
+            size = len(request.prompt)
+            experts = column(
+                prompts[number, prompts.shape[1] - size :], list(drawn[number]), size + len(sampled.tokens)
+            )
+            with_choices.append(sampled._replace(expert_choices=experts))
+        return with_choices
+
+    def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
+        """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""
+        inputs = merged_inputs(requests, self._replica.device)
+        vision, token = VISION_FAMILIES.get(self._replica.family.name), self._replica.family.image_token_id
+        if inputs and vision is not None and vision.token_types is not None and token is not None:
+            inputs[vision.token_types] = (tokens == token).long().to(self._replica.device)
+        return inputs
+
+    def _sampled(self, request: Request, place: int, tokens: list[int], logprobs: list[float], stops: Stops) -> Sampled:
+        end, limit = stops.end(tokens, 0), self._sampling.max_new_tokens
+        finish = Finish.STOP if end is not None else Finish.LENGTH if len(tokens) >= limit else Finish.ABORT
+        completion = np.asarray(tokens[:end], np.int64)
+        return Sampled(
+            request.request_id,
+            place,
+            completion,
+            np.asarray(logprobs[: len(completion)], np.float32),
+            finish,
+            self._version,
+        )
+
+
+class _Drawing:
+    """A logits processor of transformers that draws, and leaves only the drawn token possible."""
+
+    def __init__(self, sampling: SamplingConfig, seeds: Tensor, prompt_mask: Tensor) -> None:
+        self._sampling, self._seeds, self._mask = sampling, seeds, prompt_mask
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return [rows, V] scores that are minus infinity but for one token a row."""
+        sampling, logits = self._sampling, scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if sampling.repetition_penalty != 1.0:
+            logits = penalise(logits, self._seen(input_ids, logits.shape[1]), sampling.repetition_penalty)
+        if sampling.temperature == 0.0:
+            tokens, logprobs = most_probable(logits)
+        else:
+            positions = torch.full_like(self._seeds, len(self.logprobs))
+            logits = restrict(logits / sampling.temperature, sampling)
+            tokens, logprobs = draw(logits.clone(), uniform(self._seeds, positions))
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
+
+    def _seen(self, input_ids: Tensor, vocabulary: int) -> Tensor:
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        real[:, : self._mask.shape[1]] = self._mask.bool()
+        seen = torch.zeros(input_ids.shape[0], vocabulary + 1, dtype=torch.bool, device=input_ids.device)
+        return seen.scatter_(1, input_ids.masked_fill(~real, vocabulary), value=True)[:, :vocabulary]

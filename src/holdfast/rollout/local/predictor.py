@@ -1,0 +1,211 @@
+"""One token more in every row: a forward pass over the last tokens, and a draw from what it predicts.
+
+A step changes what it knows of the rows in place and waits for nothing, so that it can be recorded; see `graphs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.models.layers.family import HeadSpec, backbone_of
+from holdfast.models.layers.rotary import rotary_boundaries
+from holdfast.models.layers.routers import Routers
+from holdfast.models.scores import HeadWeights, logits_of
+from holdfast.rollout.local.cache import HeldCache, RowCache
+from holdfast.rollout.local.replica import Replica
+from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
+from holdfast.types import host_value
+
+
+@dataclass
+class RowState:
+    """What the next token of each row follows from, beside the model, its keys and its values."""
+
+    last: Tensor
+    """[rows] int64, tokens drawn last, whose successors are not predicted yet"""
+    drawn: Tensor
+    """[rows] int64, tokens each row has drawn"""
+    seeds: Tensor
+    """[rows] int64"""
+    ahead: Tensor
+    """[rows] int64, how far each row's positions run ahead of its places: an image's positions are not its tokens'"""
+    seen: Tensor | None
+    """[rows, V] bool, which tokens stand in each row; None where no option asks for it"""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all of them, always in the same order."""
+        several = (self.last, self.drawn, self.seeds, self.ahead, self.seen)
+        return (tensor for tensor in several if tensor is not None)
+
+    def of(self, rows: Tensor | slice) -> RowState:
+        """Return some rows: a copy for indices, [n] int64, the same memory for a slice."""
+        return self._from([tensor[rows] for tensor in self.tensors()])
+
+    def joined(self, other: RowState) -> RowState:
+        """Return these rows, and those behind them."""
+        return self._from([torch.cat(pair) for pair in zip(self.tensors(), other.tensors(), strict=True)])
+
+    def empty(self, rows: int) -> RowState:
+        """Return as many rows of zeros, of the same kind."""
+        return self._from([tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in self.tensors()])
+
+    def _from(self, tensors: list[Tensor]) -> RowState:
+        last, drawn, seeds, ahead, *seen = tensors
+        return RowState(last, drawn, seeds, ahead, seen[0] if seen else None)
+
+
+class Predictor:
+    """The model, and how tokens are drawn from what it predicts.
+
+    Args:
+        replica: The model.
+        routers: Its routers, where they are to tell which experts tokens met.
+        head: The output layer.
+        spec: How logits follow from hidden states.
+        sampling: The distribution of a draw.
+    """
+
+    def __init__(
+        self, replica: Replica, routers: Routers | None, head: HeadWeights, spec: HeadSpec, sampling: SamplingConfig
+    ) -> None:
+        self.replica, self.head, self.sampling = replica, head, sampling
+        self._routers, self._spec = routers, spec
+        config = replica.model.config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", 2**31)
+        self._last_position = min(positions, *rotary_boundaries(config), 2**31) - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.replica.device
+
+    def run(self, **inputs: Any) -> tuple[Any, Tensor | None]:
+        """Run the backbone; return its output and which experts the tokens met, [T, layers, k], where that is told."""
+        watched: AbstractContextManager[list[Tensor]] = nullcontext([])
+        if self._routers is not None:
+            watched = self._routers.choices()
+        with watched as chosen:
+            output = backbone_of(self.replica.model)(use_cache=True, **inputs)
+        return output, torch.stack(chosen, 1) if chosen else None
+
+    def step(self, state: RowState, cache: HeldCache) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Read every row's last token and draw the next one; return what `draw` does, and the experts that were met."""
+        cache.begin_step()
+        output, met = self.run(
+            input_ids=state.last[:, None],
+            # Rows that have ended go on until they are dropped; theirs is the only position that may lie beyond.
+            position_ids=(cache.view.places + state.ahead)[:, None].clamp(max=self._last_position),
+            past_key_values=cache,
+            rows=cache,
+        )
+        return *self.draw(output.last_hidden_state[:, 0], state), met
+
+    def draw(self, hidden: Tensor, state: RowState) -> tuple[Tensor, Tensor]:
+        """Draw a token in every row, and return tokens [rows] and their log-probabilities [rows].
+
+        Args:
+            hidden: [rows, H], what predicts them.
+            state: The rows; the tokens are noted there.
+        """
+        sampling = self.sampling
+        logits, _ = logits_of(hidden.to(self.head.weight.dtype), self.head, self._spec)
+        if state.seen is not None:
+            logits = penalise(logits, state.seen, sampling.repetition_penalty)
+        if sampling.temperature == 0.0:
+            tokens, logprobs = most_probable(logits)
+        else:
+            if sampling.temperature != 1.0:
+                logits.div_(sampling.temperature)
+            logits = restrict(logits, sampling)
+            tokens, logprobs = draw(logits, uniform(state.seeds, state.drawn))
+        if state.seen is not None:
+            state.seen.scatter_(1, tokens[:, None], value=True)
+        state.last.copy_(tokens)
+        state.drawn.add_(1)
+        return tokens, logprobs
+
+
+class Drawn(NamedTuple):
+    """What rows have drawn since the last look, on the host."""
+
+    tokens: list[list[int]]
+    """Of each row."""
+    logprobs: list[list[float]]
+    choices: NDArray[np.int16] | None
+    """[rows, tokens, layers, k] experts that the tokens met which were read; None where nobody asks"""
+
+
+class DeviceRows(Protocol):
+    """Rows being decoded, as the device has them."""
+
+    def run(self, count: int) -> None:
+        """Draw that many tokens in every row."""
+
+    def look(self) -> Drawn:
+        """Bring what was drawn to the host."""
+
+    def keep(self, left: Sequence[int]) -> None:
+        """Drop all rows but these; nothing is drawn and not yet looked at."""
+
+    def add(self, other: EagerRows) -> None:
+        """Append rows; nothing is drawn and not yet looked at."""
+
+
+class EagerRows:
+    """Rows whose lengths the host knows.
+
+    Args:
+        predictor: What steps.
+        state: The rows.
+        cache: Their keys and values.
+    """
+
+    def __init__(self, predictor: Predictor, state: RowState, cache: RowCache) -> None:
+        self._predictor = predictor
+        self.state, self.cache = state, cache
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        """Tokens and log-probabilities of the steps since the last look."""
+        self._unnoted: list[Tensor] = []
+        """[rows, layers, k] experts that the tokens met that were read since the last look."""
+
+    def begin(self, hidden: Tensor) -> None:
+        """Draw the first tokens, which [rows, H] hidden states of the prompts predict."""
+        self._pending.append(self._predictor.draw(hidden, self.state))
+
+    def run(self, count: int) -> None:
+        """Draw that many tokens in every row."""
+        for _ in range(count):
+            tokens, logprobs, met = self._predictor.step(self.state, self.cache)
+            self._pending.append((tokens, logprobs))
+            if met is not None:
+                self._unnoted.append(met)
+
+    def look(self) -> Drawn:
+        """Bring what was drawn to the host."""
+        tokens, logprobs = (
+            host_value(torch.stack(several, 1), "drawn tokens").tolist() for several in zip(*self._pending, strict=True)
+        )
+        met = host_value(torch.stack(self._unnoted, 1), "experts of drawn tokens") if self._unnoted else None
+        self._pending.clear()
+        self._unnoted.clear()
+        return Drawn(tokens, logprobs, met)
+
+    def keep(self, left: Sequence[int]) -> None:
+        """Drop all rows but these; nothing is drawn and not yet looked at."""
+        rows = torch.tensor(left, device=self._predictor.device)
+        self.cache.keep(rows, [self.cache.lengths[number] for number in left])
+        self.state = self.state.of(rows)
+
+    def add(self, other: EagerRows) -> None:
+        """Append rows; nothing is drawn and not yet looked at."""
+        self.cache.add(other.cache)
+        self.state = self.state.joined(other.state)

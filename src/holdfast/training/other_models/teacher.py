@@ -1,0 +1,194 @@
+"""The teacher of a distillation: another model of the student's tokens, frozen.
+
+It is built like the student itself, or stands behind an endpoint (training/scorers/teacher.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.distill import DistillConfig, ServerTeacherConfig, TeacherConfig
+from holdfast.errors import ConfigError, ModelError
+from holdfast.models.files.origin import load_tokenizer
+from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.setup.model import Blueprint, blueprint
+from holdfast.training.fingerprints import fingerprint_once, weights_fingerprint
+from holdfast.training.other_models.reference import check_place
+from holdfast.training.other_models.server import Role, ScoringServer, meet
+from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.setup.model import build_policy, check_positions
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher that is ready to be asked."""
+
+    model: PolicyModel | ScoringServer
+    of_sets: PolicyModel | ScoringServer
+    """The same for evaluation sets, whose rows come again and again: a server is asked for each of them once."""
+    mark: str
+    """What tells its weights from others: of files their hash, behind an endpoint the name they are served under."""
+
+
+def build_teacher(student: ShardedModel) -> Teacher:
+    """Return the teacher of a freshly built student.
+
+    Raises:
+        ModelError: It has other tokens than the student, its files do not fit, or it is not where its plan puts it.
+        ConfigError: It cannot read the student's batches, or its server cannot be used.
+    """
+    config = student.setting.config
+    assert isinstance(config, DistillConfig)
+    match config.teacher:
+        case ServerTeacherConfig() as section:
+            server = connect_teacher(student, section)
+            return Teacher(server, server.remembering(), f"server {server.server.model}")
+        case section:
+            return _in_memory(student, config, section)
+
+
+def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherConfig) -> Teacher:
+    base, world, ranks = student.setting.base, student.setting.world, student.setting.ranks
+    twin = teacher_configuration(config, section, student)
+    tokenizer = ranks.first_rank_first(lambda: _tokenizer(section, twin.model, student.setting))
+    ranks.on_all_ranks(lambda: check_tokens(student.origin.tokenizer, tokenizer, section.path))
+    origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
+    note = ranks.on_all_ranks(lambda: _checked(twin, origin, student))
+    if world.is_first:
+        where = "in host memory" if twin.parallel.cpu_offload else "sharded like the student"
+        print(f"teacher: {section.path}, {where}; its plan:", flush=True)
+        if note:
+            print(note, flush=True)
+    teacher = build_policy(replace(student.setting, config=twin), origin, trained=False)
+    teacher.model.eval()
+    ranks.on_all_ranks(lambda: check_place(teacher, "teacher"))
+    fingerprint_once(origin.directory, ranks)
+    return Teacher(teacher.model, teacher.model, weights_fingerprint(origin, config.seed))
+
+
+def teacher_configuration(config: DistillConfig, section: TeacherConfig, student: ShardedModel) -> DistillConfig:
+    """Return the run's configuration as the teacher's: its files, in the student's precision, place and layout."""
+    own = config.model
+    model = ModelConfig(
+        path=section.path,
+        revision=section.revision,
+        hub=own.hub,
+        tokenizer=section.tokenizer,
+        attention=own.attention,
+        trust_remote_code=section.trust_remote_code,
+        dtype=own.dtype,
+        frozen_dtype=section.dtype,
+        head=own.head,
+    )
+    offload = config.parallel.cpu_offload or section.kind == "offloaded"
+    changed: dict[str, Any] = {
+        "model": model,
+        "parallel": config.parallel.model_copy(update={"cpu_offload": offload}),
+    }
+    if student.model.padded:
+        changed["data"] = config.data.model_copy(update={"packing": "none"})
+    return config.model_copy(update=changed)
+
+
+def _tokenizer(section: TeacherConfig, model: ModelConfig, setting: Setting) -> Any:
+    try:
+        return load_tokenizer(model, setting.base)
+    except ModelError as error:
+        raise ModelError(
+            f"teacher.path {section.path}: {error} Of the teacher, the key is teacher.tokenizer: its tokens "
+            "must be known to be the student's."
+        ) from error
+
+
+def check_tokens(student: Any, teacher: Any, name: str) -> None:
+    """Refuse a teacher that reads other tokens than the student writes.
+
+    Args:
+        student: Its tokenizer.
+        teacher: Likewise.
+        name: What the message calls the teacher.
+
+    Raises:
+        ModelError: With the tokens that differ.
+    """
+    student_ids, teacher_ids = student.get_vocab(), teacher.get_vocab()
+    if student_ids == teacher_ids:
+        return
+    differ = sorted(
+        (word for word in student_ids.keys() | teacher_ids.keys() if student_ids.get(word) != teacher_ids.get(word)),
+        key=lambda word: (min(ids.get(word, len(ids)) for ids in (student_ids, teacher_ids)), word),
+    )
+    shown = "; ".join(
+        f"{word!r} is {_place(student_ids, word)} here and {_place(teacher_ids, word)} there" for word in differ[:3]
+    )
+    raise ModelError(
+        f"The teacher {name} has other tokens than the student ({len(teacher_ids)} against {len(student_ids)}; "
+        f"{len(differ)} differ: {shown}), so its predictions speak of other texts. "
+        "Use a teacher and a student of one tokenizer."
+    )
+
+
+def _place(ids: dict[str, int], word: str) -> str:
+    return f"token {ids[word]}" if word in ids else "no token"
+
+
+def _checked(twin: DistillConfig, origin: Blueprint, student: ShardedModel) -> str:
+    """Return what a user should know of the teacher; "" if there is nothing.
+
+    Raises:
+        ConfigError: It reads one sequence per row, and the student reads packs; or sequences are too long for it.
+        ModelError: The student may write a token that the teacher's head has no row for.
+    """
+    if not origin.packed and not student.model.padded:
+        why = origin.family.why_not_packed or "model.attention says so"
+        raise ConfigError(
+            f"The teacher {twin.model.path} ({origin.family.name}) reads one sequence per row, since {why}, and the "
+            "student reads several. Set data.packing: none."
+        )
+    rows = [int(model.skeleton.config.get_text_config().vocab_size) for model in (student.origin, origin)]
+    notes = [check_positions(twin, origin, reads_only=True)]
+    if twin.rollout is not None and rows[0] > rows[1]:
+        raise ModelError(
+            f"The student's head has {rows[0]} rows and that of the teacher {twin.model.path} {rows[1]}: the student "
+            "may write a token that the teacher says nothing of. Leave out the rollout section, to compare on rows, "
+            "or cut the student's head and embeddings to the teacher's size before the run."
+        )
+    if rows[0] != rows[1]:
+        notes.append(
+            f"note: the student's head has {rows[0]} rows and the teacher's {rows[1]}; both are compared over the "
+            f"first {min(rows)}, which hold all tokens"
+        )
+    return "\n".join(note for note in notes if note)
+
+
+_ROLE = Role("teacher", "teacher", "student")
+
+
+def connect_teacher(student: ShardedModel, section: ServerTeacherConfig) -> ScoringServer:
+    """Return the teacher behind an endpoint, which has scored a text; all ranks call this together.
+
+    Raises:
+        ConfigError: It cannot be reached, does not serve what is asked for, or does not give every token of the text a
+            log-probability; the same on all ranks.
+        ModelError: Its tokenizer or its vocabulary is not the student's, or it cannot be known to be.
+    """
+    scoring_server, compared = meet(student, section, _ROLE, samples=True)
+    probe, model = scoring_server.probe, scoring_server.server.model
+    # A reference would be seen to speak of other tokens by its numbers. Of another model no numbers are expected.
+    if not all(student.setting.ranks.gather(compared)):
+        raise ModelError(
+            f"teacher: {model} at {section.url} does not say which tokens it makes of a text, so they cannot be known "
+            "to be the student's. Use a server that names tokens by their ids, as vLLM does "
+            "(teacher.answers: prompt_logprobs), or a teacher in memory (teacher.kind: sharded)."
+        )
+    own = probe.told_by(student)
+    if student.setting.world.is_first:
+        print(
+            f"teacher: {model} at {section.url}, with the student's tokenizer; a token of one text takes it "
+            f"{-probe.logprobs.mean():.3g} nats, and the student {-own.mean():.3g}. Evaluation sets tell the "
+            "likelihoods of both, and no divergence.",
+            flush=True,
+        )
+    return scoring_server

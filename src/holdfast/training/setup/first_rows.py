@@ -1,0 +1,98 @@
+"""What the first rows, and the images that rows name, show before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from holdfast.data.batches.candidates import Tokenise
+from holdfast.data.content.images import ImageFiles, held_images
+from holdfast.data.rows.rows import Row
+from holdfast.data.tokens.chat import S
+from holdfast.errors import DataError
+from holdfast.training.run import Setting
+from holdfast.training.setup.rows import OpenedData, filter_of, first_sequences, row_filter, training_reader
+
+_LOOKED_AT = 8
+"""Rows of each source that become sequences."""
+
+
+def check_first_rows(
+    setting: Setting,
+    data: OpenedData,
+    tokenise: Tokenise[S],
+    of_sets: Mapping[str, Tokenise[S]] | None = None,
+    *,
+    sees: bool = False,
+) -> None:
+    """Make sequences of the first rows of every source and evaluation set; all ranks call this together.
+
+    What columns, templates and the tokenizer have against each other shows here. With `data.on_bad_row: skip` training
+    rows are not looked at: the run says which it leaves out.
+
+    Args:
+        setting: Of the run.
+        data: Its rows.
+        tokenise: Of training rows.
+        of_sets: Those of evaluation sets by name; default: as training rows.
+        sees: Whether the model sees images: then those of the first pass are looked for, and not opened.
+
+    Raises:
+        UserError: One of them cannot be read; the same on all ranks.
+    """
+    ranks, skips = setting.ranks, setting.config.data.on_bad_row == "skip"
+    accept = ranks.on_all_ranks(lambda: row_filter(setting))
+    with ranks.together():
+        for source in () if skips else data.training:
+            first_sequences(source, tokenise, _LOOKED_AT, ranks, accept)
+        for name, source in data.evaluation.items():
+            of_set = tokenise if of_sets is None else of_sets[name]
+            first_sequences(source, of_set, _LOOKED_AT, ranks, filter_of(source, accept))
+    if sees and data.training:
+        _look_for_images(setting, data, skips=skips)
+
+
+def _look_for_images(setting: Setting, data: OpenedData, *, skips: bool) -> None:
+    """Look for the files of a pass's images, a share of the rows on each rank.
+
+    Raises:
+        DataError: One is not there, and bad rows stop the run; the same on all ranks.
+    """
+    ranks = setting.ranks
+    with ranks.together():
+        absent = list(_without_images(setting, data, skips=skips))
+    lacking = [reason for reasons in ranks.gather(absent) for reason in reasons]
+    if lacking:
+        setting.log.messages.append(
+            f"warning: {len(lacking)} rows of the first pass name images that are not there, and are skipped, though "
+            f"epochs count them: {lacking[0]}"
+        )
+
+
+def _without_images(setting: Setting, data: OpenedData, *, skips: bool) -> Iterator[str]:
+    """Yield what is wrong with the rows of this rank whose images are not there; the first is raised unless skipped."""
+    files = ImageFiles(setting.config.data.image_dir, setting.base)
+    for name, row in _rows_of_first_pass(setting, data):
+        try:
+            for image in held_images(row, name):
+                named = image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
+                if isinstance(named, str):
+                    files.path(named, name)
+        except DataError as error:
+            if not skips:
+                raise
+            yield str(error)
+
+
+def _rows_of_first_pass(setting: Setting, data: OpenedData) -> Iterator[tuple[str, Row]]:
+    """Yield this rank's share of the rows that can be read and the filter takes, as far as the run comes."""
+    reader, config, accept = training_reader(setting.config, data), setting.config, row_filter(setting)
+    draws = reader.order.epoch_draws or 0  # what a stream holds shows when it is read
+    if config.steps is not None:
+        draws = min(draws, config.steps * max([config.data.batch_size, *config.data.batch_size_schedule.values()]))
+    for draw in range(setting.ranks.rank, draws, setting.ranks.size):
+        try:
+            _, name, row = reader.read(draw)
+        except DataError:
+            continue  # it says so when it is trained on
+        if accept is None or accept(row):
+            yield name, row

@@ -1,0 +1,323 @@
+"""Build a sharded model: planned, filled, outputs and gradients compared with what transformers makes of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from holdfast.config.verbs.critic import RewardScoring
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.batches.packing import pack, to_device
+from holdfast.data.batches.weights import Share
+from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.errors import ConfigError, PlanError
+from holdfast.models.check.forward import CheckResult, Sides, check_forward
+from holdfast.models.check.witness import witness_of
+from holdfast.models.files.four_bit import four_bit_layers
+from holdfast.models.files.vision import image_side, towers_of, video_options
+from holdfast.models.heads.policy import PolicyModel, without_dropout
+from holdfast.models.heads.scorer import ScoreModel, StoredScoreModel, ValueModel
+from holdfast.models.heads.student import StudentModel
+from holdfast.models.layers.attention import upstream_attention
+from holdfast.models.layers.family import blocks_of, positions_of
+from holdfast.models.layers.rotary import AngleChange, angle_changes
+from holdfast.models.layers.routers import RouterLoss, choose_router_loss
+from holdfast.models.names import canonical_name, named_parameters, tied_names
+from holdfast.models.setup.model import Blueprint, set_storage, storage_of
+from holdfast.parallel.apply import apply_plan
+from holdfast.parallel.mesh import World, build_mesh
+from holdfast.parallel.plan import Ends, ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.shards import materialise, place_empty
+from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.setup.gradient_check import Gradients, check_gradients
+from holdfast.types import Example, Scores
+
+
+def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> ShardedModel:
+    """Plan, shard, fill and check a model; one that is not `trained` is stored like it, and all of it is frozen.
+
+    Raises:
+        UserError: The plan cannot work, a tensor is missing, or the forward pass is not the model's own.
+    """
+    config, world, ranks = setting.config, setting.world, setting.ranks
+    mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
+    images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
+    policy, router_note = unplaced_policy(setting, origin, trained=trained)
+    plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
+    if setting.without_numbers is not None:
+        with setting.without_numbers():
+            apply_plan(policy, plan, mesh)
+            place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
+        return sharded
+    apply_plan(policy, plan, mesh)
+    ranks.on_all_ranks(
+        lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
+    )
+    side = images if isinstance(images, ImageSide) else None
+    checked = check_model(sharded, side)
+    if world.is_first:
+        for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
+            if line:
+                print(line, flush=True)
+    return sharded
+
+
+def unplaced_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> tuple[PolicyModel, str]:
+    """Return the policy as it is before its parameters have memory, and what to say of its routers.
+
+    Raises:
+        ConfigError: Its routers' loss cannot be computed on these ranks; the same on all of them.
+    """
+    config = setting.config
+    storage, frozen = storage_of(config.model)
+    set_storage(origin.model, storage, frozen)
+    if not trained:
+        origin.model.requires_grad_(False)  # noqa: FBT003 - torch's own form
+    if storage is torch.float64:  # torch's grouped products of experts exist for 32 and 16 bits only
+        origin.model.set_experts_implementation("eager")
+    router_loss, router_note = (None, "")
+    if trained:
+        router_loss, router_note = setting.ranks.on_all_ranks(lambda: _router_loss(config, origin, setting.world))
+    return policy_model(config, origin, router_loss), router_note
+
+
+def policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterLoss | None) -> PolicyModel:
+    """Return the model of a configuration as a policy, a scorer or a student, on the meta device."""
+    packed = origin.packed and config.data.packing != "none"
+    if not packed and origin.packed:
+        eager = config.model.attention == "eager"
+        origin.model.set_attn_implementation("eager" if eager else upstream_attention(origin.model))
+    head = config.model.head
+    spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
+    spec = replace(spec, compiled=config.parallel.compile != "off")
+    made = _model_class(config)
+    return made(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
+
+
+def _model_class(config: TrainingConfig) -> type[PolicyModel]:
+    if config.values:
+        return ValueModel
+    if config.scores:
+        return StoredScoreModel if isinstance(config, RewardScoring) else ScoreModel
+    return StudentModel if isinstance(config, DistillConfig) else PolicyModel
+
+
+def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:
+    section = config.model.router_loss
+    if section.kind == "batch" and not section.allow_split and world.size > 1:
+        raise ConfigError(
+            f"model.router_loss: batch balances what one forward pass sees, and each of {world.size} ranks sees a part "
+            "of the batch, so its result would depend on their number. Use sequence or global, which do not, or accept "
+            "it: router_loss: {kind: batch, allow_split: true}."
+        )
+    return choose_router_loss(section, origin.skeleton)
+
+
+def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
+    """Return what turns the images of rows into tokens; or why there is nothing that does.
+
+    Raises:
+        ModelError: Image processor, tokenizer and model do not belong together.
+    """
+    vision = VISION_FAMILIES.get(origin.family.name)
+    if vision is not None and not vision.packs and config.data.packing != "none":
+        return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
+    return image_side(
+        origin.image_processor,
+        origin.tokenizer,
+        origin.original_config,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        videos=video_options(config.data, origin.directory),
+    )
+
+
+def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
+    """Plan the shards of a policy on the meta device."""
+    ties = tied_names(policy)
+    packs = {name: layer.in_features * layer.out_features for name, layer in four_bit_layers(policy)}
+    parameters = [
+        ParameterInfo(
+            name,
+            tuple(value.shape),
+            str(value.dtype).removeprefix("torch."),
+            value.requires_grad,
+            ties.get(name, ()),
+            packs.get(name, 0),
+        )
+        for name, value in named_parameters(policy).items()
+    ]
+    model: Any = policy.language_model
+    # A list of modules has no forward pass of its own, around which FSDP2 could gather it.
+    runs = [(name, part) for name, part in model.named_modules() if type(part).forward is not nn.Module.forward]
+    blocks = blocks_of(policy.language_model)
+    if not blocks and not config.parallel.units:
+        raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
+    return plan_shards(
+        parameters,
+        [canonical_name(name) for name, _ in runs],
+        blocks,
+        config.parallel,
+        shard=shard,
+        device=device,
+        towers=towers_of(model),
+        ends=_ends(policy, {id(part): canonical_name(name) for name, part in runs}),
+    )
+
+
+def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> Ends:
+    """Return what of a model's ends is read at one place alone; `paths` are those of modules, by identity."""
+    model: Any = policy.language_model
+    embedding, scores = model.get_input_embeddings(), getattr(model, "score", None)
+    # Models that see read the table besides: its dtype, the row of a token for images, on ranks that have some.
+    looked_up = isinstance(embedding, nn.Embedding) and not towers_of(model) and _has_only(embedding, {"weight"})
+    head = policy.readable_head()
+    return Ends(
+        embedding=paths.get(id(embedding)) if looked_up else None,
+        head=None if head is None or not _has_only(head, {"weight", "bias"}) else paths.get(id(head)),
+        read_by_root=None if scores is None else paths.get(id(scores)),
+    )
+
+
+def _has_only(module: nn.Module, names: set[str]) -> bool:
+    return {name for name, _ in module.named_parameters()} <= names
+
+
+@torch.no_grad()
+def probe_logprobs(model: PolicyModel, tokens: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return [L - 1] log-probabilities of all tokens but the first; all ranks call this together."""
+    example = Example(0, 0, tokens, np.arange(tokens.size) > 0)
+    batch = to_device(pack([example], [Share(1.0, 1.0)], padded=model.padded), device)
+    with without_dropout(model):
+        scores = model(batch)
+    assert isinstance(scores, Scores)
+    return scores.logprobs
+
+
+def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bool = False) -> str:
+    """Return what a user should know of sequences that go beyond the model's positions; "" if none does.
+
+    Args:
+        config: The run.
+        origin: The model.
+        reads_only: Whether it samples nothing though the run does.
+
+    Raises:
+        ConfigError: There is nothing beyond: the positions are rows of a table, or completions are sampled, for which
+            decoding and training would differ there, or which would cross to other rotary angles.
+    """
+    positions = positions_of(origin.skeleton)
+    key, tokens = _longest(config)
+    name, samples = origin.family.name, _samples(config) and not reads_only
+    changes = angle_changes(origin.skeleton.config)
+    if samples:
+        _refuse_crossing(key, tokens, name, changes)
+    if positions is None or tokens <= positions.count:
+        return ""
+    if any(change.by_length for change in changes):
+        return (
+            f"note: {key} allows sequences of {tokens} tokens. Those beyond {positions.count} "
+            f"(max_position_embeddings) follow rotary angles of their own length, each by {name}'s dynamic scaling."
+        )
+    if samples or positions.in_a_table:
+        fix = "data.max_length or max_new_tokens" if samples else "data.max_length"
+        override = "" if positions.in_a_table else ", or set model.config_override.max_position_embeddings"
+        raise ConfigError(
+            f"{key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
+            f"(max_position_embeddings). Lower {fix}{override}."
+        )
+    return (
+        f"note: {key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
+        "(max_position_embeddings): longer ones take it where it was never trained. If that is meant, say so in "
+        "model.config_override (max_position_embeddings, rope_scaling); else lower data.max_length."
+    )
+
+
+def _refuse_crossing(key: str, tokens: int, name: str, changes: Sequence[AngleChange]) -> None:
+    """Refuse a policy whose completions may cross to other rotary angles, with its two ways out."""
+    change = next((change for change in changes if change.length < tokens), None)
+    if change is None:
+        return
+    if change.by_length:
+        rule = "every longer text has angles of its own (dynamic scaling)"
+        override, result = f"{{max_position_embeddings: {tokens}}}", "those of short ones"
+    else:
+        rule = "all longer texts follow a second set of factors (LongRoPE)"
+        override = "{rope_parameters: {short_factor: [...]}} with the numbers of its long_factor"
+        result = "those of long ones"
+    raise ConfigError(
+        f"{key} allows sequences of {tokens} tokens, and {name} changes its rotary angles beyond {change.length}: "
+        f"{rule}. A completion that crosses that length would be sampled under some angles and trained under others. "
+        f"Lower data.max_length or max_new_tokens until no sequence is longer than {change.length}, or give texts of "
+        f"all lengths the same angles, {result}, by model.config_override: {override}."
+    )
+
+
+def _samples(config: TrainingConfig) -> bool:
+    return isinstance(config, GRPOConfig) or (isinstance(config, DistillConfig) and config.rollout is not None)
+
+
+def _longest(config: TrainingConfig) -> tuple[str, int]:
+    """Return the longest sequence that is allowed, and the key that allows it."""
+    needed = {"data.max_length": config.data.max_length}
+    if isinstance(config, GRPOConfig) and (config.evaluation.sets or config.data.validation_split > 0):
+        prompt = config.data.max_length - config.rollout.max_new_tokens
+        sampled = config.evaluation.sampling.max_new_tokens or 0
+        needed["evaluation.sampling.max_new_tokens"] = prompt + sampled
+    key = max(needed, key=lambda name: needed[name])
+    return key, needed[key]
+
+
+def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
+    """Check a model that is sharded and filled; return what to print. All ranks call this together.
+
+    Raises:
+        ModelError: Its outputs or gradients are not those of the model in its files; the same on all ranks.
+    """
+    start = perf_counter()
+    config, origin, ranks = sharded.setting.config, sharded.origin, sharded.setting.ranks
+    policy, plan = sharded.model, sharded.plan
+    witness = witness_of(type(origin.skeleton), origin.original_config)
+    sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), sharded.setting.world.device, images)
+    may_fall_back = config.model.attention == "auto"
+    result, note = ranks.on_all_ranks(
+        lambda: check_forward(sides, may_fall_back=may_fall_back, all_agree=lambda agrees: all(ranks.gather(agrees))),
+    )
+    forward, gradients = perf_counter(), None
+    if config.model.check_gradients and any(value.requires_grad for value in policy.parameters()):
+        gradients = ranks.on_all_ranks(lambda: check_gradients(sides, plan, dropout=config.model.dropout))
+    compared = "scores" if config.scores else "log-probabilities"
+    difference = result.difference * result.spread
+    parts = [_forward_words(result, forward - start), _gradient_words(gradients, perf_counter() - forward)]
+    return [
+        note,
+        f"forward check: {compared} agree with transformers to {difference:.1e}",
+        f"checked against transformers: {'; '.join(part for part in parts if part)}",
+    ]
+
+
+def _forward_words(result: CheckResult, seconds: float) -> str:
+    words = "forward passes"
+    if result.lengths.seen:
+        words += f", lengths up to and beyond {', '.join(map(str, result.lengths.seen))}"
+    if result.lengths.too_long:
+        words += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
+    return f"{words} {seconds:.1f} s"
+
+
+def _gradient_words(gradients: Gradients | None, seconds: float) -> str:
+    if gradients is None:
+        return ""
+    words = f"gradients of {gradients.parameters} parameters {seconds:.1f} s"
+    return f"{words} (of {gradients.name} off by {gradients.worst:.0e} of its length or angle, none by more)"

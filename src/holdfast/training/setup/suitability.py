@@ -1,0 +1,193 @@
+"""What a run would find of a model before step 1, without a run: how it attends, decodes and adapts, what is refused.
+
+A model that is small and has its weights is looked at as it is. Any other one is looked at as a small configuration of
+the same architecture with random weights (`models/check/shrink.py`), and by what its own shapes say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.config.sections.model import LoRAConfig
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.tasks.synthetic import character_tokenizer
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.errors import ModelError, UserError
+from holdfast.models.adapters.live import adapters_of
+from holdfast.models.adapters.lora import add_adapters
+from holdfast.models.check.boundaries import boundaries_of
+from holdfast.models.check.shrink import shrink
+from holdfast.models.files.configuration import maker, on_meta, refusals
+from holdfast.models.layers.attention import register_attention
+from holdfast.models.layers.family import family_of
+from holdfast.models.layers.rotary import rotary_boundaries
+from holdfast.models.setup.model import Blueprint, blueprint, configured
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.mesh import World
+from holdfast.training.run import Setting
+from holdfast.training.setup.model import build_policy, check_positions, image_side_of
+
+_SMALL = 30_000_000
+"""Parameters of a model that is looked at as it is, if its weights are here."""
+_LARGEST = 400_000_000
+"""Parameters of a shrunken model that are still drawn and computed with."""
+_SPREAD = 0.05
+"""Of what is added to norms and biases, so that none is the identity."""
+
+
+def check_suitability(
+    config: TrainingConfig, base: Path, world: World, *, asked: bool, say: Callable[[str], None]
+) -> bool:
+    """Look at a run's model, and say whether nothing is refused.
+
+    Args:
+        config: The run's.
+        base: The directory of its file.
+        world: This process alone.
+        asked: Whether somebody wrote the configuration, so that its own keys are to hold too.
+        say: Takes each line as soon as it is true.
+
+    Raises:
+        ModelError: There are no such files.
+    """
+    register_attention()
+    setting = Setting(config=config, base=base, world=world, ranks=RankGroup())
+    raw_config, _ = configured(config.model, base)
+    make = maker(raw_config, config.model.trust_remote_code, config.scores)
+    try:
+        with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
+            model = on_meta(make, raw_config)
+        for line in _described(setting, model, asked=asked):
+            say(line)
+        for line in _checked(setting, model):
+            say(line)
+    except UserError as error:
+        say(f"refused: {' '.join(str(error).split())}")
+        return False
+    say("nothing is refused")
+    return True
+
+
+def _described(setting: Setting, model: Any, *, asked: bool) -> Iterator[str]:
+    """Yield what the shapes and fields of a whole model on the meta device say; adapters are laid into it."""
+    yield f"model: {type(model).__name__} ({family_of(model).name}), {_size(model):,} parameters"
+    yield from _on_lengths(model.config)
+    yield f"lora: {_layers_to_adapt(model, setting.config.model.lora or LoRAConfig())}"
+    if asked:
+        origin = _on_meta_alone(setting, model)
+        note = check_positions(setting.config, origin)
+        if note:
+            yield note
+
+
+def _on_meta_alone(setting: Setting, model: Any) -> Blueprint:
+    """Return the plan of the run's whole model, without its weights: patterns and names are matched with it."""
+    config = setting.config
+    section, lora = config.model, config.model.lora
+    if lora is not None and lora.path is not None:
+        section = section.model_copy(update={"lora": lora.model_copy(update={"path": None, "any_base": False})})
+    return blueprint(section, setting.base, seed=config.seed, live=model, scorer=config.scores)
+
+
+def _on_lengths(raw_config: Any) -> Iterator[str]:
+    every, rotary = boundaries_of(raw_config), rotary_boundaries(raw_config)
+    if not every:
+        yield "lengths: computed alike at every length"
+        return
+    yield f"lengths: computed otherwise beyond {', '.join(f'{length:,}' for length in every)} tokens"
+    if rotary:
+        yield (
+            f"lengths: rotary angles change there at {', '.join(f'{length:,}' for length in rotary)}; a policy whose "
+            "prompt and completion may cross that is refused"
+        )
+
+
+def _layers_to_adapt(model: Any, section: LoRAConfig) -> str:
+    try:
+        note = add_adapters(model, section.model_copy(update={"quantize": None}))
+    except ModelError as error:
+        return f"refused: {error}"
+    names = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in adapters_of(model))
+    return f"{', '.join(names)} ({note.removeprefix('lora: ')})"
+
+
+def _size(model: nn.Module) -> int:
+    return sum(value.numel() for name, value in model.named_parameters() if ".lora_" not in name)
+
+
+def _checked(setting: Setting, model: Any) -> Iterator[str]:
+    """Yield what the check before step 1 finds, of the model itself or of a small one like it."""
+    config, origin, what = _to_check(setting, model)
+    yield f"looked at: {what}"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        policy = build_policy(replace(setting, config=config), origin).model
+    why = [line for line in (*origin.notes, *printed.getvalue().splitlines()) if line.startswith("attention: ")]
+    if policy.padded:
+        yield next(iter(why), "attention: one document per row, since data.packing or model.attention says so")
+        yield "rollouts: by transformers' generate, since only packed attention decodes in this process"
+    else:
+        yield "attention: packed, documents side by side without seeing each other"
+        yield "rollouts: decoded in this process, over the training weights"
+    images = image_side_of(config, origin)
+    yield f"images: {'known' if isinstance(images, ImageSide) else images}"
+    yield from (line for line in printed.getvalue().splitlines() if line.startswith(("forward check", "checked")))
+
+
+def _to_check(setting: Setting, whole: Any) -> tuple[TrainingConfig, Blueprint, str]:
+    """Return what is built: the model itself if it is small and has its weights, else one like it."""
+    config, base = setting.config, setting.base
+    model, scorer, raw_config = config.model, config.scores, whole.config
+    make = maker(raw_config, model.trust_remote_code, scorer)
+    directory = None if model.path is None else _with_weights(Path(model.path).expanduser(), setting)
+    parallel = config.parallel.model_copy(update={"compute_dtype": "float32"})
+    if _size(whole) <= _SMALL and (directory is not None or model.path is None):
+        section = model.model_copy(update={"dtype": "float32", "frozen_dtype": "same"})
+        config = config.model_copy(update={"model": section, "parallel": parallel})
+        return config, blueprint(section, base, seed=config.seed, scorer=scorer), "the model itself, in float32"
+    small = shrink(raw_config, lambda candidate: on_meta(make, candidate))
+    count = _size(on_meta(make, small))
+    if count > _LARGEST:
+        raise ModelError(f"{raw_config.model_type} has {count:,} parameters where it is smallest, too many to look at.")
+    live = _drawn(make, small)
+    # Patterns of a run may name layers that are left out here; the whole model was matched with them.
+    whole_section: dict[str, Any] = {
+        "lora": None,
+        "freeze": [],
+        "unfreeze": [],
+        "dtype": "float32",
+        "frozen_dtype": "same",
+    }
+    section = model.model_copy(update=whole_section)
+    config = config.model_copy(update={"model": section, "parallel": parallel})
+    origin = blueprint(section, base, seed=config.seed, live=live, tokenizer=character_tokenizer(), scorer=scorer)
+    layers = f"{small.get_text_config().num_hidden_layers} of {raw_config.get_text_config().num_hidden_layers} layers"
+    return config, origin, f"a small model of the same architecture, {layers}, {count:,} random parameters in float32"
+
+
+def _with_weights(name: Path, setting: Setting) -> Path | None:
+    """Return the directory, if there is one with weights."""
+    return next((each for each in (name, setting.base / name) if any(each.glob("*.safetensors"))), None)
+
+
+def _drawn(make: Any, config: Any) -> Any:
+    """Return a model of random weights that are large enough for a soft cap, a window or an angle to be seen."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make(config)
+        with torch.no_grad():
+            for module in model.modules():
+                for name, value in module.named_parameters(recurse=False):
+                    if isinstance(module, nn.Linear | nn.Embedding) and value.ndim == 2:
+                        value.normal_(0.0, value.shape[1] ** -0.5 if isinstance(module, nn.Linear) else 0.5)
+                    elif name in {"weight", "bias"}:
+                        value.add_(torch.randn_like(value) * _SPREAD)
+    return model.eval()
