@@ -14,10 +14,9 @@ from tests.test_layers import SOURCE, imports, parts
 ROOMS = {
     "config": """
         base versions yaml12
-        other_systems sections tree
+        sections tree
         load
         verbs
-        conversion
     """,
     "data": """
         tasks
@@ -33,15 +32,15 @@ ROOMS = {
         functions
         code
         scorers
-        serving
+        workers
     """,
     "models": """
         names support
-        layers source weights
+        files layers
         scores
         heads
         adapters check
-        build
+        setup
     """,
     "parallel": """
         collectives failure plan rank_log rendezvous
@@ -53,21 +52,26 @@ ROOMS = {
         errors
         place
         format
-        background foreign loading
+        background loading
         inspect saving
         calls export
         keep
-        interface session
+        api session
+    """,
+    "rollout": """
+        sampling
+        engine
+        local
     """,
     "training": """
         directory observe randomness
-        run
-        serving watched
+        run run_state
+        watched
         control fingerprints journal profiling stragglers
         engines saving step
         evaluate
-        build fit
-        foreign scorers
+        fit setup
+        other_models
         policy preference
         distillation
     """,
@@ -75,9 +79,11 @@ ROOMS = {
         hints run_file
         after checkpoints
         running
-        before requeue
         beforehand looking checkpoint
         main
+    """,
+    "features": """
+        cluster forensics plan report rescue trackers trainers vllm
     """,
 }
 """From the lowest up; those of one line never import each other."""

@@ -14,8 +14,8 @@ import pytest
 from holdfast.config.sections.reward import CodeConfig
 from holdfast.rewards.base import Sample
 from holdfast.rewards.code.reward import CodeReward
-from holdfast.rewards.workers.folders import remove_tree
-from holdfast.rewards.workers.kernel import confine
+from holdfast.rewards.processes.folders import remove_tree
+from holdfast.rewards.processes.kernel import confine
 from tests.rewards.conftest import Start, sample
 
 TESTS = ["assert solve(2) == 4", "assert solve(3) == 9"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rewards.workers import framing
+from holdfast.rewards.processes import framing
 from tests.rewards.conftest import Start, is_alive, samples, wait_for
 
 RANK = """
@@ -23,7 +23,7 @@ RANK = """
     from pathlib import Path
     from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.workers.pool import RewardPool
+    from holdfast.rewards.processes.pool import RewardPool
 
     here = Path(sys.argv[1])
     config = RewardPoolConfig(workers=2, timeout_seconds=600)

@@ -47,7 +47,8 @@ def test_a_hash_is_of_the_bytes_of_a_tensor() -> None:
 def test_a_server_is_one_process_s_at_a_time_and_free_when_that_was_killed() -> None:
     script = (
         "import sys, time; from holdfast.features.vllm.buckets import Leases;"
-        "from holdfast.features.vllm.servers import VLLMServer; from holdfast.config.sections.engine import VLLMEngineConfig;"
+        "from holdfast.features.vllm.servers import VLLMServer;"
+        "from holdfast.config.sections.engine import VLLMEngineConfig;"
         "Leases('x').take(VLLMServer.of(sys.argv[1], VLLMEngineConfig(url=[sys.argv[1]])));"
         "print('has it', flush=True); time.sleep(60)"
     )

@@ -12,7 +12,9 @@ import pytest
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.features.forensics.recorder import Shown, read_record, record_path, sample_table, what_is_deleted
+from holdfast.features.forensics.recorder import read_record, record_path
+from holdfast.training.policy.build import unreplayable_steps
+from holdfast.training.policy.samples import Shown, sample_table
 
 HEAD = {"step": 1, "base": "/", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {
@@ -75,10 +77,10 @@ def test_a_torn_one_is_named(tmp_path: Path, place: Path, length: int) -> None:
 def test_steps_that_cannot_be_made_again_are_told_at_start(steps: int, checkpoint: dict[str, Any], said: str) -> None:
     tree = {"steps": steps, "model": {"path": "m"}, "data": {"path": "d"}, "reward": "exact", "checkpoint": checkpoint}
 
-    found = what_is_deleted(from_mapping(tree | {"rollout": {"record": True}}, GRPOConfig))
+    found = unreplayable_steps(from_mapping(tree | {"rollout": {"record": True}}, GRPOConfig))
 
     assert said in found if said else found == ""
-    assert what_is_deleted(from_mapping(tree, GRPOConfig)) == ""
+    assert unreplayable_steps(from_mapping(tree, GRPOConfig)) == ""
 
 
 def shown(**changed: Any) -> Shown:

@@ -14,11 +14,11 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from holdfast import registry
 from holdfast.config.base import EXPORTED, kinds_of
 from holdfast.config.tree import all_keys, key_path, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.systems.table import hint
 
 _WANTED = {
     "int_type": "a whole number",
@@ -144,17 +144,7 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
 
 def _of_other_system(name: str, elsewhere: Sequence[str], everywhere: Sequence[str]) -> str:
     """Say what a key of another system is here, and what differs; "" for one of ours, and where no system has it."""
-    other = None if elsewhere else hint(name)
-    if other is None:
-        return ""
-    entry = other.entry
-    if entry.status == "none":
-        return f"{other.system} {entry.key} has no counterpart here: {entry.note}"
-    keys = " and ".join(entry.targets)
-    where = "here" if set(entry.targets) & set(everywhere) else "here, in files of another command"
-    if entry.status == "same":
-        return f"it is called {keys} {where}"
-    return f"{other.system} {entry.key} differs from {keys} {where}: {entry.note}"
+    return "" if elsewhere else str(registry.load(registry.KEY_HINT)(name, everywhere))
 
 
 def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:

@@ -26,6 +26,18 @@ def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
+SRUN_VARIABLES = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
+"""What Slurm tells a task of `srun`: machines, tasks, its number, and its number on its machine."""
+
+
+def srun_task(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of this process among the tasks of a step of `srun`; None outside one of several tasks."""
+    environ = os.environ if environ is None else environ
+    if "SLURM_STEP_ID" not in environ or any(name not in environ for name in SRUN_VARIABLES):
+        return None
+    return int(environ["SLURM_PROCID"]) if int(environ["SLURM_STEP_NUM_TASKS"]) > 1 else None
+
+
 def is_first_rank(environ: Mapping[str, str] | None = None) -> bool:
     """Say whether this process is rank 0 of those that somebody else started, or the command itself."""
     environ = os.environ if environ is None else environ

@@ -12,8 +12,7 @@ from types import TracebackType
 
 from holdfast import patience
 from holdfast.errors import UserError
-from holdfast.features.cluster.slurm import current_step
-from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, under_torchrun
+from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, srun_task, under_torchrun
 
 EXIT_FILE_VARIABLE = "HOLDFAST_EXIT_FILE"
 """Set by `launch.agent` where torchrun may start ranks again."""
@@ -28,8 +27,7 @@ def await_first_rank() -> bool:
     that is still there afterwards has met what the first did not, or runs on another machine, which has a screen or a
     log of its own: there its first rank speaks too.
     """
-    step = None if under_torchrun() else current_step()
-    if step is not None and step.number > 0:
+    if not under_torchrun() and (srun_task() or 0) > 0:
         _await_end()
         return True
     if not under_torchrun() or LAUNCH_DIRECTORY_VARIABLE in os.environ or os.environ["RANK"] == "0":

@@ -39,6 +39,16 @@ class Sink(Protocol):
         """Finish; nothing is written afterwards."""
 
 
+class TrackerProcesses(Protocol):
+    """The trackers of a run, each a process that the run does not depend on."""
+
+    def news(self) -> list[str]:
+        """Return what became of them since the last call."""
+
+    def close(self, status: str) -> list[str]:
+        """End them; return what they could not send. The status is `finished` or `failed`."""
+
+
 class JsonlSink:
     """One JSON object per line, complete lines only: a reader may follow the file while it grows."""
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast import registry
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.features.forensics.recorder import record, tell_samples
 from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import acting_entropy_coefficient, next_entropy_coefficient, next_kl_coefficient
@@ -37,6 +37,7 @@ from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
 from holdfast.training.policy.run import PolicyRun, is_warming_up, restored_afterwards
+from holdfast.training.policy.samples import tell_samples
 from holdfast.training.setup.begin import Live
 from holdfast.training.step import train_step
 from holdfast.types import MiniBatch
@@ -74,7 +75,8 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
     metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
     metrics |= measured(run, metrics)
-    record(run, rollout, metrics)
+    if run.config.rollout.record:
+        registry.load(registry.STEP_RECORD)(run, rollout, metrics)
     tell_samples(run, rollout)
     return metrics
 

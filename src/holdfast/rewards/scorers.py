@@ -57,7 +57,7 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
             bound, own_seconds = Concurrent(judge), judge.endpoint.longest_seconds
         case "code":
             from holdfast.rewards.code.reward import CodeReward
-            from holdfast.rewards.workers.folders import remove_abandoned
+            from holdfast.rewards.processes.folders import remove_abandoned
 
             code = CodeReward(section["column"], section["grade"], section["timeout_seconds"], section["memory_mib"])
             remove_abandoned()

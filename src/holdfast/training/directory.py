@@ -18,7 +18,7 @@ from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 from holdfast.files import append_text, is_there, naming, parse_json, read_bytes, read_json, read_text
 
-IDENTITY, EVENTS, PLAN, LOGS = "run.json", "events.jsonl", "plan.json", "logs"
+IDENTITY, EVENTS, PLAN, LOGS, PAGE = "run.json", "events.jsonl", "plan.json", "logs", "report.html"
 COMPLETIONS = "completions"
 MEMORY = "memory"
 """An event: `device`, and `peaks`, phase -> bytes on rank 0, the largest of all steps so far.
@@ -38,6 +38,12 @@ def run_directory(config: Any) -> Path:
 def checkpoint_place(directory: Path, config: Any) -> str | Path:
     """Return where the checkpoints of the run in a directory are; a dry run leaves checkpoint.storage alone too."""
     return directory / CHECKPOINTS if config.dry_run else config.checkpoint.storage or directory / CHECKPOINTS
+
+
+def count_starts(directory: Path) -> int:
+    """Return how often a run has begun to train; a start that was refused, or had nothing to do, is not counted."""
+    path = directory / EVENTS
+    return path.read_bytes().count(b'"event": "start"') if path.is_file() else 0
 
 
 def check_writable(directory: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
+from holdfast import registry
 from holdfast.config.sections.engine import (
     LocalEngineConfig,
     LocalKind,
@@ -19,8 +21,6 @@ from holdfast.config.sections.rollout import EngineConfig, EngineSection, Graphs
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.features.forensics.recorded import RecordedEngine
-from holdfast.features.vllm.publish import ServedEngine, open_servers
 from holdfast.files import size_words
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.models.setup.model import Blueprint
@@ -35,6 +35,14 @@ from holdfast.training.observe import load_function
 from holdfast.training.run import ShardedModel
 
 
+class PublishedEngine(ABC):
+    """An engine in other processes, which the ranks push their shards to themselves."""
+
+    @abstractmethod
+    def publish(self, sharded: ShardedModel) -> None:
+        """Push the present weights, and prove that they arrived; all ranks call this together."""
+
+
 def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
 
@@ -47,9 +55,12 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
     ranks.on_all_ranks(lambda: _refuse_endless(sharded, rollout))
     if isinstance(section, VLLMEngineConfig):
         ranks.on_all_ranks(lambda: _refuse_unserved(sharded, tells_experts=tells_experts))
-        return open_servers(sharded, section, stops_of(sharded))
+        served: RolloutEngine = registry.load(registry.ENGINES[section.kind])(sharded, section, stops_of(sharded))
+        return served
     if isinstance(section, RecordedEngineConfig):
-        return ranks.on_all_ranks(lambda: RecordedEngine(sharded.setting.base / section.path))
+        open_recorded = registry.load(registry.ENGINES[section.kind])
+        recorded: RolloutEngine = ranks.on_all_ranks(lambda: open_recorded(sharded.setting.base / section.path))
+        return recorded
     if isinstance(section, UserEngineConfig):
         make = load_function(section.path, sharded.setting.base, "rollout.engine.path")
         return ranks.on_all_ranks(lambda: _user_engine(make(**section.kwargs), section.path))
@@ -101,7 +112,7 @@ def _user_engine(engine: Any, path: str) -> RolloutEngine:
 
 def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
     """Let an engine take over the policy's present weights; all ranks call this together."""
-    if isinstance(engine, ServedEngine):
+    if isinstance(engine, PublishedEngine):
         engine.publish(sharded)
         return
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)

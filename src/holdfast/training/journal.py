@@ -10,13 +10,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from holdfast import registry
 from holdfast.checkpoint.session import Saved
 from holdfast.errors import HoldfastError
-from holdfast.features.trackers.client import Trackers
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
-from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink
+from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink, TrackerProcesses
 from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
 from holdfast.rewards.base import FAULTS
@@ -54,7 +54,7 @@ class Journal:
         """Of the steps since the last line."""
         self._unwritten: tuple[int, Mapping[str, float]] | None = None
         """The last step, if it has no line."""
-        self._trackers: Trackers | None = None
+        self._trackers: TrackerProcesses | None = None
         first = run.setting.world.is_first
         self._samples: JsonlSink | None = None
         self._sample_files: SampleFiles | None = None
@@ -82,8 +82,9 @@ class Journal:
             lines.event({"event": "rewind", "to": run.trained.state.step})
         self._sinks.append(lines)
         setting = run.setting
-        if not setting.config.dry_run:  # which leaves nothing anywhere
-            self._trackers = Trackers(setting.config.metrics.sinks, setting.directory, setting.base)
+        trackers = setting.config.metrics.sinks
+        if trackers and not setting.config.dry_run:  # which leaves nothing anywhere
+            self._trackers = registry.load(registry.TRACKERS)(trackers, setting.directory, setting.base)
 
     def _logged(self, screen: ProgressDisplay) -> ProgressDisplay:
         """Return a display whose steps stand in logs/rank-0.log, also where the screen shows none as lines."""

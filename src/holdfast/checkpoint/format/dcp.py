@@ -31,7 +31,6 @@ from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import FileEntry, TensorEntry
 from holdfast.checkpoint.place.memory import is_out_of_memory, no_memory_for
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.features.rescue.reading.modest_pickles import is_modest
 
 
 def one_process_is_meant() -> None:
@@ -260,12 +259,10 @@ def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Meta
         CheckpointUnreadable: This machine is short of memory.
     """
     try:
-        if foreign and not is_modest(data):
-            raise ValueError("it asks for more memory or time than goes with its size")  # noqa: TRY301 - as below
         metadata = _Unpickler(data).load()
         _check_form(metadata, foreign=foreign)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
-        if is_out_of_memory(error) and is_modest(data):
+        if is_out_of_memory(error):
             raise no_memory_for(where, len(data)) from error
         raise CheckpointCorrupt(f"{where} cannot be read: {str(error) or type(error).__name__}.") from None
     assert isinstance(metadata, Metadata)

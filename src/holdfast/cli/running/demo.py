@@ -117,8 +117,8 @@ def _steps(metrics: Path) -> int:
 
 
 def _summary(run: Path, killed: str, plain: float, seconds: float) -> Sequence[str]:
-    from holdfast.features.report.page import PAGE
     from holdfast.metrics.sink import METRICS, read_metrics
+    from holdfast.training.directory import PAGE
 
     lines = read_metrics(run / METRICS)
     steps = [line for line in lines if "reward" in line]

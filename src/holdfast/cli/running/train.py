@@ -8,9 +8,11 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from holdfast import registry
 from holdfast.cli.running.worker import work
 from holdfast.config.base import Section
 from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
@@ -19,19 +21,16 @@ from holdfast.config.sections.metrics import UserTrackerConfig
 from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import ROOTS, load_run, verb_of
+from holdfast.config.verbs.roots import ROOTS, engine_of, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.config.yaml12 import parse_file
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.features.cluster.slurm import become_launcher, become_rank, check_interfaces, current_step
-from holdfast.features.report.run_page import starts, write_at_end
-from holdfast.features.vllm.serving import beside, refuse_starting
-from holdfast.launch.environment import is_first_rank, resolve_ranks, under_torchrun
+from holdfast.launch.environment import is_first_rank, resolve_ranks, srun_task, under_torchrun
 from holdfast.launch.local import launch_local
 from holdfast.models.files.places import local_directory
-from holdfast.training.directory import run_directory
+from holdfast.training.directory import count_starts, run_directory
 from holdfast.training.observe import find_script
 
 
@@ -104,19 +103,15 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     """Start the ranks, or be one of them under torchrun; a task of `srun` is one rank, or torchrun on its node."""
-    step = None if under_torchrun() else current_step()
-    if step is not None:
-        check_interfaces()
-        if step.role(loaded.config.launch) == "launcher":
-            become_launcher(step, loaded.config.launch, loaded.config.checkpoint.grace_seconds)
-        become_rank(step)
-    if under_torchrun():
-        refuse_starting(loaded.config)
+    if not under_torchrun() and srun_task() is not None:
+        registry.load(registry.SRUN)(loaded.config.launch, loaded.config.checkpoint.grace_seconds)
+    if under_torchrun() and engine_of(loaded.config) is not None:
+        registry.load(registry.SERVERS_UNDER_TORCHRUN)(loaded.config)
     directory = run_directory(loaded.config)
-    before = starts(directory)
+    before = count_starts(directory)
     code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
     if verb in ROOTS and is_first_rank():
-        write_at_end(directory, before, stopped=code == RunStopped.exit_code)
+        registry.load(registry.RUN_PAGE)(directory, before, stopped=code == RunStopped.exit_code)
     return code
 
 
@@ -127,7 +122,8 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
         command = [sys.executable, "-m", "holdfast.cli.running.worker", verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
-        with beside(loaded):
+        servers = registry.load(registry.SERVERS)(loaded) if engine_of(loaded.config) is not None else nullcontext()
+        with servers:
             return launch_local(command, ranks, loaded.config.launch, run_directory(loaded.config))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.load import LoadedConfig, from_mapping, load_config
+from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import BradleyTerryConfig, DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -45,6 +46,14 @@ def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfi
     asked = {override.partition(".")[0].partition("=")[0]: override for override in overrides}
     named = asked | dict(parse_file(path).values)
     return load_config(path, overrides, ROOTS[verb_of(named)])
+
+
+def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:
+    """Return the section of the inference servers that a run samples from; None of a run without."""
+    if not isinstance(config, GRPOConfig | DistillConfig):
+        return None
+    engine = config.rollout.engine
+    return engine if isinstance(engine, VLLMEngineConfig) else None
 
 
 def run_from_mapping(values: Mapping[str, Any]) -> TrainingConfig:

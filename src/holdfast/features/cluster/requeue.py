@@ -1,6 +1,7 @@
 """Whether a job that has ended goes on: decided by what the run's first rank wrote, never by an exit code alone.
 
-Run as `python -m holdfast.features.cluster.requeue RUN_DIR JOB` by the batch script of `holdfast launch slurm`: 0 requeues.
+The batch script of `holdfast launch slurm` runs it as `python -m holdfast.features.cluster.requeue RUN_DIR JOB`;
+exit code 0 requeues.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A job is one step of one task a node; each task is torchrun with the ranks of its node. Slurm places and requeues,
 torchrun lets the nodes meet, and whether a job goes on is decided by what the run's first rank wrote
-(`cli/requeue.py`).
+(`requeue.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
-from holdfast.launch.environment import inherited, resolve_ranks
+from holdfast.launch.environment import SRUN_VARIABLES, inherited, resolve_ranks, srun_task
 
 _ASK_SECONDS = 20
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -225,11 +225,25 @@ class JobStep:
 def current_step(environ: Mapping[str, str] | None = None) -> JobStep | None:
     """Return the step of `srun` that this process is a task of; None outside one, and for a step of one task."""
     environ = os.environ if environ is None else environ
-    names = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if "SLURM_STEP_ID" not in environ or any(name not in environ for name in names):
+    if srun_task(environ) is None:
         return None
-    nodes, tasks, number, local_number = (int(environ[name]) for name in names)
-    return JobStep(nodes, tasks, number, local_number, environ["SLURM_JOB_ID"], environ) if tasks > 1 else None
+    nodes, tasks, number, local_number = (int(environ[name]) for name in SRUN_VARIABLES)
+    return JobStep(nodes, tasks, number, local_number, environ["SLURM_JOB_ID"], environ)
+
+
+def join_step(launch: LaunchConfig, grace_seconds: float) -> None:
+    """Make this process, a task of `srun`, one rank, or replace it by torchrun with the ranks of its node.
+
+    Raises:
+        ConfigError: The step has neither a task a rank nor a task a node, or a network interface is missing.
+    """
+    step = current_step()
+    if step is None:
+        return
+    check_interfaces()
+    if step.role(launch) == "launcher":
+        become_launcher(step, launch, grace_seconds)
+    become_rank(step)
 
 
 def become_rank(step: JobStep) -> None:

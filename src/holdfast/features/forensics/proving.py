@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.roots import engine_of, load_run
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.features.vllm.serving import engine_of
 from holdfast.launch.environment import inherited, resolve_ranks
 
 PROOF_PHASES = {

@@ -1,6 +1,7 @@
 """What `holdfast doctor` looks at of a machine: versions, devices, ranks that meet, the place of a run.
 
-The ranks are processes that meet and do nothing else, started as a run's are: `python -m holdfast.features.plan.machine`.
+The ranks are processes that meet and do nothing else, started as a run's are:
+`python -m holdfast.features.plan.machine`.
 """
 
 from __future__ import annotations

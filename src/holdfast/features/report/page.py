@@ -24,8 +24,8 @@ from holdfast.features.report.metrics import leading, metric_label
 from holdfast.features.report.reading import RunRecord, read_run
 from holdfast.features.report.thinning import RULE
 from holdfast.files import naming
+from holdfast.training.directory import PAGE
 
-PAGE = "report.html"
 MARK = '<meta name="generator" content="holdfast report">'
 """By which a file is known to be such a page, and may be written anew."""
 _SCRIPTS = ("charts.js", "samples.js", "page.js")

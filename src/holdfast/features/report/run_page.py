@@ -12,17 +12,11 @@ from types import FrameType
 
 from holdfast import patience
 from holdfast.features.report.page import write_page
-from holdfast.training.directory import EVENTS, IDENTITY
+from holdfast.training.directory import IDENTITY, count_starts
 
 
 class _GivenUp(BaseException):
     """The time is over, or somebody wants the command to end; nothing may catch it on its way."""
-
-
-def starts(directory: Path) -> int:
-    """Return how often a run has begun to train: what was refused, or had nothing to do, leaves its page as it is."""
-    path = directory / EVENTS
-    return path.read_bytes().count(b'"event": "start"') if path.is_file() else 0
 
 
 def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
@@ -30,11 +24,11 @@ def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
 
     Args:
         directory: Of the run.
-        starts_before: What `starts` said before the command trained.
+        starts_before: What `count_starts` said before the command trained.
         stopped: Whether somebody may be waiting for the command to end, as a scheduler does after SIGTERM.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or not (directory / IDENTITY).exists() or starts(directory) == starts_before:
+    if not in_main or not (directory / IDENTITY).exists() or count_starts(directory) == starts_before:
         return
     seconds = patience.current.page_after_stop_seconds if stopped else patience.current.page_seconds
     try:

@@ -31,6 +31,7 @@ from holdfast.http import EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
+from holdfast.training.engines import PublishedEngine
 from holdfast.training.run import ShardedModel
 
 
@@ -78,7 +79,7 @@ def _dtype(sharded: ShardedModel) -> torch.dtype:
     return dtype
 
 
-class ServedEngine(VLLMEngine):
+class ServedEngine(VLLMEngine, PublishedEngine):
     """Servers that sample from a policy; all ranks build it, and rank 0 pushes.
 
     Args:

@@ -8,15 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.roots import engine_of, load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.processes import Served, Servers, keep_logs
@@ -32,7 +31,7 @@ def serve(path: Path, overrides: Sequence[str]) -> int:
     assert section is not None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with beside(loaded):
+        with servers_of(loaded):
             print(f"serving at {', '.join(section.url)}; weights come with the run's first push", flush=True)
             while True:
                 signal.pause()
@@ -61,13 +60,6 @@ def _refuse_unserved(path: Path, config: TrainingConfig) -> None:
     )
 
 
-def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:
-    """Return the section of a run's servers; None of a run without."""
-    rollout = config.rollout if isinstance(config, GRPOConfig | DistillConfig) else None
-    engine = None if rollout is None else rollout.engine
-    return engine if isinstance(engine, VLLMEngineConfig) else None
-
-
 def refuse_starting(config: TrainingConfig) -> None:
     """Refuse servers beside ranks that somebody else has started: nobody here would end them.
 
@@ -82,7 +74,7 @@ def refuse_starting(config: TrainingConfig) -> None:
         )
 
 
-def beside(loaded: LoadedConfig[TrainingConfig]) -> Any:
+def servers_of(loaded: LoadedConfig[TrainingConfig]) -> AbstractContextManager[None]:
     """Return a context in which the servers of a run live, if it asks for that."""
     section = engine_of(loaded.config)
     return nullcontext() if section is None or not section.start else _servers(loaded, section)

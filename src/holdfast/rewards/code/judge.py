@@ -23,7 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[3]))
 
 from holdfast.rewards.code.values import ACTS, MODULES, Peer, Remote  # noqa: E402
-from holdfast.rewards.workers import kernel  # noqa: E402
+from holdfast.rewards.processes import kernel  # noqa: E402
 
 _SWEEP_SECONDS = 2.0  # not of patience.py: a judge starts for each program, and imports as little as it can
 _MOST_FILE_BYTES = 1 << 24

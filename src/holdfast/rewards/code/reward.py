@@ -20,7 +20,7 @@ from typing import Any, Literal
 from holdfast import patience
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import cell
-from holdfast.rewards.workers import folders, kernel
+from holdfast.rewards.processes import folders, kernel
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _JUDGE = Path(__file__).with_name("judge.py")

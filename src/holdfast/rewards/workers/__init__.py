@@ -1,1 +1,1 @@
-"""Processes that score, and what passes between them: framing, folders, confinement, the pool."""
+"""Serving rewards in worker processes, or in this one."""

@@ -36,9 +36,9 @@ from holdfast.rewards.functions.signatures import (
     One,
     event_loop,
 )
+from holdfast.rewards.processes import framing, kernel
+from holdfast.rewards.processes.framing import MessageReader
 from holdfast.rewards.scorers import ReadyReward
-from holdfast.rewards.workers import framing, kernel
-from holdfast.rewards.workers.framing import MessageReader
 from holdfast.text.escaping import escaped_paragraph
 
 

@@ -26,8 +26,8 @@ from typing import Any
 from holdfast import patience
 from holdfast.rewards.base import SampleOutcome
 from holdfast.rewards.functions.signatures import BatchedCall, Each
+from holdfast.rewards.processes import folders, framing, kernel
 from holdfast.rewards.scorers import ReadyReward
-from holdfast.rewards.workers import folders, framing, kernel
 from holdfast.rewards.workers.fork_server import (
     IGNORED,
     Task,

@@ -17,8 +17,8 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import CannotStart
+from holdfast.rewards.processes import framing, kernel
 from holdfast.rewards.scorers import ReadyReward, build
-from holdfast.rewards.workers import framing, kernel
 from holdfast.rewards.workers.supervisor import Supervisor
 from holdfast.text.escaping import escaped_paragraph
 

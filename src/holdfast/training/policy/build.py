@@ -18,7 +18,6 @@ from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, DataError
-from holdfast.features.forensics.recorder import what_is_deleted
 from holdfast.models.layers.expert_choices import why_not_replayed
 from holdfast.models.layers.routers import routers_of
 from holdfast.models.setup.model import Blueprint
@@ -105,7 +104,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         add_critic(run, config.critic, live)
     check_offload(run)
     walk_a_step(run)
-    if world.is_first and (deleted := what_is_deleted(config)):
+    if world.is_first and (deleted := unreplayable_steps(config)):
         print(f"warning: {deleted}", flush=True)
     return run
 
@@ -130,6 +129,21 @@ def build_policy_evaluation(
         score=score,
         images=images,
         prompt_sets=_prompt_sets(started, sharded, tokenise),
+    )
+
+
+def unreplayable_steps(config: GRPOConfig) -> str:
+    """Return which of the steps that are kept cannot be made again, since no checkpoint will be; "" if all can."""
+    section, keep = config.checkpoint, config.checkpoint.keep
+    whole = config.steps is not None and config.steps <= keep.last
+    if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or whole)):
+        return ""
+    saved = "by the clock alone" if section.every_steps is None else f"every {section.every_steps} steps"
+    checkpoints = f"the last {keep.last}" + ("" if keep.every is None else f" and those of every {keep.every} steps")
+    return (
+        f"rollout.record: step N is made again from the checkpoint of step N-1; checkpoints are saved {saved}, and of "
+        f"them {checkpoints} stay, so most steps cannot be replayed. Set checkpoint.every_steps and "
+        "checkpoint.keep.every to 1, or to the distance of the steps that you may want."
     )
 
 

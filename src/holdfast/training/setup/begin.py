@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from holdfast import registry
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, planned_steps
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.stream import BatchStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.features.trackers.client import check_trackers
 from holdfast.models.setup.model import Blueprint, blueprint, cost_of
 from holdfast.objectives.base import Objective
 from holdfast.optim.schedule import Unfreezing
@@ -82,7 +82,8 @@ def begin(setting: Setting, live: Live) -> Started:
     """
     config, ranks = setting.config, setting.ranks
     ranks.on_first_rank(lambda: check_writable(setting.directory))
-    ranks.on_all_ranks(lambda: check_trackers(config.metrics.sinks, setting.base))
+    if config.metrics.sinks:
+        ranks.on_all_ranks(lambda: registry.load(registry.TRACKER_CHECK)(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))
     ranks.on_all_ranks(lambda: check_batch(config, data, setting.world.size))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.place.layout import METADATA
+from holdfast.features.rescue.reading.modest_pickles import is_modest
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
 from holdfast.features.rescue.reading.torch_file import TorchFile
@@ -42,6 +43,8 @@ class DcpDirectory:
             data = read_bytes(path, _MOST_METADATA)
             if not data:
                 raise DamagedFile(f"{METADATA} is empty")
+            if not is_modest(data):
+                raise DamagedFile(f"{METADATA} asks for more memory or time than goes with its size")
             self._metadata: Metadata = read_dcp_metadata(data, str(path), foreign=True)
         except FileNotFoundError:
             raise DamagedFile(

@@ -6,7 +6,7 @@ says how the files are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -148,6 +148,26 @@ class Hint:
 
     system: str
     entry: Entry
+
+
+def describe_key(name: str, keys_here: Sequence[str]) -> str:
+    """Say what a key of another system is here, and what differs; "" where no system has it.
+
+    Args:
+        name: The unknown key.
+        keys_here: Dotted keys of the tree that was meant.
+    """
+    other = hint(name)
+    if other is None:
+        return ""
+    entry = other.entry
+    if entry.status == "none":
+        return f"{other.system} {entry.key} has no counterpart here: {entry.note}"
+    keys = " and ".join(entry.targets)
+    where = "here" if set(entry.targets) & set(keys_here) else "here, in files of another command"
+    if entry.status == "same":
+        return f"it is called {keys} {where}"
+    return f"{other.system} {entry.key} differs from {keys} {where}: {entry.note}"
 
 
 def hint(key: str) -> Hint | None:

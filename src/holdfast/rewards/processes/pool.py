@@ -24,7 +24,7 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.files import read_end
 from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
-from holdfast.rewards.workers import framing, kernel
+from holdfast.rewards.processes import framing, kernel
 from holdfast.text.escaping import escaped
 
 _AUTO_WORKERS = 4

@@ -1,0 +1,39 @@
+"""Import paths of what features add to the core, so that the core never imports a feature.
+
+Each value is `module:attribute`; `load` imports it when a run needs it. Commands are listed in `cli/main.py`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+ENGINES = {
+    "vllm": "holdfast.features.vllm.publish:open_servers",
+    "recorded": "holdfast.features.forensics.recorded:RecordedEngine",
+}
+"""Rollout engines outside `rollout/local`, by the kind of `rollout.engine`."""
+SERVERS = "holdfast.features.vllm.serving:servers_of"
+"""Makes the context in which the inference servers of a run live."""
+SERVERS_UNDER_TORCHRUN = "holdfast.features.vllm.serving:refuse_starting"
+"""Refuses servers that a process started by torchrun cannot own."""
+SRUN = "holdfast.features.cluster.slurm:join_step"
+"""Makes a task of `srun` one rank, or torchrun on its node."""
+STEP_RECORD = "holdfast.features.forensics.recorder:record"
+"""Writes what a step was made of."""
+TRACKERS = "holdfast.features.trackers.client:Trackers"
+TRACKER_CHECK = "holdfast.features.trackers.client:check_trackers"
+RUN_PAGE = "holdfast.features.report.run_page:write_at_end"
+"""Writes the page that a run ends with."""
+KEY_HINT = "holdfast.features.rescue.systems.table:describe_key"
+"""Says what a key of another system is called here."""
+
+
+def load(path: str) -> Any:
+    """Import what a path of this registry names.
+
+    Args:
+        path: `module:attribute`.
+    """
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,177 @@
+"""Show some of a step's completions to people: samples.jsonl holds them as text, with the tokens of a few of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from holdfast.text.escaping import escaped
+from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.policy.run import PolicyRun
+from holdfast.types import Finish, Group, Trajectory
+
+_LONGEST = 160
+"""Characters of a completion that the table shows."""
+
+
+class Shown(NamedTuple):
+    """One completion as text."""
+
+    step: int
+    sample_id: int
+    prompt: str
+    completion: str
+    reward: float | None
+    rewards: dict[str, float | None]
+    advantage: float
+    finish: str
+    trained: bool
+    """Whether its group is; what is left out of a step has no advantage."""
+
+
+def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
+    """Every `rollout.show_every` steps, leave some completions to be shown, and all that were sampled to be written."""
+    config, step = run.config.rollout, run.trained.state.step
+    if step % config.show_every and step != 1:
+        return
+    own_samples = [_shown(step, group, trained=True) for group in rollout.groups]
+    own_samples += [_shown(step, group, trained=False) for group in rollout.left_out]
+    everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
+    shown = sorted(everyone, key=lambda item: item.sample_id)
+    tokens = _tokens(run, rollout, shown)
+    if run.setting.world.is_first and shown:
+        run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in shown]
+        if config.show:
+            run.setting.log.messages.append(sample_table(choose_samples(shown, config.show), step))
+
+
+def _tokens(run: PolicyRun, rollout: Rollout, shown: Sequence[Shown]) -> dict[int, list[list[Any]]]:
+    """Return the tokens of the best, the worst and the newest completion; all ranks call this together."""
+    if not shown or run.config.metrics.samples != "jsonl":
+        return {}
+    chosen = {item.sample_id for _, item in choose_samples(shown, 3)}
+    own = {
+        trajectory.sample_id: _token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
+        for group in (*rollout.groups, *rollout.left_out)
+        for trajectory in group.trajectories
+        if trajectory.sample_id in chosen
+    }
+    return {sample: rows for part in run.setting.ranks.gather(own) for sample, rows in part.items()}
+
+
+_MOST_TOKENS = 2_000
+"""Of a completion; what comes after is in no record of this kind."""
+_TOKEN_DIGITS = 4
+
+
+def _token_rows(trajectory: Trajectory, prompt_tokens: int, tokenizer: Any) -> list[list[Any]]:
+    """Return [text, log-probability in nats, advantage] of each token behind a prompt; [] without a fast tokenizer.
+
+    A character of several tokens stands at the last of them. What the policy did not choose has no log-probability.
+
+    Args:
+        trajectory: Prompt and completion.
+        prompt_tokens: Length of the prompt.
+        tokenizer: Of the run.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    chosen = slice(prompt_tokens, prompt_tokens + _MOST_TOKENS)
+    texts = _token_texts(backend, trajectory.tokens[chosen].tolist())
+    own = trajectory.loss_mask[chosen].tolist()
+    logprobs = trajectory.sampler_logprobs[chosen].tolist()
+    advantages = [None] * len(own) if trajectory.advantages is None else trajectory.advantages[chosen].tolist()
+    return [
+        [text, _rounded(logprob) if is_own else None, _rounded(advantage) if is_own else None]
+        for text, is_own, logprob, advantage in zip(texts, own, logprobs, advantages, strict=True)
+    ]
+
+
+def _token_texts(backend: Any, tokens: Sequence[int]) -> Iterator[str]:
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    for token in tokens:
+        yield stream.step(backend, token) or ""
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, _TOKEN_DIGITS)
+
+
+def _line(item: Shown, tokens: list[list[Any]] | None) -> dict[str, Any]:
+    return item._asdict() | ({"tokens": tokens} if tokens else {})
+
+
+def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:
+    return [
+        Shown(
+            step,
+            trajectory.sample_id,
+            group.prompt.text,
+            trajectory.completion,
+            trajectory.reward,
+            dict(trajectory.rewards),
+            0.0 if trajectory.advantages is None else float(trajectory.advantages[-1]),
+            trajectory.finish.value,
+            trained,
+        )
+        for trajectory in group.trajectories
+    ]
+
+
+def choose_samples(shown: Sequence[Shown], count: int) -> list[tuple[str, Shown]]:
+    """Return the best, the worst and the newest completion, and then the next best, each with its label."""
+    scored = [item for item in shown if item.reward is not None] or list(shown)
+    ranked = sorted(scored, key=lambda item: (-(item.reward or 0.0), item.sample_id))
+    picked = [("best", ranked[0]), ("worst", ranked[-1]), ("newest", shown[-1])]
+    return [*picked, *(("", item) for item in ranked[1:-1])][:count]
+
+
+_MOST_PARTS = 6
+_LONGEST_NAME = 20
+
+
+def sample_table(picked: Sequence[tuple[str, Shown]], step: int) -> str:
+    """Return completions as lines of text: reward, advantage, the reward's parts, and what was asked and answered.
+
+    A part that is the reward itself is left out, and so are parts beyond the sixth; samples.jsonl has all.
+    """
+    items = [item for _, item in picked]
+    parts = _parts(items)
+    shown, more = parts[:_MOST_PARTS], len(parts) - _MOST_PARTS
+    rows = [[" " * 6, "reward", "advantage", *(_short(name, _LONGEST_NAME) for name in shown)]]
+    rows += [[label, *_numbers(item, shown)] for label, item in picked]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = [f"(and {more} parts more)" if more > 0 else "", *map(_spoken, items)]
+    cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = ["  ".join(["", *row, end]).rstrip() for row, end in zip(cells, ends, strict=True)]
+    return "\n".join([f"completions of step {step}:", *lines])
+
+
+def _parts(items: Sequence[Shown]) -> list[str]:
+    """Return the parts that say more than the reward."""
+    parts = list(dict.fromkeys(name for item in items for name in item.rewards))
+    alone = len(parts) == 1 and all(item.rewards.get(parts[0]) == item.reward for item in items)
+    return [] if alone else parts
+
+
+def _numbers(item: Shown, parts: Sequence[str]) -> list[str]:
+    advantage = f"{item.advantage:+.2f}" if item.trained else "untrained"
+    return [_decimal(item.reward), advantage, *(_decimal(item.rewards.get(name)) for name in parts)]
+
+
+def _spoken(item: Shown) -> str:
+    cut = " (cut)" if item.finish == Finish.LENGTH.value else ""
+    return f"{_short(item.prompt, _LONGEST)} -> {_short(item.completion, _LONGEST)}{cut}"
+
+
+def _decimal(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
+
+
+def _short(text: str, longest: int) -> str:
+    one_line = escaped(text)
+    return one_line if len(one_line) <= longest else "..." + one_line[-longest:]
