@@ -59,12 +59,6 @@ READS_THE_ENVIRONMENT = (
     "features/trackers/environment.py",
     "features/vllm/processes.py",
 )
-    "launch/",
-    "parallel/mesh.py",
-    "http.py",
-    "features/cluster/",
-    "features/trackers/environment.py",
-)
 
 
 def parts(path: str) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfi
 
 def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:
     """Return the section of the inference servers that a run samples from; None of a run without."""
-    if not isinstance(config, GRPOConfig | DistillConfig):
+    if not isinstance(config, GRPOConfig | DistillConfig) or config.rollout is None:
         return None
     engine = config.rollout.engine
     return engine if isinstance(engine, VLLMEngineConfig) else None
