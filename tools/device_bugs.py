@@ -74,10 +74,10 @@ PLANTED = (
         "reduce_dtype=compute", SFT),
     Bug("every micro-batch reduced", "parallel/shards.py", "policy.set_requires_gradient_sync(last)",
         "policy.set_requires_gradient_sync(True)", ("sft bfloat16",)),
-    Bug("a reference that is not offloaded", "training/scorers/reference.py",
+    Bug("a reference that is not offloaded", "training/other_models/reference.py",
         'offload = config.parallel.cpu_offload or kind == "offloaded"', "offload = config.parallel.cpu_offload",
         REFERENCE),
-    Bug("a reference with gradients", "training/build/model.py",
+    Bug("a reference with gradients", "training/setup/model.py",
         "origin.model.requires_grad_(False)", "origin.model.requires_grad_(True)", REFERENCE),
     Bug("a doubled gather", "parallel/stream.py",
         "return tensor.full_tensor() if isinstance(tensor, DTensor)",
@@ -85,10 +85,10 @@ PLANTED = (
     Bug("a copy for sampling in float32", "training/engines.py",
         "dtype = getattr(torch, sharded.plan.compute_dtype)\n    can", "dtype = torch.float32\n    can", POLICY),
     Bug("a copy that is not given back", "training/policy/run.py", "self.engine.sleep()", "False", POLICY),
-    Bug("tokens looked at one by one", "rollout/predictor.py",
+    Bug("tokens looked at one by one", "rollout/local/predictor.py",
         "            self._pending.append((tokens, logprobs))\n            if",
         "            self._pending.append((tokens, logprobs))\n            tokens.tolist()\n            if", POLICY),
-    Bug("a cache in float32", "rollout/cache.py", "rows = tensor.new_zeros(places.shape[0]",
+    Bug("a cache in float32", "rollout/local/cache.py", "rows = tensor.new_zeros(places.shape[0]",
         "rows = tensor.float().new_zeros(places.shape[0]", POLICY),
     Bug("gradients that stay after the update", "training/step.py",
         "trained.optimizer.zero_grad(set_to_none=True)", "trained.optimizer.zero_grad(set_to_none=False)",
@@ -100,8 +100,9 @@ PLANTED = (
 DRAWN_FROM = (
     "training/step.py", "models/scores.py", "models/heads/policy.py", "models/layers/attention.py",
     "models/layers/routers.py", "parallel/apply.py", "parallel/shards.py", "parallel/collectives.py", "optim/lowbit.py",
-    "optim/muon.py", "data/batches/packing.py", "training/scorers/reference.py", "training/policy/critic.py",
-    "rollout/inprocess.py", "rollout/cache.py", "rollout/replica.py", "rollout/predictor.py", "objectives/base.py",
+    "optim/muon.py", "data/batches/packing.py", "training/other_models/reference.py", "training/policy/critic.py",
+    "rollout/local/inprocess.py", "rollout/local/cache.py", "rollout/local/replica.py", "rollout/local/predictor.py",
+    "objectives/base.py",
 )  # fmt: skip
 """Files of the step. A drawn bug meets all runs of the lane."""
 _MOVED = "holdfast_moved"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = 40
-ALONE = {"rollout/vllm_extension.py"}
+ALONE = {"features/vllm/extension.py"}
 """Files that another system's process loads by themselves."""
 
 

@@ -45,7 +45,7 @@ PREFIX = "generate-tokens-"
 
 def of_the_extension(first: str, behind: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the names of a part of what workers of vLLM import; its imports of vLLM are left out."""
-    source = Path(holdfast.features.vllm.servers.__file__).with_name("vllm_extension.py").read_text()
+    source = Path(holdfast.features.vllm.servers.__file__).with_name("extension.py").read_text()
     part = source[source.index(first) : source.index(behind)]
     names: dict[str, Any] = {
         "dataclass": dataclass, "functools": functools, "json": json, "Path": Path, "Tokenizer": Tokenizer,

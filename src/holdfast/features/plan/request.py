@@ -44,7 +44,7 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     """Return a plan, JSON-ready.
 
     Args:
-        request: verb, config, base, ranks, device (a name of `plan/devices.py`, or cpu) and memory in bytes.
+        request: verb, config, base, ranks, device (a name of `features/plan/devices.py`, or cpu) and memory in bytes.
         no_guard: Why nothing can be executed; "" where it can.
 
     Raises:

@@ -160,7 +160,7 @@ class ServerState(NamedTuple):
     identity: str
     """Of its process."""
     facts: Mapping[str, Any]
-    """As `vllm_extension.py: Extension.holdfast_identity` returns them."""
+    """As `extension.py: Extension.holdfast_identity` returns them."""
 
 
 TopRow = Mapping[int, float]

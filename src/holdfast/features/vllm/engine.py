@@ -294,7 +294,7 @@ class VLLMEngine:
             flight.settle(interrupted)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
-        """Refuse: weights come by a push, which `training/serving/publish.py` makes and proves."""
+        """Refuse: weights come by a push, which `features/vllm/publish.py` makes and proves."""
         raise NotImplementedError("weights are pushed by holdfast.features.vllm.publish")
 
     def begin(self, requests: Sequence[Request], sampling: SamplingConfig, done: Sequence[Sampled] = ()) -> VLLMFlight:

@@ -31,7 +31,7 @@ import vllm
 
 BACKEND = "holdfast"
 PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
-"""The trainer cuts the same text (`rollout/servers.py`)."""
+"""The trainer cuts the same text (`features/vllm/servers.py`)."""
 _IDENTITY = uuid.uuid4().hex
 """Of this process: a server that was started again has another one."""
 

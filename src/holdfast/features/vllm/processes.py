@@ -137,7 +137,7 @@ class Servers:
         """
         for url in self.served.section.url:
             _refuse_taken(url)
-        source = Path(__file__).parents[1] / "rollout" / "vllm_extension.py"
+        source = Path(__file__).with_name("extension.py")
         shutil.copyfile(source, self.served.folder / f"{_EXTENSION}.py")
         self._guard = Guard(f"{_MARK}={self._mark}", self.environ)
         self._guard.__enter__()

@@ -39,7 +39,7 @@ from holdfast.features.vllm.answers import (
 from holdfast.http import Endpoint, EndpointBusy, EndpointRefuses, EndpointUnwell, api_key
 
 BACKEND = "holdfast"
-"""Of the transfer, as `vllm_extension.py` registers it."""
+"""Of the transfer, as `extension.py` registers it."""
 _OF_GENERATE = "generate-tokens-"
 """What that route puts before a request's name."""
 _LOOK_SECONDS = 5.0
@@ -51,7 +51,7 @@ _ABORT_SECONDS = 1.0
 
 
 PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
-"""Servers cut the same text (`vllm_extension.py`)."""
+"""Servers cut the same text (`extension.py`)."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def build_reference(
     Args:
         policy: Freshly built: both hold the same numbers.
         live: Objects in the place of what the configuration names.
-        section: Where it lives; of auto, see `training/scorers/reference.py`.
+        section: Where it lives; of auto, see `training/other_models/reference.py`.
         why: What needs it, for the user.
 
     Raises:

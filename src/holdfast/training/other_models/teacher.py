@@ -1,6 +1,6 @@
 """The teacher of a distillation: another model of the student's tokens, frozen.
 
-It is built like the student itself, or stands behind an endpoint (training/scorers/teacher.py).
+It is built like the student itself, or stands behind an endpoint (training/other_models/teacher.py).
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""What is looked at before a run starts: whether it fits, whether it would start."""

@@ -1,1 +1,0 @@
-"""Servers of vLLM that sample from the policy: reached, pushed to, and proved."""
