@@ -19,7 +19,8 @@ import tests.short_times  # noqa: F401 - for what is waited for in this process
 if TYPE_CHECKING:
     from tests.cli.warm import WarmPython
 
-pytest_plugins = ["tests.lanes", "tests.budgets"]  # budgets imports lanes, whose assertions pytest rewrites first
+# budgets imports lanes, whose assertions pytest rewrites first
+pytest_plugins = ["tests.lanes", "tests.budgets", "tests.entered.recording", "tests.selection"]
 
 settings.register_profile("shared machine", deadline=None)  # a neighbour's work is no failure
 settings.load_profile("shared machine")
