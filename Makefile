@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Three on two cores: processes, time-outs and the other rank are waited for half of the time.
 TEST_WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=40 --durations-min=3
+# Set to --landing in .ci/run: deep tests stay only where they enter what changed, and a quarter of the others by turns.
+LANDING ?=
+PYTEST := $(BIN)/python -m pytest $(LANDING) -n $(TEST_WORKERS) --dist worksteal --durations=40 --durations-min=3
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs test test-deep test-devices test-browser test-slurm test-ray test-vllm test-all release-check deep-tests lint types benchmark-types count checks bench clean
+.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-all release-check deep-tests lint types benchmark-types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -53,6 +55,31 @@ checks: setup
 test: checks
 	$(PYTEST) -m "not slow and not gpu and not deep and not devices"
 
+# The pure tests, in about a minute: no process, no model.
+unit: setup
+	$(PYTEST) -m "unit and not slow and not gpu and not deep and not devices"
+
+# Tests that enter what differs from a commit, SINCE, cheapest first, SECONDS of them by the recorded map.
+SINCE ?= HEAD
+SECONDS_NEAR ?= 90
+near: setup
+	@tests="$$($(BIN)/python tools/record_map.py near --since $(SINCE) --seconds $(SECONDS_NEAR))"; \
+	test -n "$$tests" || { echo "no test is known to enter what changed since $(SINCE)"; exit 0; }; \
+	$(PYTEST) -m "not gpu and not devices" $$tests
+
+# Everything of one feature: make feature NAME=rescue
+feature: setup
+	$(PYTEST) -m "not gpu" tests/features/$(NAME)
+
+# The map of which files each test enters, for `near` and for landings; all lanes, half as long again as usual.
+RECORD ?= /tmp/holdfast-record
+record-map: setup
+	rm -rf $(RECORD)
+	@variables="$$($(BIN)/python tools/record_map.py record $(RECORD))"; \
+	env $$variables $(PYTEST) -m "not slow and not gpu and not devices" || true; \
+	env $$variables $(BIN)/python -m pytest -n 3 --dist loadfile -m "devices and not slow and not gpu" || true
+	$(BIN)/python tools/record_map.py write $(RECORD)
+
 # Two Slurm nodes on this host, in some minutes; tools/install_slurm.sh installs what it needs.
 test-slurm: setup
 	$(BIN)/python -m pytest -n 0 -rs tests/cluster
@@ -68,7 +95,7 @@ test-deep: checks
 
 # Steps as CUDA code on devices that compute nothing. By file: its tests look at what the same few processes said.
 test-devices: checks
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "devices and not slow and not gpu"
+	$(BIN)/python -m pytest $(LANDING) -n 3 --dist loadfile -m "devices and not slow and not gpu"
 
 # With a real vLLM, which has an environment of its own; two servers of 3 GiB at a time, so one worker.
 VLLM_VENV ?= .venv-vllm
@@ -86,15 +113,21 @@ deep-tests: setup
 # The pages in Debian's Chromium; where it cannot be installed they are skipped, by name.
 test-browser: setup
 	tools/install_browser.sh
-	$(BIN)/python -m pytest -n 0 -rs tests/browser
+	$(BIN)/python -m pytest $(LANDING) -n 0 -rs tests/browser
 
-test-all: checks
-	$(PYTEST) -m "not gpu and not devices"
-	$(MAKE) --no-print-directory test-devices
+test-slow: setup
+	$(PYTEST) -m "slow and not gpu"
+
+# Other versions of torch, of Python, and of the packages that features read or write.
+test-versions: setup
 	tools/test_versions.sh
 	tools/test_cuda_build.sh
 	tools/test_trackers.sh
 	tools/test_rescue.sh
+
+test-all: checks
+	$(PYTEST) -m "not gpu and not devices"
+	$(MAKE) --no-print-directory test-devices test-versions
 
 # A searchable site that needs no network: site/index.html.
 docs: setup

@@ -26,6 +26,9 @@ LANES = {
 PROCESSES = {"pools", "warm", "holdfast", "trained", "ground", "server"}
 """Fixtures that start processes."""
 
+UNITS = {"advantages", "batching", "config", "data", "metrics", "objectives", "optim", "parallel"}
+"""Folders of tests whose subject needs neither processes nor runs: `make unit`."""
+
 CASES = 2
 
 _counts: Counter[str] = Counter()
@@ -59,10 +62,18 @@ def cases_at_hand(item: Any) -> int | None:
     return CASES if PROCESSES & fixtures else None
 
 
+def is_unit(item: Any) -> bool:
+    """Return whether a test is of a folder of pure code and starts no process by a fixture."""
+    folder = item.nodeid.split("/")[1]
+    return folder in UNITS and not PROCESSES & ({*item.fixturenames} - parametrized(item.iter_markers("parametrize")))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     functions = defaultdict(list)
     for item in items:
+        if is_unit(item):
+            item.add_marker("unit")
         lane = lane_of({mark.name for mark in item.iter_markers()})
         _counts[lane] += 1
         if lane == "test":

@@ -1,8 +1,8 @@
 """What a landing leaves out of the deep and the device lanes: `pytest --landing`.
 
 A test stays where the recorded map (tools/record_map.py) says that it enters a file that changed since the last
-landing, where the map does not know it, and in one landing of four by turns. Where it cannot be told what changed, or a changed
-file of src is entered by no test, all stay. The nightly workflow and `make test-all` run all in any case.
+landing, where the map does not know it, and in one landing of four by turns. Where it cannot be told what changed, or
+a changed file of src is entered by no test, all stay. The nightly workflow and `make test-all` run all in any case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tools.record_map import EnteredMap, changed_files, function_of, read_map
 
 ROOT = Path(__file__).parents[1]
 TURNS = 4
-SELECTED = {"deep", "devices"}
+SELECTED = {"deep", "devices", "slow"}
 """Marks of the tests that a landing may leave out."""
 EVERYWHERE = (
     "tests/conftest.py",

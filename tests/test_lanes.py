@@ -34,7 +34,7 @@ def test_the_makefile_selects_by_the_marks_of_the_lanes() -> None:
 
 
 def test_ci_runs_all_but_the_slow_lanes() -> None:
-    assert "make test test-deep test-devices" in (ROOT / ".ci" / "run").read_text()
+    assert "make LANDING=--landing test test-deep test-devices" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_every_suite_has_minutes_in_both_lanes() -> None:

@@ -7,26 +7,41 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-WORKFLOW = ROOT / ".github" / "workflows" / "test.yml"
+WORKFLOWS = ROOT / ".github" / "workflows"
+LANES = {"test", "test-deep", "test-devices", "test-slow", "test-browser", "test-slurm", "test-ray", "test-vllm"}
 
 
-def test_the_workflow_is_what_its_schema_says() -> None:
+@pytest.mark.parametrize("name", ["test", "nightly"])
+def test_a_workflow_is_what_its_schema_says(name: str) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
 
-    checked = subprocess.run([*command, str(WORKFLOW)], capture_output=True, text=True, check=False)
+    checked = subprocess.run([*command, str(WORKFLOWS / f"{name}.yml")], capture_output=True, text=True, check=False)
 
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_workflow_calls_targets_of_the_makefile() -> None:
+def targets_of(name: str) -> set[str]:
+    (job,) = yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text(encoding="utf-8"))["jobs"].values()
+    return set(job["strategy"]["matrix"]["target"])
+
+
+@pytest.mark.parametrize("name", ["test", "nightly"])
+def test_a_workflow_calls_targets_of_the_makefile(name: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
-    (job,) = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"].values()
+    assert {"setup", *targets_of(name)} <= targets
 
-    assert {"setup", *job["strategy"]["matrix"]["target"]} <= targets
+
+def test_every_night_runs_every_lane() -> None:
+    assert targets_of("nightly") >= LANES
+
+
+def test_a_change_runs_the_lanes_at_hand_and_the_documentation() -> None:
+    assert {"test", "test-deep", "test-devices", "test-browser", "docs"} == targets_of("test")
 
 
 def test_every_hook_before_a_commit_calls_what_is_there() -> None:

@@ -13,7 +13,7 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.processes import Served, Servers
-from holdfast.features.vllm.serving import beside
+from holdfast.features.vllm.serving import servers_of
 from tests.rollout.served import ServedModel, served_tree, serving
 
 STAND_IN = f"""#!{sys.executable}
@@ -60,7 +60,7 @@ def test_logs_of_servers_stay_with_a_run_that_has_begun(tmp_path: Path, has_begu
     tree["rollout"]["engine"] |= {"start": True, "python": stand_in(tmp_path)}
     (tmp_path / "run.yaml").write_text(json.dumps(tree))
 
-    with beside(load_run(tmp_path / "run.yaml", [])):
+    with servers_of(load_run(tmp_path / "run.yaml", [])):
         if has_begun:
             (tmp_path / "r").mkdir()
 
