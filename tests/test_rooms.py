@@ -15,6 +15,7 @@ ROOMS = {
     "config": """
         base versions yaml12
         other_systems sections tree
+        merge remedies
         load
         verbs
         conversion
