@@ -15,6 +15,7 @@ ROOMS = {
     "config": """
         base versions yaml12
         sections tree
+        merge remedies
         load
         verbs
     """,

@@ -76,7 +76,7 @@ def test_what_is_missing_is_said_in_one_paragraph_and_exits_1(holdfast: Command,
     assert done.err.splitlines()[1:] == [
         "run.yaml does not load yet; it needs a hand here:",
         "  data.path: no rows are named; set one of path, synthetic",
-        "  reward: required, and missing",
+        "  reward: required, and missing; for example reward: 'my_reward.py:score'",
     ]
     assert yaml.safe_load((tmp_path / "run.yaml").read_text())["updates"] == {"mini_batches": 2, "passes": 1}
 

@@ -15,7 +15,7 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.conftest import write_rows
 from tests.cli.warm import Done, WarmPython
 
-CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+CHAT = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
 
 
 def model_of(kind: str, place: Path) -> Path:
@@ -66,15 +66,34 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
     "pairs for a reward model": ([{"prompt": f"a {n}", "chosen": str(n), "rejected": "x"} for n in range(40)],
                                  ["reward"], "reward"),
     "numbers for a policy": ([{"question": f"add {n}", "answer": str(n)} for n in range(40)], ["grpo"], "grpo"),
+    "good and bad": ([{"question": f"add {n}", "good": str(n), "bad": "x"} for n in range(40)], ["dpo"], "dpo"),
+    "pairs for a student": ([{"prompt": f"add {n}", "completion": str(n)} for n in range(40)],
+                            ["distill", "--teacher", "model"], "distill"),
+    "prompts for a student": ([{"prompt": f"add {n}"} for n in range(40)],
+                              ["distill", "--teacher", "model"], "distill"),
     "words for a policy": ([{"problem": f"say {n}", "solution": "word"} for n in range(40)], ["grpo"], "grpo"),
 }  # fmt: skip
 
 
-KINDS = ("llama", "granite", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "qwen2", "gpt2", "qwen3_moe")
+KINDS = (
+    "llama",
+    "granite",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "phi3",
+    "olmo2",
+    "qwen2",
+    "llama",
+    "qwen2",
+    "llama",
+    "gpt2",
+    "qwen3_moe",
+)
 
 
 NO_SCORES = ("pairs for a reward model", "granite")  # transformers has no sequence classification of it
-ALL = [case for shape in SHAPES for kind in KINDS if (case := (shape, kind)) != NO_SCORES]
+ALL = [case for shape in SHAPES for kind in dict.fromkeys(KINDS) if (case := (shape, kind)) != NO_SCORES]
 DIAGONAL = list(zip(SHAPES, KINDS, strict=True))
 CASES = [*DIAGONAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in DIAGONAL)]
 
@@ -93,7 +112,7 @@ def test_what_is_written_runs_as_it_is(warm: WarmPython, tmp_path: Path, shape: 
 
 
 def test_lengths_and_columns_are_those_of_the_rows(warm: WarmPython, tmp_path: Path, model: Path) -> None:
-    """A row has as many tokens as characters: 12 + 60 in one of 300 rows, 12 + 3 in others; the template adds none."""
+    """A row has as many tokens as characters: 12 + 60 in one of 300 rows, 12 + 3 in others, and the end."""
     rows = [{"question": f"count {n:06}", "answer": "7" * (60 if n == 5 else 3)} for n in range(300)]
 
     tree = initialised(warm, tmp_path, model, rows)
@@ -103,7 +122,7 @@ def test_lengths_and_columns_are_those_of_the_rows(warm: WarmPython, tmp_path: P
         "batch_size": 32, "validation_split": 0.05,
     }  # fmt: skip
     text = (tmp_path / "run.yaml").read_text()
-    assert "# 99 % of 300 rows fit in 64 tokens, the longest has 72\n  max_length: 64\n" in text
+    assert "# 99 % of 300 rows fit in 64 tokens, the longest has 73\n  max_length: 64\n" in text
     assert tree["optim"]["lr"] == 2e-4
     assert tree["epochs"] == 3
 
@@ -112,7 +131,9 @@ def test_lengths_and_columns_are_those_of_the_rows(warm: WarmPython, tmp_path: P
     ("row", "columns"),
     [
         ({"question": "add 1", "answer": "1"}, {"instruction": "question", "output": "answer"}),
-        ({"prompt": "add 1=", "completion": "1"}, None),  # plain text, as those names say elsewhere too
+        ({"prompt": "add 1=", "completion": "1"}, {"instruction": "prompt", "output": "completion"}),
+        ({"prompt": "add 1=", "chosen": "1", "rejected": "2"}, {"instruction": "prompt"}),
+        ({"prompt": "add 1=", "completion": "1", "label": True}, {"instruction": "prompt"}),
         ({"instruction": "add", "input": "1 and 2", "output": "3"}, None),
     ],
 )
@@ -124,17 +145,62 @@ def test_a_question_is_a_users_turn_where_there_is_a_chat_template(
 
     assert tree["data"].get("columns") == columns
     assert shown.code == 0, shown.err
-    assert all(value in shown.out for value in row.values())
+    assert all(value in shown.out for value in row.values() if isinstance(value, str))
+    assert "<eos>" in shown.out
+    assert "# the" in (tmp_path / "run.yaml").read_text()
+    assert "the tokenizer has a chat template, so a " in (tmp_path / "run.yaml").read_text()
 
 
-def test_without_a_chat_template_a_question_is_plain_text(warm: WarmPython, tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "columns", "key"),
+    [
+        ({"question": "add 1", "answer": "1"}, {"prompt": "question", "completion": "answer"}, "columns:"),
+        ({"prompt": "add 1", "completion": "1"}, None, "path: rows.jsonl"),
+        ({"prompt": "add 1", "chosen": "1", "rejected": "2"}, None, "path: rows.jsonl"),
+    ],
+)
+def test_without_a_chat_template_a_question_is_plain_text(
+    warm: WarmPython, tmp_path: Path, model: Path, row: dict[str, Any], columns: dict[str, str] | None, key: str
+) -> None:
     place = tmp_path / "plain"
     shutil.copytree(model, place)
     (place / "chat_template.jinja").unlink()
 
-    tree = initialised(warm, tmp_path, place, [{"question": "add 1", "answer": "1"}] * 8)
+    tree = initialised(warm, tmp_path, place, [row] * 8)
 
-    assert tree["data"]["columns"] == {"prompt": "question", "completion": "answer"}
+    assert tree["data"].get("columns") == columns
+    reason = "the tokenizer has no chat template, so prompt and answer are joined as they stand"
+    assert f"{reason}\n  {key}" in (tmp_path / "run.yaml").read_text()
+
+
+def test_prompts_that_hold_the_templates_own_tokens_stay_as_they_are(
+    warm: WarmPython, tmp_path: Path, model: Path
+) -> None:
+    tree = initialised(warm, tmp_path, model, [{"prompt": "add 1<eos>", "completion": "1"}] * 8)
+
+    assert "columns" not in tree["data"]
+    assert "the prompts hold <eos> and are written in a template already" in (tmp_path / "run.yaml").read_text()
+
+
+def test_a_template_that_closes_no_answer_is_named_in_the_first_file(
+    warm: WarmPython, tmp_path: Path, model: Path
+) -> None:
+    place = tmp_path / "open"
+    shutil.copytree(model, place)
+    (place / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+    initialised(warm, tmp_path, place, [{"question": "add 1", "answer": "1"}] * 8)
+
+    assert "; it does not close answers, so a model does not learn to stop" in (tmp_path / "run.yaml").read_text()
+
+
+def test_good_and_bad_answers_are_the_chosen_and_the_rejected_one(
+    warm: WarmPython, tmp_path: Path, model: Path
+) -> None:
+    tree = initialised(warm, tmp_path, model, [{"good": "add 1=1", "bad": "add 1=2"}] * 8, "dpo")
+
+    assert tree["data"]["columns"] == {"chosen": "good", "rejected": "bad"}
+    assert tree["preference"] == {"loss": "dpo"}
 
 
 def test_a_policy_gets_a_reward_and_room_to_write(warm: WarmPython, tmp_path: Path, model: Path) -> None:
@@ -165,6 +231,17 @@ REFUSED = [
     (["init", "--data", "rows.jsonl"], "name it with --model"),
     (["init", "paint", "--model", "m", "--data", "rows.jsonl"], "There is no first file for 'paint'; there are sft"),
     (["init", "dpo", "--model", "m", "--data", "rows.jsonl"], "Rows for `holdfast dpo` need prompt and chosen and rej"),
+    (
+        ["init", "dpo", "--model", "m", "--data", "ab.jsonl"],
+        "data.columns={prompt: question, chosen: a, rejected: b}, ",
+    ),
+    (
+        ["init", "sft", "--model", "m", "--data", "prompts.jsonl"],
+        "There is no column for completion: add it to the row",
+    ),
+    (["init", "distill", "--model", "m", "--data", "rows.jsonl"], "name it with --teacher"),
+    (["init", "sft", "--model", "m", "--teacher", "t", "--data", "rows.jsonl"], "`holdfast sft` has no teacher."),
+    (["distill", "--model", "m", "--data", "rows.jsonl"], "distill --model MODEL --teacher TEACHER --data ROWS.jsonl"),
     (["init", "--model", "m", "--data", "rows.jsonl"], "m is no directory here"),
     (["init", "--model", "m", "--data", "empty.jsonl"], "empty has no rows"),
     (["init", "--model", "m", "--data", "rows.jsonl", "--output", "there.yaml"], "there.yaml is there already"),
@@ -179,6 +256,8 @@ def test_what_is_missing_or_not_for_the_verb_is_one_paragraph(
     warm: WarmPython, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    write_rows(tmp_path / "ab.jsonl", [{"question": "q", "a": "b", "b": "c"}])
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a"}])
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "there.yaml").write_text("mine\n")
 

@@ -10,7 +10,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "null": (type(None),), "boolean": (bool,),
     "integer": (int,), "number": (int, float),
 }  # fmt: skip
-_WORDS = {"title", "description", "default", "$defs", "properties"}
+_WORDS = {"title", "description", "default", "examples", "$defs", "properties"}
 _OF_ANY: dict[str, Callable[[Any, Any], bool]] = {
     "type": lambda wanted, value: (
         isinstance(value, _TYPES[wanted]) and isinstance(value, bool) <= (wanted == "boolean")

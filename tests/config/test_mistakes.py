@@ -98,7 +98,7 @@ def test_a_key_in_the_wrong_place_is_sent_to_the_right_one(mistakes: Mistakes, l
                    "its defaults)"),
         ("evaluation: {sets: [a]}", "evaluation.sets: this is a section with keys of its own, not the value ['a']"),
         ("evaluation: {sets: {a: rows.jsonl}}", "evaluation.sets.a: this is a section with keys of its own, not the "
-                                                "value 'rows.jsonl'"),
+                                                "value 'rows.jsonl'; write a: {path: rows.jsonl}"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_shown_with_what_it_should_be(mistakes: Mistakes, line: str, said: str) -> None:
@@ -174,8 +174,8 @@ optim: {kind: adm}
 def test_a_section_that_is_missing_is_named(mistakes: Mistakes) -> None:
     assert mistakes("steps: 3\n") == [
         "run.yaml has 2 mistakes:",
-        "run.yaml: model: required, and missing",
-        "run.yaml: data: required, and missing",
+        "run.yaml: model: required, and missing; for example model: {path: Qwen/Qwen3-0.6B}",
+        "run.yaml: data: required, and missing; for example data: {path: rows.jsonl}",
     ]
 
 

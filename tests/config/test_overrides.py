@@ -91,7 +91,9 @@ def test_null_takes_one_of_several_sections_away(read: Load) -> None:
 
 
 def test_null_for_a_section_that_must_be_there_is_the_command_lines_mistake(mistakes: Mistakes) -> None:
-    assert mistakes(WHOLE, "data=null") == ["command line (data=null): data: required, and missing"]
+    assert mistakes(WHOLE, "data=null") == [
+        "command line (data=null): data: required, and missing; for example data: {path: rows.jsonl}"
+    ]
 
 
 def test_mistakes_of_the_command_line_alone_do_not_blame_the_file(mistakes: Mistakes) -> None:

@@ -87,9 +87,9 @@ def test_keys_that_stand_twice_are_all_noted_and_the_first_value_stays() -> None
 
     assert document.values == {"a": 1, "b": {"c": 1}}
     assert document.twice == [
-        (2, "b.c: set twice, first on line 2; keep one of them"),
-        (3, "a: set twice, first on line 1; keep one of them"),
-        (4, "a: set twice, first on line 1; keep one of them"),
+        ("f.yaml", 2, "b.c: set twice, first on line 2; keep one of them"),
+        ("f.yaml", 3, "a: set twice, first on line 1; keep one of them"),
+        ("f.yaml", 4, "a: set twice, first on line 1; keep one of them"),
     ]
 
 

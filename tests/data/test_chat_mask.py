@@ -344,7 +344,7 @@ def test_a_template_that_drops_part_of_the_answer_is_refused(with_template: Temp
 
 
 def test_a_template_that_drops_the_system_message_is_refused(with_template: Templated) -> None:
-    with pytest.raises(DataError, match="the system message 0 is left out or trained: 'Be brief.'"):
+    with pytest.raises(DataError, match="leaves out messages of the role system, so the model would never see them"):
         tokenise(with_template("deaf"), TALK, system="Be brief.")
 
 
@@ -387,3 +387,23 @@ def trained_texts(example: Example, tokenizer: Any) -> list[str]:
         elif texts[-1]:
             texts.append([])
     return [tokenizer.decode(text) for text in texts if text]
+
+
+WITHOUT_SYSTEM = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_roles_that_a_template_leaves_out_are_refused_counted_and_named(bpe: Any) -> None:
+    tokeniser = RowTokeniser(bpe, TextConfig(chat_template=WITHOUT_SYSTEM), Path())
+    system = [{"role": "system", "content": "Be brief."}, *TALK]
+    tool = [TALK[0], {"role": "tool", "content": "Four."}, {"role": "critic", "content": "No."}, TALK[1]]
+
+    with pytest.raises(DataError, match="leaves out messages of the role system, so the model would never see them"):
+        tokeniser.examples({"messages": system}, 0, "rows")
+
+    assert dict(tokeniser.examples({"messages": tool}, 0, "rows").counts) == {"tool_dropped": 1, "role_dropped": 1}
+    assert dict(tokeniser.opening({"prompt": system[:2]}, "row").counts) == {"system_dropped": 1}
+    assert dict(tokeniser.examples({"messages": TALK}, 0, "rows").counts) == {}
+    assert dict(tokeniser.opening({"prompt": TALK[:1]}, "row").counts) == {}

@@ -242,3 +242,18 @@ def test_a_generated_task_has_pairs_and_labels() -> None:
         < sum(row["label"] for row in SyntheticSource(SyntheticConfig(task="sort", rows=400), "labels").scan(0))
         < 250
     )
+
+
+def test_an_instruction_is_a_users_message_and_its_answers_are_the_assistants() -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant {% endif %}"
+    row = {"instruction": "2+2", "input": "now", "system": "add"}
+    asked = "system add<eos>user 2+2\n\nnow<eos>assistant "
+
+    found = pairs(chat_template=template, max_length=99)(
+        {**row, "chosen": "4", "rejected": "5"}, 0, "rows", "rows row 0"
+    )
+    labelled = labels(chat_template=template, max_length=99)({**row, "completion": "4", "label": 1}, 0, "rows", "row 0")
+
+    assert told(found) == [(asked, "4<eos>"), (asked, "5<eos>")]
+    assert told(labelled) == [(asked, "4<eos>")]

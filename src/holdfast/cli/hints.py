@@ -28,6 +28,8 @@ class HintingGroup(TyperGroup):
         Raises:
             ConfigError: They name one of another tool, or a key of the run as an option.
         """
+        if ctx.resilient_parsing:  # a shell asks for completions, and shows what is said amid the line
+            return super().resolve_command(ctx, args)
         name, rest = args[0], args[1:]
         if name not in self.commands and ctx.parent is None:
             _refuse_command(name, rest)

@@ -24,7 +24,7 @@ app = typer.Typer(
     cls=HintingGroup,
     context_settings=_DASH_H,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -54,6 +54,7 @@ Model = Annotated[
     str | None, typer.Option("--model", help="With --data, instead of a file: what `holdfast init` would write.")
 ]
 Rows = Annotated[str | None, typer.Option("--data", help="Rows: a file, a directory, or a name on the hub.")]
+Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a distillation learns from.")]
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
@@ -79,16 +80,17 @@ def before_all(
 @app.command("init")
 def init_run(
     verb: Annotated[
-        str | None, typer.Argument(metavar="[sft|dpo|reward|grpo]", help="Default: what the rows are for.")
+        str | None, typer.Argument(metavar="[sft|dpo|reward|grpo|distill]", help="Default: what the rows are for.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model's directory, or its name on the hub.")] = None,
     data: Rows = None,
+    teacher: Teacher = None,
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
 ) -> None:
     """Write a first configuration from what a model and the first rows show, with the reasons."""
     from holdfast.cli.run_file.first_file import write_first_file
 
-    write_first_file(verb, model, data, output)
+    write_first_file(verb, model, data, output, teacher)
 
 
 @app.command()
@@ -124,11 +126,17 @@ def grpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model 
 
 
 @app.command()
-def distill(run: RunFile, overrides: Overrides = None) -> None:
+def distill(
+    run: OptionalRunFile = None,
+    overrides: Overrides = None,
+    model: Model = None,
+    data: Rows = None,
+    teacher: Teacher = None,
+) -> None:
     """Distillation of a teacher into a student, on rows or on what the student writes."""
     from holdfast.cli.running.train import train
 
-    raise typer.Exit(train("distill", run, overrides or []))
+    raise typer.Exit(train("distill", run, overrides or [], model, data, teacher))
 
 
 @app.command()

@@ -145,10 +145,7 @@ class ByKind:
         union = core_schema.tagged_union_schema(members, discriminator=self._chosen)
 
         def as_section(value: Any) -> Any:
-            if not isinstance(value, str):
-                return value
-            is_function = PATH in members and _FUNCTION.search(value)
-            return {"kind": PATH, "path": value} if is_function else {"kind": value}
+            return section_of(value, takes_functions=PATH in members) if isinstance(value, str) else value
 
         return core_schema.no_info_before_validator_function(as_section, union)
 
@@ -165,6 +162,12 @@ class ByKind:
     def _chosen(self, value: Any) -> str:
         kind = value.get("kind", self.default) if isinstance(value, Mapping) else getattr(value, "kind", self.default)
         return str(kind)
+
+
+def section_of(shorthand: str, *, takes_functions: bool) -> dict[str, Any]:
+    """Return the section that a kind alone, or a function in a file, stands for."""
+    is_function = takes_functions and _FUNCTION.search(shorthand)
+    return {"kind": PATH, "path": shorthand} if is_function else {"kind": shorthand}
 
 
 class OneOrSeveral:

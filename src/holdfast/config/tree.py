@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from holdfast.config.base import ByKind, kinds_of
+from holdfast.config.base import PATH, ByKind, kinds_of, section_of
 from holdfast.config.yaml12 import KeyPath
 
 
@@ -40,10 +40,18 @@ class KeyType:
         """Return the member of a tagged union by its kind; a plain value if there is none."""
         return KeyType(tuple(section for section in self.sections if kind in kinds_of(section)))
 
+    def long_form(self, value: Any) -> Any:
+        """Return the section that a shorthand of a tagged union stands for; any other value as it is."""
+        if not isinstance(value, str) or self.default_kind is None:
+            return value
+        return section_of(value, takes_functions=any(PATH in kinds_of(section) for section in self.sections))
+
     def chosen(self, value: Any) -> KeyType:
         """Return the member of a tagged union that a value of the file stands for."""
-        kind = value if isinstance(value, str) else self.default_kind
-        return self.of_kind(str(value.get("kind", kind)) if isinstance(value, Mapping) else kind)
+        value = self.long_form(value)
+        return self.of_kind(
+            str(value.get("kind", self.default_kind)) if isinstance(value, Mapping) else self.default_kind
+        )
 
     def below(self, key: int | str) -> KeyType:
         """Return what a key of this section, or an item of this list or mapping, can hold."""

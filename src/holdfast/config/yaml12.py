@@ -124,22 +124,46 @@ _ADVICE = {"mapping values": " Quote a value that holds ': '.", "'\\t'": " Inden
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: plain values, the line of every key, and keys that stand twice."""
+    """A parsed file: plain values, the line of every key, and keys that stand twice.
+
+    Several files that were merged are one document too.
+    """
 
     file: str
     values: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    twice: list[tuple[int, str]] = field(default_factory=list)
-    """Line and message of each."""
+    twice: list[tuple[str, int, str]] = field(default_factory=list)
+    """File, line and message of each."""
+    later_files: list[str] = field(default_factory=list)
+    """Those that were merged into it, in order."""
+    later_keys: dict[KeyPath, str] = field(default_factory=dict)
+    """File of each key that comes from one of them."""
 
     def line(self, path: KeyPath) -> int:
         """Return the line of a key, or of the nearest key above it; 0 if there is none."""
-        return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), 0)
+        return self.lines.get(self._written(path), 0)
 
     def where(self, path: KeyPath) -> str:
         """Return `file:line` of a key, or of the nearest key above it."""
         line = self.line(path)
-        return f"{self.file}:{line}" if line else self.file
+        return f"{self.file_of(path)}:{line}" if line else self.file
+
+    def file_of(self, path: KeyPath) -> str:
+        """Return the file of a key, or of the nearest key above it."""
+        return self.later_keys.get(self._written(path), self.file)
+
+    def order(self, file: str, line: float) -> tuple[int, float]:
+        """Return what lines of all files are sorted by."""
+        return self.later_files.index(file) + 1 if file in self.later_files else 0, line
+
+    @property
+    def files(self) -> str:
+        """The names of all files."""
+        return " and ".join([self.file, *self.later_files])
+
+    def _written(self, path: KeyPath) -> KeyPath:
+        """Return a key, or the nearest key above it, that a file holds; () if there is none."""
+        return next((path[:end] for end in range(len(path), 0, -1) if path[:end] in self.lines), ())
 
 
 def _composed(loader: _Loader) -> yaml.Node | None:
@@ -175,7 +199,7 @@ def _build_inside(loader: _Loader, node: yaml.Node, path: KeyPath, document: Doc
             if key in result:
                 first = document.lines[here]
                 message = f"{'.'.join(map(str, here))}: set twice, first on line {first}; keep one of them"
-                document.twice.append((line, message))
+                document.twice.append((document.file, line, message))
                 continue
             document.lines[here] = line
             result[key] = _build(loader, value_node, here, document)
@@ -254,6 +278,14 @@ def to_yaml(values: Mapping[str, Any]) -> str:
     return text
 
 
+def to_flow(values: Mapping[str, Any]) -> str:
+    """Write plain values on one line, without the braces around them, as in `loss: {kind: dpo, beta: 0.1}`."""
+    text: str = yaml.dump(
+        dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=2**31
+    )
+    return text.strip()[1:-1]
+
+
 def parse_value(text: str) -> Any:
     """Parse the right side of an override: `[a, b]`, `{kind: linear}`, a quoted text, or a scalar such as `2e-6`.
 
@@ -282,5 +314,5 @@ def parse_value(text: str) -> Any:
     finally:
         loader.dispose()
     if document.twice:
-        raise ConfigError(document.twice[0][1])
+        raise ConfigError(document.twice[0][2])
     return value

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from holdfast.data.content.counted import TEMPLATE
 from holdfast.data.tokens.chat import S, Tokenised
 
 _SHOWN = 5
@@ -163,7 +164,7 @@ _SAYS = {
     "split": "longer than {limit} tokens and are split",
     "overlong_dropped": "longer than {limit} tokens and are left out",
     "untrained": "sequences left out since no token of them is trained",
-    "no_end_of_turn": "answers that the chat template does not close",
+    **TEMPLATE,
     "split_by_turn": "conversations that the chat template writes as one sequence per turn",
     "reasoning_dropped": "rows whose reasoning the chat template does not write",
     "without_chat_template": "prompts of plain text, which skip the tokenizer's chat template",

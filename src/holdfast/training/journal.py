@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast import registry
 from holdfast.checkpoint.session import Saved
+from holdfast.data.content.counted import unexpected
 from holdfast.errors import HoldfastError
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
@@ -185,6 +186,9 @@ class Journal:
         _, sentence = cut_rows([line])
         if step == 1 and sentence and "cut_rows" not in alarms:
             self.say(f"note: {sentence}")
+        counts = {name.removeprefix("data/"): number for name, number in line.items() if name.startswith("data/")}
+        for sentence in unexpected(counts) if step == 1 else ():
+            self.say(f"warning: the first step has {sentence}. Set data.chat_template to a template that does.")
 
     def _recorded(self, step: int) -> dict[str, str]:
         """Record a step's batch, on every rank; a disk that does not take it ends no run."""

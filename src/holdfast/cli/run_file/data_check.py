@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from holdfast.cli.run_file.inspect import images_of
+from holdfast.cli.run_file.inspect import images_of, longest_prompt
 from holdfast.config.sections.reward import MathConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -126,7 +126,6 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
     tokenizer = load_tokenizer(config.model, base)
     images = images_of(config, tokenizer, base)
     accept = row_filter(ConfiguredRun(config=config, base=base))
-    written = config.rollout.max_new_tokens if isinstance(config, GRPOConfig) else None
     answers = _Answers.of(config, base, processes)
     every: list[tuple[str, Source, Mapping[str, Any], Accept | None]] = [
         *(("training", source, data.formats, accept) for source in data.training),
@@ -136,11 +135,10 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
         ),
     ]
     for name, source, formats, taken in every:
-        longest = config.longest_prompt if isinstance(config, GRPOConfig) else config.data.max_length
-        report = Report(name, Survey(source.name, longest), written)
-        report.limits_prompts = isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None
-        report.survey.skips = name == "training" and config.data.on_bad_row == "skip"
-        tokenise = _tokenise(config, tokenizer, base, images, dict(formats))
+        training = name == "training"
+        report = _report_of(name, source, config, longest_prompt(config, training=training))
+        report.survey.skips = training and config.data.on_bad_row == "skip"
+        tokenise = _tokenise(config, tokenizer, base, images, dict(formats), training=training)
         for label, row in _rows(source, report.survey):
             if taken is not None and not taken(row):
                 report.survey.leave_out()
@@ -148,6 +146,14 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
                 answers.add(row, report.unreadable)
         answers.finish(report.unreadable)
         yield report
+
+
+def _report_of(name: str, source: Source, config: TrainingConfig, longest: int | None) -> Report:
+    """Return an empty report of rows, which are prompts of at most `longest` tokens unless that is None."""
+    written = None if longest is None else config.data.max_length - longest
+    report = Report(name, Survey(source.name, longest or config.data.max_length), written)
+    report.limits_prompts = isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None
+    return report
 
 
 def _rows(source: Source, survey: Survey) -> Iterator[tuple[str, Row]]:
@@ -184,15 +190,16 @@ def _count(survey: Survey, tokenise: Tokenise[Any], row: Row, name: str, *, refu
 
 
 def _tokenise(
-    config: TrainingConfig, tokenizer: Any, base: Path, images: Any, formats: dict[str, Any]
+    config: TrainingConfig, tokenizer: Any, base: Path, images: Any, formats: dict[str, Any], *, training: bool = True
 ) -> Tokenise[Any]:
     """Return what turns rows into what a run of this verb reads; rows that would be refused for length are measured."""
 
     if config.data.overlong == "refuse":
         config = config.model_copy(update={"data": config.data.model_copy(update={"overlong": "drop"})})
-    if isinstance(config, GRPOConfig):
+    longest = longest_prompt(config, training=training)
+    if longest is not None:
         rows = RowTokeniser(tokenizer, config.data, base, images)
-        return prompt_tokeniser(rows, tokenizer.decode, config.data, config.longest_prompt)
+        return prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
     if isinstance(config, DPOConfig):
         return preference_tokeniser(config, ConfiguredRun(config=config, base=base), tokenizer, images)
     return row_tokeniser(ConfiguredRun(config=config, base=base), tokenizer, formats, images)

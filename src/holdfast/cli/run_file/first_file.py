@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from holdfast.config.load import from_mapping
+from holdfast.cli.run_file.first_columns import (
+    LOOKED_AT,
+    FirstFile,
+    choose_columns,
+    choose_turns,
+    column_of,
+    survey_of_draft,
+    verb_for,
+)
 from holdfast.config.sections.model import ModelConfig
+from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from holdfast.data.rows.rows import Row
-    from holdfast.data.survey import Survey
 
-FIRST_FILE_VERBS = ("sft", "dpo", "reward", "grpo")
-_LOOKED_AT = 500
-"""Rows that lengths are taken from."""
 _MANY = 200
 """Rows from which on some are held out."""
 _LARGE = 1_000_000_000
@@ -32,57 +36,24 @@ _ROOM, _MICRO_BATCH = 256, 4096
 """Tokens a policy writes at most, where the model has positions for them; tokens of one forward pass."""
 _BYTES_PER_WEIGHT = 16
 """Weight, gradient and two moments of AdamW in float32."""
+_BYTES_PER_FROZEN_WEIGHT = 4
 
 _RATES = {
     "sft": {"small": 2e-4, "large": 2e-5, "adapters": 2e-4},
     "dpo": {"small": 1e-5, "large": 1e-6, "adapters": 1e-5},
     "reward": {"small": 1e-4, "large": 1e-5, "adapters": 1e-4},
     "grpo": {"small": 1e-5, "large": 1e-6, "adapters": 2e-5},
+    "distill": {"small": 1e-4, "large": 1e-5, "adapters": 1e-4},
 }
 """Peak learning rates by verb; large: from 0.1B weights on."""
 
-_CALLED = {
-    "prompt": ("prompt", "question", "problem", "instruction", "query", "input"),
-    "completion": ("completion", "response", "answer", "output", "solution", "target"),
-    "chosen": ("chosen", "preferred", "accepted"),
-    "rejected": ("rejected", "dispreferred"),
-    "label": ("label",),
-    "messages": ("messages", "conversation", "dialogue"),
-    "text": ("text", "content"),
-    "gold": ("answer", "ground_truth", "solution", "gold", "target", "output", "completion", "response"),
-}
-"""Our columns, and what files call them; the first name that is there counts."""
 _NUMBER = re.compile(r"(?s).*####\s*-?[\d.,]+\s*|\s*-?[\d.,]+\s*|.*\\boxed\{.*|.*\$.*")
 """An answer that mathematics can be asked about: a number, one behind ####, LaTeX."""
 
 
-@dataclass
-class FirstFile:
-    """A configuration in the making."""
-
-    tree: dict[str, Any]
-    reasons: dict[str, str] = field(default_factory=dict)
-    """By dotted key: why it has its value."""
-
-    def put(self, key: str, value: Any, reason: str) -> None:
-        """Set a key, and say why."""
-        *sections, name = key.split(".")
-        place = self.tree
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
-        self.reasons[key] = reason
-
-    def lines(self) -> Iterator[str]:
-        """Yield what was decided and why."""
-        for key, reason in self.reasons.items():
-            value: Any = self.tree
-            for name in key.split("."):
-                value = value[name]
-            yield f"{key} = {value}: {reason}"
-
-
-def write_first_file(verb: str | None, model: str | None, data: str | None, target: Path) -> None:
+def write_first_file(
+    verb: str | None, model: str | None, data: str | None, target: Path, teacher: str | None = None
+) -> None:
     """Write a run's YAML; what a terminal can answer is asked there, and nowhere else.
 
     Raises:
@@ -92,7 +63,9 @@ def write_first_file(verb: str | None, model: str | None, data: str | None, targ
         raise ConfigError(f"{target} is there already. Name another file with --output, or remove it.")
     model = model or _asked("A model's directory or its name on the hub", "--model")
     data = data or _asked("A file of rows, a directory of them or a name on the hub", "--data")
-    draft = suggest(verb, model, data, Path.cwd(), target.stem)
+    if verb == DistillConfig.verb:
+        teacher = teacher or _asked("The model to learn from: a directory or a name on the hub", "--teacher")
+    draft = suggest(verb, (model, teacher), data, Path.cwd(), target.stem)
     target.write_text(first_file_text(draft), encoding="utf-8")
     for line in draft.lines():
         typer.echo(line)
@@ -120,25 +93,35 @@ def first_file_text(draft: FirstFile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def suggest(verb: str | None, model: str, data: str, base: Path, name: str) -> FirstFile:
+def suggest(verb: str | None, models: tuple[str, str | None], data: str, base: Path, name: str) -> FirstFile:
     """Return a configuration for rows and a model.
+
+    Args:
+        verb: Default: what the rows are for.
+        models: What is trained, and the teacher that a distillation has.
+        data: The rows.
+        base: Where paths begin.
+        name: Of the run.
 
     Raises:
         UserError: The rows or the model cannot be read, or these rows are not for this verb.
     """
-    if verb is not None and verb not in FIRST_FILE_VERBS:
-        raise ConfigError(f"There is no first file for {verb!r}; there are {', '.join(FIRST_FILE_VERBS)}.")
+    if verb is not None and verb not in ROOTS:
+        raise ConfigError(f"There is no first file for {verb!r}; there are {', '.join(ROOTS)}.")
+    model, teacher = models
+    if teacher is not None and verb not in {None, DistillConfig.verb}:
+        raise ConfigError(f"`holdfast {verb}` has no teacher. Leave --teacher out, or use distill.")
     rows = _first_rows(data, base)
     columns = list(rows[0])
-    verb = verb or _verb_for(columns)
-    draft = FirstFile({"verb": verb, "run": {"name": name}, "model": {"path": model}, "data": {"path": data}})
-    _choose_columns(draft, verb, columns)
+    verb = verb or (verb_for(columns) if teacher is None else DistillConfig.verb)
+    taught = {} if teacher is None else {"teacher": {"path": teacher}}
+    draft = FirstFile({"verb": verb, "run": {"name": name}, "model": {"path": model}, **taught, "data": {"path": data}})
+    choose_columns(draft, verb, columns)
     if verb == "grpo":
         _choose_reward(draft, columns, rows)
-    if verb in {"sft", "grpo"}:
-        _choose_turns(draft, verb, base, rows)
+    choose_turns(draft, verb, base, rows)
     weights = _count_weights(model, base)
-    _choose_method(draft, verb, weights)
+    _choose_method(draft, verb, weights, 0 if teacher is None else _count_weights(teacher, base))
     _choose_length(draft, verb, base, len(rows))
     _choose_steps(draft, verb, len(rows))
     return draft
@@ -153,94 +136,10 @@ def _first_rows(data: str, base: Path) -> list[Row]:
     from holdfast.config.sections.data import SourceConfig
     from holdfast.data.rows.rows import open_source
 
-    rows = list(islice(open_source(SourceConfig(path=data), base).scan(0), _LOOKED_AT))
+    rows = list(islice(open_source(SourceConfig(path=data), base).scan(0), LOOKED_AT))
     if not rows:
         raise DataError(f"{data} has no rows, so nothing can be learned from them about a run.")
     return rows
-
-
-def _column(columns: Sequence[str], ours: str, without: Iterable[str] = ()) -> str | None:
-    """Return what the file calls one of our columns; None if it has no such column."""
-    lower = {column.lower(): column for column in columns if column not in without}
-    return next((lower[name] for name in _CALLED[ours] if name in lower), None)
-
-
-def _verb_for(columns: Sequence[str]) -> str:
-    there = {ours for ours in _CALLED if _column(columns, ours)}
-    return "dpo" if {"chosen", "rejected"} <= there or {"label", "completion"} <= there else "sft"
-
-
-def _choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None:
-    """Say which columns of the file are ours, where they are called otherwise.
-
-    Raises:
-        DataError: Columns that the verb needs are not there.
-    """
-    names = _needed(verb, columns)
-    columns_of_file = {ours: _column(columns, ours) for ours in names}
-    missing = [ours for ours, theirs in columns_of_file.items() if theirs is None]
-    if missing:
-        raise DataError(
-            f"Rows for `holdfast {verb}` need {' and '.join(names)}; there are the columns {', '.join(columns)}. Write "
-            f"a file by hand and name them, as in data.columns={{{missing[0]}: {columns[0]}}}."
-        )
-    renamed = _renamed(columns_of_file)
-    if verb == "dpo":
-        labelled = "label" in names
-        reason = "rows have one answer and a label each, not pairs" if labelled else "rows have two answers each"
-        draft.put("preference.loss", "kto" if labelled else "dpo", reason)
-    if verb == "reward":
-        draft.put("preference.loss", "bradley_terry", "the answer that is preferred is to score higher")
-    if renamed:
-        draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}")
-
-
-def _choose_turns(draft: FirstFile, verb: str, base: Path, rows: Sequence[Row]) -> None:
-    """Make questions a user's turns where the tokenizer has a chat template that can write them.
-
-    Texts called prompt and completion are plain by the name's own convention; a policy is asked by the template anyway.
-    """
-    from holdfast.models.files.origin import load_tokenizer
-
-    columns = list(rows[0])
-    called = {ours: _column(columns, ours) for ours in _needed(verb, columns)}
-    plain = verb == "sft" and called == {"prompt": "prompt", "completion": "completion"}
-    if plain or not isinstance(rows[0].get(called.get("prompt") or ""), str):
-        return
-    if not load_tokenizer(ModelConfig(**draft.tree["model"]), base).chat_template:
-        return
-    data = {key: value for key, value in draft.tree["data"].items() if key != "columns"}
-    renamed = _renamed({"instruction": called["prompt"], "output": called.get("completion")})
-    try:
-        _survey({**draft.tree, "data": data | ({"columns": renamed} if renamed else {})}, verb, base)
-    except DataError:  # a template that cannot be taken apart into turns
-        return
-    draft.tree["data"] = data
-    draft.reasons.pop("data.columns", None)
-    if renamed:
-        why = "the tokenizer has a chat template, so a question is a user's turn"
-        draft.put("data.columns", renamed, f"the rows have {', '.join(columns)}; {why}")
-
-
-def _renamed(theirs: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the columns that the file calls otherwise."""
-    return {ours: name for ours, name in theirs.items() if name is not None and name != ours}
-
-
-def _needed(verb: str, columns: Sequence[str]) -> list[str]:
-    """Return which of our columns a verb reads, as far as the file's columns leave a choice."""
-    there = {ours for ours in _CALLED if _column(columns, ours)}
-    prompt = sorted(there & {"prompt"})
-    match verb:
-        case "grpo":
-            return ["messages"] if "messages" in there and not prompt else ["prompt"]
-        case "dpo" if "label" in there and not {"chosen", "rejected"} <= there:
-            return ["prompt", "completion", "label"]
-        case "dpo" | "reward":
-            return [*prompt, "chosen", "rejected"]
-    if "messages" in there:
-        return ["messages"]
-    return ["text"] if "text" in there and not prompt else ["prompt", "completion"]
 
 
 def _choose_reward(draft: FirstFile, columns: Sequence[str], rows: Sequence[Row]) -> None:
@@ -250,7 +149,7 @@ def _choose_reward(draft: FirstFile, columns: Sequence[str], rows: Sequence[Row]
         DataError: No column says what is right.
     """
     taken = draft.tree["data"].get("columns", {}).values()
-    gold = _column(columns, "gold", without=["prompt", "messages", *taken])
+    gold = column_of(columns, "gold", without=["prompt", "messages", *taken])
     if gold is None:
         raise DataError(
             f"Nothing in the columns {', '.join(columns)} says which completion is right. Write a reward function and "
@@ -279,14 +178,17 @@ def _count_weights(model: str, base: Path) -> int:
     return sum(parameter.numel() for parameter in skeleton.parameters())
 
 
-def _choose_method(draft: FirstFile, verb: str, weights: int) -> None:
+def _choose_method(draft: FirstFile, verb: str, weights: int, of_teacher: int) -> None:
     """Choose what is trained, at which rate, in which dtype."""
     memory, where = _memory_bytes()
     size = f"{weights / 1e9:.1f}B" if weights >= _LARGE / 10 else f"{weights / 1e6:.2f}M"
-    needed = weights * _BYTES_PER_WEIGHT
+    needed = weights * _BYTES_PER_WEIGHT + of_teacher * _BYTES_PER_FROZEN_WEIGHT
     adapters = needed > 0.7 * memory
     if adapters:
-        reason = f"{size} weights with AdamW take {needed / 2**30:.0f} GiB, and {where} {memory / 2**30:.0f} GiB"
+        beside = " and the teacher" if of_teacher else ""
+        reason = (
+            f"{size} weights with AdamW{beside} take {needed / 2**30:.0f} GiB, and {where} {memory / 2**30:.0f} GiB"
+        )
         draft.put("model.lora", {"rank": 16}, f"adapters: {reason}")
     kind = "adapters" if adapters else "large" if weights >= _LARGE / 10 else "small"
     of = "adapters" if adapters else f"{size} weights"
@@ -305,20 +207,25 @@ def _memory_bytes() -> tuple[int, str]:
     return total, f"the {len(devices)} GPUs here have"
 
 
+def _writes(draft: FirstFile) -> bool:
+    """Say whether the model writes the answers itself: a policy does, and a student whose rows have none."""
+    return "rollout" in draft.tree
+
+
 def _choose_length(draft: FirstFile, verb: str, base: Path, rows: int) -> None:
     """Choose lengths by the first rows, tokenised as the run will do it.
 
     Raises:
         UserError: They cannot be.
     """
-    survey, positions = _survey(draft.tree, verb, base)
+    survey, positions = survey_of_draft(draft.tree, verb, base)
     room = 0
-    if verb == "grpo":
+    if _writes(draft):
         room = _ROOM if positions is None else min(_ROOM, positions // 2)
         draft.put("rollout.max_new_tokens", room, "longest completion")
         draft.put("data.overlong", "drop", "a prompt that leaves no room is left out")
     fits = survey.length_for(0.99)
-    shown = f"{rows} rows" if rows < _LOOKED_AT else f"the first {rows} rows"
+    shown = f"{rows} rows" if rows < LOOKED_AT else f"the first {rows} rows"
     reason = f"99 % of {shown} fit in {fits} tokens, the longest has {survey.longest}"
     reason += f"; {room} more are written" if room else ""
     length = fits + room if positions is None else min(fits + room, positions)
@@ -338,16 +245,4 @@ def _choose_steps(draft: FirstFile, verb: str, rows: int) -> None:
     if rows >= _MANY:
         draft.put("data.validation_split", 0.05, "one row in twenty is measured and not trained on")
         draft.put("evaluation.every_steps", 100, "and at the end")
-    draft.put("epochs", 1 if rows >= _LOOKED_AT else 3, "passes over the rows")
-
-
-def _survey(tree: Mapping[str, Any], verb: str, base: Path) -> tuple[Survey, int | None]:
-    """Return what the first rows come to, and how many positions the model has."""
-    from holdfast.cli.run_file.data_check import survey_of
-    from holdfast.models.setup.model import configured
-
-    values = {key: value for key, value in tree.items() if key != "verb"}
-    config = from_mapping({"steps": 1, **values}, ROOTS[verb], "the suggestion")
-    raw, _ = configured(config.model, base)
-    longest = getattr(raw.get_text_config(), "max_position_embeddings", None)
-    return survey_of(config, base, _LOOKED_AT), longest
+    draft.put("epochs", 1 if rows >= LOOKED_AT else 3, "passes over the rows")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.config.base import leaves
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.distill import DistillConfig, DistillRolloutConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS, load_run
@@ -90,7 +91,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     tokenizer = load_tokenizer(config.model, loaded.base)
     console = Console(highlight=False, soft_wrap=True)
     images = images_of(config, tokenizer, loaded.base)
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, GRPOConfig | DistillConfig) and longest_prompt(config) is not None:
         for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
         return
@@ -140,25 +141,41 @@ _COUNTED = {
 
 
 def _prompt(  # noqa: PLR0913 - a run's parts and a row's
-    config: GRPOConfig, tokenizer: Any, base: Path, row: Row, name: str, images: ImageSide | str
+    config: GRPOConfig | DistillConfig, tokenizer: Any, base: Path, row: Row, name: str, images: ImageSide | str
 ) -> Iterator[str]:
     """Yield a row's prompt as the policy sees it, and what rewards see of the row."""
     from holdfast.data.batches.prompts import prompt_tokeniser
     from holdfast.data.tokens.chat import RowTokeniser
 
-    longest = config.longest_prompt
+    longest = longest_prompt(config)
+    assert longest is not None
+    assert config.rollout is not None
     rows = RowTokeniser(tokenizer, config.data, base, images)
     tokenise = prompt_tokeniser(rows, tokenizer.decode, config.data, longest)
     tokenised = tokenise(row, 0, name, name)
     for prompt in tokenised.examples:
         yield prompt.text
         yield f"{prompt.tokens.size} tokens; the policy writes up to {config.rollout.max_new_tokens} after them"
-        yield f"rewards see the columns {', '.join(sorted(prompt.row))}"
+        if isinstance(config, GRPOConfig):
+            yield f"rewards see the columns {', '.join(sorted(prompt.row))}"
     limit = "rollout.max_new_tokens in data.max_length leave room for"
-    if config.data.max_prompt_length is not None:
+    if isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None:
         limit = "data.max_prompt_length is"
     for counted in tokenised.counts:
         yield _COUNTED[counted].format(tokens=max(tokenised.lengths), longest=longest, limit=limit)
+
+
+def longest_prompt(config: TrainingConfig, *, training: bool = True) -> int | None:
+    """Return how many tokens a row's prompt may have, where rows are prompts alone; None where they have answers.
+
+    A student is measured on answers, also where it is trained on prompts alone.
+    """
+    match config:
+        case GRPOConfig():
+            return config.longest_prompt
+        case DistillConfig(rollout=DistillRolloutConfig(share=1, max_new_tokens=written)) if training:
+            return config.data.max_length - written
+    return None
 
 
 def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:

@@ -21,9 +21,8 @@ from holdfast.config.sections.metrics import UserTrackerConfig
 from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import ROOTS, engine_of, load_run, verb_of
+from holdfast.config.verbs.roots import ROOTS, engine_of, load_run, sections_of, verb_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
-from holdfast.config.yaml12 import parse_file
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import ConfigError, RunStopped
@@ -34,26 +33,34 @@ from holdfast.training.directory import count_starts, run_directory
 from holdfast.training.observe import find_script
 
 
-def train(
-    verb: str, path: Path | None, overrides: Sequence[str], model: str | None = None, data: str | None = None
+def train(  # noqa: PLR0913, PLR0917 - each is an option of a command
+    verb: str,
+    path: Path | None,
+    overrides: Sequence[str],
+    model: str | None = None,
+    data: str | None = None,
+    teacher: str | None = None,
 ) -> int:
     """Run a verb, on a file or on what `holdfast init` would write for a model and rows; return its exit code.
 
     Raises:
         ConfigError: There is neither, or both.
     """
-    if model is None and data is None and path is not None:
+    if path is not None and not any((model, data, teacher)):
         return start(verb, _load(verb, path, overrides))
     # Without a file the first override stands in its place.
     values = [*([] if path is None else [str(path)]), *overrides]
-    if model is None or data is None or any("=" not in value for value in values):
+    is_taught = verb == DistillConfig.verb
+    named = [model, data, *([teacher] if is_taught else [])]
+    if model is None or data is None or None in named or any("=" not in value for value in values):
+        learns_from = " --teacher TEACHER" if is_taught else ""
         raise ConfigError(
             f"`holdfast {verb}` takes a file, `holdfast {verb} RUN.yaml`, or a model and rows instead of one: "
-            f"`holdfast {verb} --model MODEL --data ROWS.jsonl steps=100`."
+            f"`holdfast {verb} --model MODEL{learns_from} --data ROWS.jsonl steps=100`."
         )
     from holdfast.cli.run_file.first_file import suggest
 
-    tree = suggest(verb, model, data, Path.cwd(), verb).tree
+    tree = suggest(verb, (model, teacher), data, Path.cwd(), verb).tree
     del tree["verb"]
     return start(verb, LoadedConfig(from_mapping(tree, ROOTS[verb], "the suggestion", values), Path.cwd()))
 
@@ -68,7 +75,7 @@ def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[Train
         return load_config(path, overrides, ROOTS[verb])
     except ConfigError as error:
         try:
-            meant = verb_of(parse_file(path).values)
+            meant = verb_of(sections_of(path, overrides))
         except ConfigError:
             raise error from None
         if meant == verb:

@@ -103,7 +103,7 @@ class DistillConfig(TrainingConfig):
 
     verb = "distill"
     samples = True
-    teacher: TeacherSection
+    teacher: TeacherSection = Field(examples=[{"path": "Qwen/Qwen3-8B"}])
     distill: DistillLossConfig = DistillLossConfig()
     rollout: DistillRolloutConfig | None = None
     """Leave it out to train on the rows' answers alone."""

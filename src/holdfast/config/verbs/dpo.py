@@ -49,8 +49,8 @@ class DPOConfig(TrainingConfig):
 
     verb = "dpo"
     samples = False
-    data: PairDataConfig
-    preference: PreferenceConfig
+    data: PairDataConfig = Field(examples=[{"path": "pairs.jsonl"}])
+    preference: PreferenceConfig = Field(examples=[{"loss": "dpo"}])
     reference: PairReference = PairReferenceConfig()
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -111,7 +111,7 @@ ScorerLoss = Annotated[BradleyTerryConfig, ByKind("bradley_terry")]
 class ScorerPreferenceConfig(PreferenceConfig):
     """What is made of a pair of scores."""
 
-    loss: Annotated[list[ScorerLoss], Field(min_length=1, max_length=1), OneOrSeveral()]  # type: ignore[assignment]
+    loss: Annotated[list[ScorerLoss], Field(min_length=1, max_length=1, examples=["bradley_terry"]), OneOrSeveral()]  # type: ignore[assignment]
     """`bradley_terry`; it tells a file of this verb from one of `holdfast dpo`."""
 
 
@@ -120,7 +120,7 @@ class ScorerConfig(DPOConfig):
 
     verb = "reward"
     scores = True
-    preference: ScorerPreferenceConfig
+    preference: ScorerPreferenceConfig = Field(examples=[{"loss": "bradley_terry"}])
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what policies have and reward models have not."""

@@ -44,9 +44,9 @@ class GRPOConfig(TrainingConfig):
 
     verb = "grpo"
     samples = True
-    data: PromptDataConfig
+    data: PromptDataConfig = Field(examples=[{"path": "prompts.jsonl"}])
     rollout: RolloutConfig = RolloutConfig()
-    reward: Annotated[list[Reward], Field(min_length=1), OneOrSeveral()]
+    reward: Annotated[list[Reward], Field(min_length=1, examples=["my_reward.py:score"]), OneOrSeveral()]
     """One reward or several; several are summed by their weights."""
     rewards: RewardPoolConfig = RewardPoolConfig()
     advantage: AdvantageConfig = GRPOAdvantageConfig()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.load import LoadedConfig, from_mapping, load_config
+from holdfast.config.load import LoadedConfig, from_mapping, load_config, split_overrides
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import BradleyTerryConfig, DPOConfig, ScorerConfig
@@ -43,9 +43,19 @@ def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfi
     Raises:
         ConfigError: As `load`.
     """
-    asked = {override.partition(".")[0].partition("=")[0]: override for override in overrides}
-    named = asked | dict(parse_file(path).values)
-    return load_config(path, overrides, ROOTS[verb_of(named)])
+    _, values = split_overrides(overrides)
+    asked = {override.partition(".")[0].partition("=")[0]: override for override in values}
+    return load_config(path, overrides, ROOTS[verb_of(asked | sections_of(path, overrides))])
+
+
+def sections_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the outermost keys of a run's files, each with its value in the last file that has it.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    files, _ = split_overrides(overrides)
+    return {key: value for file in (path, *files) for key, value in parse_file(file).values.items()}
 
 
 def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:

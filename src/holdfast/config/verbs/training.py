@@ -104,8 +104,8 @@ class TrainingConfig(_Root):
     """Whether what is trained scores whole texts; else it predicts tokens."""
     values: ClassVar[bool] = False
     """Whether it scores what precedes each token, as a critic does."""
-    model: ModelConfig
-    data: DataConfig
+    model: ModelConfig = Field(examples=[{"path": "Qwen/Qwen3-0.6B"}])
+    data: DataConfig = Field(examples=[{"path": "rows.jsonl"}])
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what sections ask of each other."""

@@ -57,7 +57,7 @@ def prompt_tokeniser(
     """
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
-        written, laid, positions, skips_template = tokeniser.opening(row, name, why_no_videos)
+        written, laid, positions, counts = tokeniser.opening(row, name, why_no_videos)
         tokens = np.asarray(laid.tokens, dtype=np.int64)
         if tokens.size == 0:
             raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")
@@ -65,7 +65,6 @@ def prompt_tokeniser(
             columns: dict[str, Any] = dict(row)
             inputs = joined_inputs(laid)
             prompt = Prompt(sample_id, tokens, decode(written), columns, source, inputs, positions)
-            counts = {"without_chat_template": 1} if skips_template else {}
             return Tokenised((prompt,), counts, lengths=(tokens.size,))
         if config.overlong == "refuse":
             limit, key = f"data.max_length={config.max_length} less rollout.max_new_tokens", "data.max_length"

@@ -20,6 +20,7 @@ from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, Ranks, Rest, cut_windows
+from holdfast.data.content.counted import lost_rows
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
@@ -344,7 +345,7 @@ class BatchStream(ABC, Generic[S, T]):
             raise DataError(self._too_small(f"gives {candidates.tokens} tokens", f"{size} windows of {window} tokens"))
         least = min(size, self._config.batch_size)  # a pass may hold fewer than someone asked for in excess
         if self._config.packing != "wrapped" and candidates.rows < least:
-            raise DataError(self._too_small(f"gives {candidates.rows} rows", f"{least}"))
+            raise DataError(self._too_few(candidates.rows, least))
 
     def _without_rows(self) -> str:
         counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
@@ -353,6 +354,13 @@ class BatchStream(ABC, Generic[S, T]):
             f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). {bad}"
             "Look at one with `holdfast data preview RUN.yaml`."
         )
+
+    def _too_few(self, rows: int, least: int) -> str:
+        if not (lost := lost_rows(self._counts, self._config.max_length)):
+            return self._too_small(f"gives {rows} rows", f"{least}")
+        few = f"Only {rows} rows of {self._names()} are left to train on, less than one batch of {least}: {lost}."
+        look = "Look at all with `holdfast data check RUN.yaml`"
+        return f"{few} {look}; raise data.max_length, or change what data.overlong does."
 
     def _too_small(self, has: str, batch: str) -> str:
         return (

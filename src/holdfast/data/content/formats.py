@@ -117,7 +117,7 @@ def normalise(row: Row, shape: Shape, row_name: str) -> Conversation | PromptCom
             turns = [from_sharegpt(turn, row_name) for turn in listed]
             return Conversation(_with_system(row, parse_messages(turns, row_name)), parse_tools(row, row_name))
         case "alpaca":
-            return Conversation(_with_system(row, _from_alpaca(row, row_name)))
+            return Conversation(_from_alpaca(row, row_name))
         case "prompt_completion":
             return _prompt_completion(row, row_name)
         case "text":
@@ -172,12 +172,21 @@ def _with_system(row: Row, messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _from_alpaca(row: Row, row_name: str) -> list[Message]:
+def instruction_of(row: Row, row_name: str) -> list[Message]:
+    """Return the messages that ask what a row's `instruction` and `input` say, behind its `system` message.
+
+    Raises:
+        DataError: One of them is no text.
+    """
     question = _text(row["instruction"], "instruction", row_name)
     if row.get("input"):
         question += "\n\n" + _text(row["input"], "input", row_name)
+    return _with_system(row, [{"role": "user", "content": question}])
+
+
+def _from_alpaca(row: Row, row_name: str) -> list[Message]:
     answer = _text(row["output"], "output", row_name)
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [*instruction_of(row, row_name), {"role": "assistant", "content": answer}]
 
 
 def _prompt_completion(row: Row, row_name: str) -> Conversation | PromptCompletion:

@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.config.sections.data import IMAGE_FIELDS, RowFormat, TextConfig
+from holdfast.data.content.counted import DROPPED_ROLES
 from holdfast.data.content.formats import (
     Conversation,
     PlainText,
@@ -51,7 +52,8 @@ class Tokenised(Generic[S]):
     counts: Mapping[str, int]
     """Sequences that were `truncated`, `split`, `overlong_dropped`, left out since they train nothing (`untrained`), or
     whose answer the template does not close (`no_end_of_turn`); rows that were `split_by_turn`, or whose reasoning the
-    template does not write (`reasoning_dropped`). Only what happened is listed."""
+    template does not write (`reasoning_dropped`), or of whose messages it leaves out a role (`system_dropped`,
+    `user_dropped`, `developer_dropped`, `tool_dropped`; `role_dropped` for any other). Only what happened is listed."""
     head: int = 0
     """First tokens that all sequences have in common, and none of which is trained."""
     lengths: tuple[int, ...] = ()
@@ -67,8 +69,9 @@ class Opening(NamedTuple):
     """Each image is its own tokens; none is trained."""
     positions: NDArray[np.int64] | None
     """[A, L] of `laid`; None where all are 0, 1, 2, ..."""
-    skips_template: bool = False
-    """Whether it is plain text, and the tokenizer it came with has a chat template, which is then not used."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """`without_chat_template`: it is plain text, and the tokenizer it came with has a chat template, which is then not
+    used; and roles that the template leaves out, as in `Tokenised`."""
 
 
 class RowTokeniser:
@@ -160,10 +163,9 @@ class RowTokeniser:
         if why_no_videos and any(isinstance(image, Video) for image in content.images):
             raise DataError(f"{row_name} has a video, and {why_no_videos}. Remove the row, or use another engine.")
         images = self._images.prepared(content, row_name, whole=True)
-        written = self._opening_tokens(self._images.in_text(content), row_name)
+        written, counts = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
-        skips = isinstance(content, PlainText) and self._has_template
-        return Opening(written, laid, self._images.positions(laid), skips)
+        return Opening(written, laid, self._images.positions(laid), counts)
 
     def _prompt(self, row: Row, row_name: str) -> Conversation | PlainText:
         if self._format is not None:
@@ -176,12 +178,18 @@ class RowTokeniser:
             return self._images.placed(Conversation([{"role": "user", "content": prompt}]), row, row_name)
         return self._images.placed(PlainText(prompt), row, row_name)
 
-    def _opening_tokens(self, content: Conversation | PlainText, row_name: str) -> list[int]:
+    def _dropped(self, conversation: Conversation) -> dict[str, int]:
+        """Count the roles of a conversation that the template leaves out."""
+        roles = self._template.dropped_roles(conversation)
+        return {f"{role if role in DROPPED_ROLES else 'role'}_dropped": 1 for role in roles}
+
+    def _opening_tokens(self, content: Conversation | PlainText, row_name: str) -> tuple[list[int], dict[str, int]]:
         if isinstance(content, PlainText):
-            return self._plain.opening(content.text)
+            return self._plain.opening(content.text), {"without_chat_template": 1} if self._has_template else {}
         conversation = self._prepared(content, row_name)
         try:
-            return list(self._template.ids(conversation, generation_prompt=True))
+            written = list(self._template.ids(conversation, generation_prompt=True))
+            return written, self._dropped(conversation)
         except TemplateRefuses as refusal:
             raise DataError(f"{row_name}: {self._template.name} cannot write the prompt: {refusal}.") from None
 
@@ -229,6 +237,7 @@ class RowTokeniser:
         if self._text.train_on == "last_turn":
             turns = turns[-1:]
         masked = mask_conversation(self._template, conversation, turns, where)
+        counts.update(self._dropped(conversation))
         if masked.drops_reasoning:
             counts["reasoning_dropped"] += 1
         if len(masked.parts) > 1:

@@ -109,14 +109,20 @@ def mask_conversation(
                     reasons.append(str(failure))
                 else:
                     return MaskedConversation(parts, drops_reasoning=not keeps_reasoning)
+    whole = _first(conversation, turns[-1] + 1)
     try:
-        template.ids(_first(conversation, turns[-1] + 1))
+        dropped = template.dropped_roles(whole)
     except TemplateRefuses as refusal:
         raise DataError(
             f"{row_name}: {template.name} cannot write this conversation: {refusal}. Its roles are "
             f"{', '.join(message['role'] for message in conversation.messages)}. "
             "Change the row, or set data.chat_template to a template that takes it."
         ) from None
+    if dropped:
+        raise DataError(
+            f"{row_name}: {template.name} leaves out messages of the role {' and '.join(dropped)}, so the model would "
+            "never see them. Remove them from the rows, or set data.chat_template to a template that writes them."
+        )
     raise DataError(
         f"{row_name}: {template.name} does not let us tell the assistant's tokens from the others, and training on "
         f"everything is not what was asked for. {'; '.join(dict.fromkeys(reasons))}. Set data.chat_template to a "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -110,6 +111,7 @@ class ChatTemplate:
         self.name = name
         self._source = source
         self._variables = dict(variables)
+        self._written_roles: set[str] = set()
 
     def like(self, source: str, name: str) -> ChatTemplate:
         """Return another template with the same tokenizer and variables."""
@@ -203,6 +205,32 @@ class ChatTemplate:
         except TemplateRefuses:
             return False
         return not whole.removeprefix(asked).lstrip().startswith(_ANSWER["content"])
+
+    def dropped_roles(self, conversation: Conversation) -> list[str]:
+        """Return the roles, the assistant's aside, of messages of which the template writes nothing.
+
+        A role that was written once is not looked for again.
+
+        Raises:
+            TemplateRefuses: As `ids`.
+        """
+        unseen = [
+            number
+            for number, message in enumerate(conversation.messages)
+            if message["role"] not in {"assistant", *self._written_roles} and message.get("content")
+        ]
+        if not unseen:
+            return []
+        text, dropped = self.text(conversation), []
+        for number in unseen:
+            messages = list(conversation.messages)
+            role = str(messages[number]["role"])
+            messages[number] = {**messages[number], "content": _QUESTION["content"]}
+            if self.text(replace(conversation, messages=messages)) == text:
+                dropped.append(role)
+            else:
+                self._written_roles.add(role)
+        return list(dict.fromkeys(dropped))
 
     @cached_property
     def _wants_parts(self) -> bool:

@@ -5,6 +5,7 @@ special tokens are those of supervised rows: an answer is tokenised as the compl
 
 A pair has `prompt`, `chosen` and `rejected`, each text or messages. Without a prompt, or where both answers are whole
 conversations, the messages that both begin with are the prompt. A labelled row has `prompt`, `completion`, `label`.
+An `instruction` in the place of the prompt is a user's message, as it is in rows of one answer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from holdfast.config.verbs.dpo import PairDataConfig
-from holdfast.data.content.formats import Message, as_messages, parse_messages
+from holdfast.data.content.formats import Message, as_messages, instruction_of, parse_messages
 from holdfast.data.content.lengths import ImageSpan, Stretch, cut_to
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
@@ -95,7 +96,7 @@ class LabelTokeniser:
         """
         counts: Counter[str] = Counter()
         desirable = label_of(row, name)
-        answer = {**row, "completion": _required(row, "completion", name)}
+        answer = _asked({**row, "completion": _required(row, "completion", name)}, ["completion"], name)
         try:
             _refuse_empty(answer, "completion")
         except _Unusable as found:
@@ -255,7 +256,8 @@ def answer_rows(
     Raises:
         DataError: A column is missing or malformed, or the two sides do not begin alike.
     """
-    answers = {side: _required(row, side, name) for side in SIDES}
+    row = _asked({**row, **{side: _required(row, side, name) for side in SIDES}}, SIDES, name)
+    answers = {side: row[side] for side in SIDES}
     whole = [side for side, value in answers.items() if _is_whole_conversation(value)]
     if len(whole) == len(SIDES):
         return _from_conversations(row, answers, name), "prompt_completion"
@@ -274,6 +276,14 @@ def answer_rows(
         f"{name} has no column 'prompt', and its answers are neither two texts nor two whole conversations that begin "
         f"with one. Its columns are: {', '.join(row)}."
     )
+
+
+def _asked(row: Row, answers: Sequence[str], name: str) -> Row:
+    """Turn an `instruction` into a prompt that is a user's message, and its answers into the assistant's."""
+    if row.get("prompt") is not None or row.get("instruction") is None:
+        return row
+    turns = {answer: as_messages(row[answer], "assistant", answer, name) for answer in answers}
+    return {**row, "prompt": instruction_of(row, name), **turns}
 
 
 def _are_texts(answers: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from holdfast.config.sections.reward import CodeConfig, JudgeConfig, ModelReward
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
+from holdfast.data.content.counted import unexpected
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.survey import Survey
 from holdfast.errors import ConfigError, UserError
@@ -48,6 +49,7 @@ from holdfast.training.setup.rows import open_data
 
 FIRST_ROWS = 64
 _TEXT = "What is 12 + 30? It is 42.\n\tdef f(x):  return 'déjà vu, 你好 🙂'"
+_TEMPLATE = "Look with `holdfast data preview`; set data.chat_template to a template that does."
 _SAMPLES = 2
 _SLOW_SECONDS = 1.0
 """Of a reward for one sample."""
@@ -128,6 +130,8 @@ def look_at_first_rows(run: Looked) -> Iterator[Finding]:
         yield warn("rows", f"{words}; {survey.cut} are longer than {survey.max_length}", fix)
     else:
         yield ok("rows", words)
+    for sentence in unexpected(survey.counts):
+        yield warn("rows", f"{survey.source}: of the first {survey.rows} rows, {sentence}", _TEMPLATE)
     yield from _look_at_batches(run, survey.mean_length)
 
 

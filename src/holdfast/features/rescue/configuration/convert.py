@@ -82,7 +82,7 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     """
     table = load_key_table(system)
     if document.twice:
-        raise ConfigError("\n".join(f"{document.file}:{line}: {message}" for line, message in document.twice))
+        raise ConfigError("\n".join(f"{file}:{line}: {message}" for file, line, message in document.twice))
     leaves = dict(_leaves(document, table))
     keys = {".".join(map(str, path)): path for path in leaves}
     values = {dotted: _resolved(leaves[path], leaves, keys) for dotted, path in keys.items()}
