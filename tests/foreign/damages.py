@@ -96,6 +96,12 @@ def flipped(path: Path, number: int = 0) -> None:
     path.write_bytes(bytes(data))
 
 
+def flipped_at(path: Path, text: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[bytes(data).index(text)] ^= 1
+    path.write_bytes(bytes(data))
+
+
 def zeroed_storage(path: Path, number: int = 0) -> None:
     data = path.read_bytes()
     content = next(content for entry, content in members(path) if storage(path, number)(entry.filename))
@@ -164,8 +170,38 @@ def step_on_one_rank(folder: Path) -> None:
     rewritten(path, lambda _, data: five if data == two else data)
 
 
-def swap_ranks(folder: Path) -> None:
-    shutil.copyfile(rank_file(folder, rank=0), rank_file(folder, rank=1))
+def each(folder: Path, *changes: Callable[[Path], None]) -> None:
+    for change in changes:
+        change(folder)
+
+
+def copy_rank(folder: Path, kind: str = "model") -> None:
+    shutil.copyfile(rank_file(folder, kind, 0), rank_file(folder, kind, 1))
+
+
+def swap_ranks(folder: Path, kind: str = "optim", ranks: tuple[int, int] = (0, 1)) -> None:
+    first, second = (rank_file(folder, kind, rank) for rank in ranks)
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+
+
+def anonymous(folder: Path, *kinds: str) -> None:
+    """Give the rank files of some kinds the archive name that torch.save writes into an open file."""
+    for kind in kinds:
+        for path in actor(folder).glob(f"{kind}_world_size_*.pt"):
+            entries = members(path)
+            with zipfile.ZipFile(path, "w") as archive:
+                for entry, data in entries:
+                    archive.writestr(f"archive/{entry.filename.partition('/')[2]}", data)
+
+
+def group_of_one_rank(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    state_of(rank_file(folder, "optim"), lambda content: change(content["param_groups"][0]))
+
+
+def fewer_parameters(group: dict[str, Any]) -> None:
+    del group["params"][-12:]
 
 
 def other_world(folder: Path) -> None:
@@ -219,7 +255,41 @@ DAMAGES = {
     "a byte flipped": Damage(VERL, lambda f: flipped(rank_file(f)), r"checksum of storage 0"),
     "a storage is zeros": Damage(VERL, lambda f: zeroed_storage(rank_file(f)), r"checksum of storage 0.*only zeros"),
     "members are compressed": Damage(VERL, lambda f: compressed(rank_file(f)), r"compressed members"),
-    "one rank's file twice": Damage(VERL, swap_ranks, r"there twice"),
+    "one rank's file twice": Damage(VERL, copy_rank, r"rank_1\.pt was written as model_world_size_2_rank_0\.pt"),
+    "one rank's file twice, without a name": Damage(
+        VERL, lambda f: each(f, copy_rank, lambda f: anonymous(f, "model")), r"there twice"
+    ),
+    "swapped optimizers of flat parameters": Damage(FLAT, swap_ranks, r"rank_0\.pt was written as .*rank_1\.pt"),
+    "swapped optimizers of original parameters": Damage(ORIG, swap_ranks, r"rank_0\.pt was written as .*rank_1\.pt"),
+    "swapped optimizers without a mesh": Damage("verl-fsdp1-nomesh", swap_ranks, r"was written as .*rank_1\.pt"),
+    "swapped optimizers without a name": Damage(
+        ORIG,
+        lambda f: each(f, swap_ranks, lambda f: anonymous(f, "optim")),
+        r"optim\S*rank_0\.pt and optim\S*rank_1\.pt hold the runs that others of them have",
+    ),
+    "swapped optimizers of four ranks without a name": Damage(
+        "verl-fsdp1-orig-4",
+        lambda f: each(f, lambda f: swap_ranks(f, ranks=(1, 2)), lambda f: anonymous(f, "optim")),
+        r"rank_1\.pt and optim\S*rank_2\.pt hold the runs that others of them have",
+    ),
+    "optimizers of two models": Damage(
+        ORIG,
+        lambda f: group_of_one_rank(f, fewer_parameters),
+        r"optim\S*rank_0\.pt has 27 parameters, optim\S*rank_1\.pt 15",
+    ),
+    "optimizers of two learning rates": Damage(
+        VERL,
+        lambda f: group_of_one_rank(f, lambda group: group.update(lr=0.5)),
+        r"optim\S*rank_0\.pt and optim\S*rank_1\.pt are of two saves: lr",
+    ),
+    "a state that no group has": Damage(
+        "verl-fsdp2-1",
+        lambda f: state_of(rank_file(f, "optim", 0), lambda content: content["state"].update({99: {}})),
+        r"parameter 99, which none of its groups has",
+    ),
+    "a setting of the optimizer flipped": Damage(
+        FLAT, lambda f: flipped_at(rank_file(f, "optim"), b"weight_decay"), r"checksum of .*data\.pkl does not fit"
+    ),
     "two world sizes": Damage(VERL, other_world, r"several world sizes"),
     "the configuration says other ranks": Damage(
         VERL, lambda f: changed_json(actor(f) / "fsdp_config.json", world_size=8), r"says 8 ranks"
@@ -377,9 +447,9 @@ DAMAGES |= {
         FULL, lambda f: state_of(f / "optimizer.bin", mixed_steps), r"updates of .* of two saves"
     ),
     "the configuration is cut short": Damage("trainer-full", lambda f: cut(f / "config.json"), r"config\.json cannot"),
-    "a flat optimizer's file twice": Damage(
+    "a flat optimizer's file twice, without a name": Damage(
         FLAT,
-        lambda f: shutil.copyfile(rank_file(f, "optim", 0), rank_file(f, "optim", 1)) and None,
+        lambda f: each(f, lambda f: copy_rank(f, "optim"), lambda f: anonymous(f, "optim")),
         r"rank_1\.pt is optim.*rank_0\.pt once more",
     ),
     "a pass below zero": Damage(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import shutil
 from pathlib import Path
@@ -80,33 +79,3 @@ def test_settings_that_are_nested_without_end_do_not_hang_a_check(fixtures: Path
 @pytest.mark.parametrize("name", WHOSE)
 def test_what_is_whole_raises_no_alarm(fixtures: Path, name: str) -> None:
     assert said_of(place_of(fixtures / name)) == ""
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_random_change_is_named_or_changes_no_number(fixtures: Path, seed: int, tmp_path: Path) -> None:
-    """A seeded mutator beside the list: it cuts, zeroes, deletes or flips bytes of some file."""
-    draw = random.Random(seed)
-    name = draw.choice(list(WHOSE))
-    path = copied(fixtures, name, tmp_path)
-    whole = {key: value.read() for key, value in open_foreign(path).weights.items()}
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    file = draw.choice(files)
-    data = bytearray(file.read_bytes())
-    match draw.choice(["cut", "zeros", "delete", "flip"]):
-        case "cut":
-            file.write_bytes(bytes(data[: draw.randrange(len(data))]))
-        case "zeros":
-            start = draw.randrange(len(data))
-            file.write_bytes(bytes(data[:start] + bytes(min(512, len(data) - start)) + data[start + 512 :]))
-        case "delete" if path.is_dir():
-            file.unlink()
-        case _:
-            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            file.write_bytes(bytes(data))
-
-    said = said_of(path)
-
-    if not said:
-        changed = {key: value.read() for key, value in open_foreign(path).weights.items()}
-        assert changed.keys() == whole.keys()
-        assert all(changed[key].equal(value) for key, value in whole.items())

@@ -209,6 +209,8 @@ def check(
 ) -> None:
     """Say whose checkpoint it is, what is in it, what is damaged and what a resume would lose; exit 1 on damage.
 
+    The last line is the verdict: whole, damaged, or cannot be told, where nothing says whether it is as it was written.
+
     Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face.
     Nothing is written, and nothing that a pickle asks for is run.
     """
@@ -241,6 +243,13 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
     step: Annotated[
         int | None, typer.Option(min=0, help="With --as: the step, where the checkpoint does not state it.")
     ] = None,
+    trust_rank_order: Annotated[
+        bool,
+        typer.Option(
+            "--trust-rank-order",
+            help="Take every rank's file for the one that its name says, where nothing in it does.",
+        ),
+    ] = False,
 ) -> None:
     """Make another system's checkpoint one of ours, or a model directory; its own files stay as they are."""
     from holdfast.features.rescue.views import export_checked, import_checked
@@ -248,10 +257,12 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
     if (run is None) == (export_to is None):
         raise ConfigError("Give one of --as RUN.yaml, for a run that continues it, and --export OUT, for a model.")
     if export_to is not None:
-        report = export_checked(directory, export_to, model, _dtype(dtype))
+        report = export_checked(directory, export_to, model, _dtype(dtype), trust_rank_order=trust_rank_order)
     else:
+        from holdfast.features.rescue.importing.importing import Wishes
+
         assert run is not None
-        report = import_checked(directory, run, step, data_from_start=data_from_start)
+        report = import_checked(directory, run, Wishes(data_from_start, step, trust_rank_order))
     for line in report:
         typer.echo(line)
 

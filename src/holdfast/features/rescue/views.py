@@ -15,6 +15,7 @@ from holdfast.text.escaping import escaped
 if TYPE_CHECKING:
     from torch import dtype
 
+    from holdfast.features.rescue.importing.importing import Wishes
     from holdfast.features.rescue.reading.examine import ForeignLevel
     from holdfast.features.rescue.reading.record import ForeignCheckpoint, Kind, StoredTensor
 
@@ -64,7 +65,8 @@ def foreign_summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
         "position": position and {key: value for key, value in vars(position).items() if value is not None},
         "configuration": checkpoint.model_files and str(checkpoint.model_files),
         "findings": [vars(each) for each in checkpoint.findings],
-        "damaged": bool(checkpoint.of_kind("damage")),
+        "verdict": checkpoint.verdict,
+        "damaged": checkpoint.verdict == "damaged",
     }
 
 
@@ -102,8 +104,18 @@ def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
         yield f"  schedule   at {about['schedule_step']}"
     for kind in _HEADINGS:
         yield from _findings(checkpoint, kind)
-    damage = len(checkpoint.of_kind("damage"))
-    yield "whole" if not damage else f"damaged: {damage} finding{'s' if damage > 1 else ''}"
+    yield _verdict(checkpoint)
+
+
+def _verdict(checkpoint: ForeignCheckpoint) -> str:
+    if checkpoint.verdict == "whole":
+        tensors = [
+            *checkpoint.weights.values(),
+            *(each for slots in checkpoint.states.values() for each in slots.values()),
+        ]
+        return f"whole: {size_words(sum(each.nbytes for each in tensors))} of tensors agree with their checksums"
+    findings = checkpoint.of_kind("damage" if checkpoint.verdict == "damaged" else "unverified")
+    return f"{checkpoint.verdict}: {len(findings)} finding{'s' if len(findings) > 1 else ''}"
 
 
 def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
@@ -115,7 +127,13 @@ def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
         yield f"  {_HEADINGS[kind]:<10} and {len(chosen) - _MOST} more (--json has all)"
 
 
-_HEADINGS: dict[Kind, str] = {"note": "note", "repair": "repaired", "loss": "lost", "damage": "DAMAGED"}
+_HEADINGS: dict[Kind, str] = {
+    "note": "note",
+    "repair": "repaired",
+    "loss": "lost",
+    "unverified": "unverified",
+    "damage": "DAMAGED",
+}
 """By kind of a finding, in the order in which they are told."""
 
 
@@ -143,12 +161,16 @@ def _whole(path: Path) -> ForeignCheckpoint:
     return checkpoint
 
 
-def export_checked(path: Path, directory: Path, model: Path | None, dtype: dtype | None) -> Iterator[str]:
+def export_checked(
+    path: Path, directory: Path, model: Path | None, dtype: dtype | None, *, trust_rank_order: bool
+) -> Iterator[str]:
     """Write a model directory and yield what to say."""
     from holdfast.features.rescue.export import export_foreign
+    from holdfast.features.rescue.reading.rank_order import refuse_untold_order
 
     _refuse_inside(path, directory)
     checkpoint = _whole(path)
+    refuse_untold_order(checkpoint, () if trust_rank_order else ("weights",))
     export_foreign(checkpoint, directory, model=model, dtype=dtype)
     yield from _repairs(checkpoint)
     yield f"{checkpoint.path} ({checkpoint.system}) is exported to {directory}"
@@ -169,17 +191,16 @@ def _repairs(checkpoint: ForeignCheckpoint) -> Iterator[str]:
         yield escaped(f"repaired: {finding.text}")
 
 
-def import_checked(path: Path, run: Path, step: int | None, *, data_from_start: bool) -> Iterator[str]:
+def import_checked(path: Path, run: Path, wishes: Wishes) -> Iterator[str]:
     """Write a checkpoint of a run and yield what to say."""
     from holdfast.config.verbs.roots import load_run
-    from holdfast.features.rescue.importing.importing import Wishes, import_run
+    from holdfast.features.rescue.importing.importing import import_run
     from holdfast.parallel.mesh import joined_world
     from holdfast.training.directory import run_directory
 
     loaded = load_run(run, [])
     _refuse_inside(path, run_directory(loaded.config))
     checkpoint = _whole(path)
-    wishes = Wishes(data_from_start, step)
     with joined_world(loaded.config.launch) as world:
         imported = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
     for finding in checkpoint.of_kind("loss"):

@@ -37,6 +37,7 @@ from holdfast.features.rescue.importing.configurations import compare_configurat
 from holdfast.features.rescue.importing.states import PlannedTensor, described_state, planned_states, rate_of
 from holdfast.features.rescue.importing.weightless import weightless_run
 from holdfast.features.rescue.reading.alignment import align
+from holdfast.features.rescue.reading.rank_order import refuse_untold_order
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, Position
 from holdfast.models.names import tied_names
 from holdfast.optim.schedule import learning_rate_factor
@@ -56,6 +57,8 @@ class Wishes:
     data_from_start: bool = False
     step: int | None = None
     """Where the checkpoint states none."""
+    trust_rank_order: bool = False
+    """Take every rank's file for the one that its name says, where nothing in it does."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,11 @@ def import_run(
     """Write a checkpoint of a new run, or of weights alone where there is nothing else.
 
     Raises:
-        ConfigError: The run exists, the step or the position in the data is not stated.
+        ConfigError: The run exists; the step, the position in the data or the order of ranks is not stated.
         CheckpointMismatch: The checkpoint does not fit the run; nothing was written.
         CheckpointCorrupt: A file is damaged; nothing was left behind.
     """
+    refuse_untold_order(checkpoint, () if wishes.trust_rank_order else ("weights", "optimizer"))
     step = _step(checkpoint, wishes)
     run = weightless_run(config, base, world)
     if directory.is_run(run.setting.directory):
@@ -115,7 +119,7 @@ def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: l
     )
     _refuse_misfit(run, checkpoint, snapshot, step)
     storage = open_storage(str(place))
-    deviation = f"weights imported from {checkpoint.system} ({checkpoint.path})"
+    deviation = f"weights {_origin(checkpoint)}"
     about = About(run_id="", step=step, versions=versions(), deviations=(deviation,))
     try:
         commit(snapshot, storage, about, run.setting.ranks, name=step_name(step))
@@ -126,6 +130,11 @@ def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: l
     words = "it holds weights alone: the run begins at step 0 with a new optimizer, schedule and order of rows"
     path = f"{place}/{step_name(step)}"
     return Imported(path, [*notes, *_repairs(checkpoint), words], f"checkpoint.init_from={path}")
+
+
+def _origin(checkpoint: ForeignCheckpoint) -> str:
+    trusted = ", with its order of ranks taken from the names of its files" if checkpoint.untold_order else ""
+    return f"imported from {checkpoint.system} ({checkpoint.path}){trusted}"
 
 
 def _repairs(checkpoint: ForeignCheckpoint) -> list[str]:
@@ -354,7 +363,7 @@ def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: 
                 run_id=directory.run_id(setting.directory),
                 step=step,
                 versions=versions(),
-                deviations=(f"imported from {checkpoint.system} ({checkpoint.path})",),
+                deviations=(_origin(checkpoint),),
                 fingerprints=run.identity,
             )
             complete = replace(snapshot, shared=shared, assets=assets)

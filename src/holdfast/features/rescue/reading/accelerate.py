@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.features.rescue.reading.dcp_systems import add_contents
 from holdfast.features.rescue.reading.hugging_face import add_safetensors
-from holdfast.features.rescue.reading.parts import piece
+from holdfast.features.rescue.reading.parts import opened_file, piece
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import (
     DamagedFile,
@@ -92,7 +92,7 @@ def _add_weights(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -
     if MODEL_FOLDER in names:
         add_within(checkpoint, folder / MODEL_FOLDER)
     elif MODEL_FILE in names:
-        file = TorchFile(folder / MODEL_FILE, within=folder)
+        file = opened_file(checkpoint, folder / MODEL_FILE)
         add_full_weights(checkpoint, file, _named(MODEL_FILE, file))
     else:
         add_safetensors(checkpoint, folder)
@@ -152,7 +152,7 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, folder: Path, names: set[str])
     elif OPTIMIZER_FILE in names or "optimizer.pt" in names:
         name = OPTIMIZER_FILE if OPTIMIZER_FILE in names else "optimizer.pt"
         checkpoint.has_optimizer = True
-        file = TorchFile(folder / name, within=folder)
+        file = opened_file(checkpoint, folder / name)
         add_full_states(checkpoint, file, _named(name, file))
 
 
@@ -194,7 +194,7 @@ def _parts(file: TorchFile, content: Any) -> tuple[dict[Any, Any], list[Any]]:
 
 
 def _add_schedule(checkpoint: ForeignCheckpoint, path: Path) -> None:
-    content = TorchFile(path, within=path.parent).value()
+    content = opened_file(checkpoint, path).value()
     if not isinstance(content, dict):
         raise DamagedFile("holds no state of a schedule")
     counted(content.get("last_epoch"), "the step of the schedule")

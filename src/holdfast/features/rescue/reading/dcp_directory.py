@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,9 @@ from torch import Tensor
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.place.layout import METADATA
 from holdfast.features.rescue.reading.modest_pickles import is_modest
+from holdfast.features.rescue.reading.parts import opened_file
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
-from holdfast.features.rescue.reading.torch_file import TorchFile
 from holdfast.files import REGULAR, file_kind, read_bytes
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class DcpDirectory:
         for places in self._places.values():
             for info in places.values():
                 ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        self._compare_list_with_itself()
         sizes = {}
         where = "" if self.folder == self._checkpoint.path else f"{self.folder.name}/"
         for name, end in sorted(ends.items()):
@@ -86,13 +88,32 @@ class DcpDirectory:
             self._checkpoint.add("damage", f"{where}{sorted(extra)[0]} is not in {METADATA}: it is of another save")
         return sizes
 
+    def _compare_list_with_itself(self) -> None:
+        """Note what the list, which has no checksum, says in one way here and in another there."""
+        strange = sorted(self._places.keys() - self._metadata.state_dict_metadata.keys())
+        if strange:
+            self._checkpoint.add("damage", f"{METADATA} says where {strange[0]} lies, and lists no such name")
+        ranges: dict[str, list[tuple[int, int, str]]] = {}
+        for name, places in self._places.items():
+            for info in places.values():
+                ranges.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length, name))
+        for file, taken in ranges.items():
+            taken.sort()
+            for (_, end, one), (start, _, other) in pairwise(taken):
+                if start < end:
+                    words = f"{METADATA} puts {one} and {other} at the same bytes of {file}"
+                    self._checkpoint.add("damage", words)
+                    break
+
     def _paths(self) -> dict[str, tuple[Any, ...]]:
         known = self._metadata.planner_data
-        known = known if isinstance(known, dict) else {}
-        return {
-            name: tuple(known[name]) if isinstance(known.get(name), tuple) else (name,)
-            for name in self._metadata.state_dict_metadata
-        }
+        names = list(self._metadata.state_dict_metadata)
+        if not isinstance(known, dict) or not known:
+            return {name: (name,) for name in names}
+        for name in names:
+            if not isinstance(known.get(name), tuple) or ".".join(map(str, known[name])) != name:
+                raise DamagedFile(f"{METADATA} contradicts itself: the keys of {name} are {known.get(name)!r:.200}")
+        return {name: known[name] for name in names}
 
     def __iter__(self) -> Iterator[str]:
         """Yield all names."""
@@ -130,7 +151,7 @@ class DcpDirectory:
         path = self.folder / info.relative_path
 
         def fill(target: Tensor) -> None:
-            file = TorchFile(path, info.offset, info.length, self._checkpoint.path)
+            file = opened_file(self._checkpoint, path, info.offset, info.length)
             view = file.value()
             if not isinstance(view, StoredView) or view.shape != sizes or view.dtype != dtype:
                 raise DamagedFile(f"{path.name} holds another tensor at byte {info.offset:,} than {METADATA} says")
@@ -149,7 +170,8 @@ class DcpDirectory:
             raise DamagedFile("is in no file")
         if info.length > _MOST_METADATA or self._sizes.get(info.relative_path, 0) < info.offset + info.length:
             raise DamagedFile("is cut short")
-        return TorchFile(self.folder / info.relative_path, info.offset, info.length, self._checkpoint.path).value()
+        path = self.folder / info.relative_path
+        return opened_file(self._checkpoint, path, info.offset, info.length).value()
 
 
 def is_dcp(folder: Path) -> bool:

@@ -12,15 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from holdfast.features.rescue.reading.dcp_directory import DcpDirectory
-from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredGroup, counted
+from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredGroup, counted, plain_settings
 from holdfast.models.names import canonical_name
 
 _MODELS = {"model", "state_dict", "module", "model_state_dict"}
 _OPTIMIZERS = {"optim", "optimizer", "optimizer_0", "optimizers", "optimizer_state_dict"}
-_SCALARS = (bool, int, float, str, torch.dtype, type(None))
 _APART = {"lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng", "step", "epoch", "extra"}
 
 
@@ -110,16 +107,8 @@ def _groups(groups: Mapping[str, Mapping[str, Any]]) -> list[StoredGroup]:
         ]
     alike: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
     for name, settings in groups.items():
-        alike.setdefault(_fingerprint(settings), ([], settings))[0].append(canonical_name(name))
+        alike.setdefault(plain_settings(settings), ([], settings))[0].append(canonical_name(name))
     return [StoredGroup(tuple(names), settings) for names, settings in alike.values()]
-
-
-def _fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return the same text for equal settings; nests in them count for nothing: their text may have no end."""
-    plain = {key: value for key, value in settings.items() if isinstance(value, _SCALARS)}
-    pairs = {key: value for key, value in settings.items() if isinstance(value, tuple) and len(value) <= 4}
-    flat = {key: value for key, value in pairs.items() if all(isinstance(each, _SCALARS) for each in value)}
-    return repr(sorted((plain | flat).items()))
 
 
 def read_plain(folder: Path) -> ForeignCheckpoint:

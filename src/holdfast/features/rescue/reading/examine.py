@@ -63,7 +63,29 @@ def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
         for what, tensor in _all(checkpoint):
             _read(checkpoint, what, tensor)
         _compare_ties(checkpoint)
+        _compare_rest(checkpoint)
+        _note_without_checksums(checkpoint)
+    else:
+        checkpoint.add("unverified", "numbers were not read, headers alone were")
     _add_losses(checkpoint)
+
+
+def _compare_rest(checkpoint: ForeignCheckpoint) -> None:
+    for path, compare in checkpoint.compare_rest.items():
+        try:
+            compare()
+        except (DamagedFile, OSError) as error:
+            if not any(path.name in each.text for each in checkpoint.of_kind("damage")):
+                checkpoint.add("damage", f"{path.name} {error}")
+
+
+def _note_without_checksums(checkpoint: ForeignCheckpoint) -> None:
+    files = sorted(checkpoint.without_checksums)
+    if files:
+        more = f" and {len(files) - 1} more files have" if len(files) > 1 else " has"
+        checkpoint.add(
+            "unverified", f"{files[0]}{more} no checksums: nothing but NaN and infinity would show in what was read"
+        )
 
 
 def _check_schedule(checkpoint: ForeignCheckpoint) -> None:

@@ -41,6 +41,7 @@ def add_safetensors(checkpoint: ForeignCheckpoint, folder: Path) -> None:
         if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
             checkpoint.add("damage", str(error))
         return
+    checkpoint.is_in_model_order = False
     for path in sorted(set(places.values())):
         listed = {name for name, file in places.items() if file == path}
         _add_file(checkpoint, path, listed)
@@ -60,6 +61,7 @@ def _add_file(checkpoint: ForeignCheckpoint, path: Path, listed: set[str] | None
         checkpoint.add("damage", f"{path.name} lacks {lacking[0]}, which the index says it holds")
     if listed is not None and (unlisted := sorted(set(headers) - listed)):
         checkpoint.add("damage", f"{path.name} holds {unlisted[0]}, which the index says is elsewhere or nowhere")
+    checkpoint.without_checksums.add(path.name)
     for name, header in headers.items():
         fill = partial(_fill, path, name)
         piece = TensorPiece((0,) * len(header.shape), header.shape, header.dtype, fill, path.name)

@@ -15,8 +15,8 @@ from typing import Any
 from holdfast.features.rescue.reading.accelerate import add_full_states, add_full_weights
 from holdfast.features.rescue.reading.alignment import rename
 from holdfast.features.rescue.reading.dcp_systems import add_contents
+from holdfast.features.rescue.reading.parts import opened_file
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, Position, counted
-from holdfast.features.rescue.reading.torch_file import TorchFile
 from holdfast.models.names import canonical_name
 
 META = "meta.pt"
@@ -47,7 +47,7 @@ def read_lightning(path: Path) -> ForeignCheckpoint:
 def _sharded(checkpoint: ForeignCheckpoint, folder: Path) -> Mapping[str, Any] | None:
     content: Mapping[str, Any] | None = None
     try:
-        content = TorchFile(folder / META, within=folder).value()
+        content = opened_file(checkpoint, folder / META).value()
     except (DamagedFile, OSError) as error:
         words = "is missing" if isinstance(error, FileNotFoundError) else str(error)
         checkpoint.add("damage", f"{META} {words}")
@@ -56,7 +56,7 @@ def _sharded(checkpoint: ForeignCheckpoint, folder: Path) -> Mapping[str, Any] |
 
 
 def _full(checkpoint: ForeignCheckpoint, path: Path) -> Mapping[str, Any]:
-    file = TorchFile(path)
+    file = opened_file(checkpoint, path)
     content = file.value()
     if not isinstance(content, dict) or "state_dict" not in content:
         raise DamagedFile("holds no state_dict, so it is none of Lightning's")

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from holdfast.features.rescue.reading.pickles import Sharded, StoredView
-from holdfast.features.rescue.reading.record import DamagedFile, StoredTensor, TensorPiece, in_a_row
+from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece, in_a_row
 from holdfast.features.rescue.reading.torch_file import TorchFile
+
+
+def opened_file(
+    checkpoint: ForeignCheckpoint, path: Path, begin: int = 0, length: int | None = None, within: Path | None = None
+) -> TorchFile:
+    """Return a file of a checkpoint; one without checksums is noted.
+
+    Args:
+        checkpoint: Its own.
+        path: The file.
+        begin: As `TorchFile`.
+        length: As `TorchFile`.
+        within: As `TorchFile`; default: the checkpoint, where that is a directory.
+
+    Raises:
+        DamagedFile: As `TorchFile`.
+    """
+    inside = checkpoint.path if within is None and checkpoint.path != path else within
+    file = TorchFile(path, begin, length, inside)
+    if not file.has_checksums:
+        checkpoint.without_checksums.add(path.name)
+    if length is None:
+        checkpoint.compare_rest[path] = file.compare_rest
+    return file
 
 
 def whole(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:

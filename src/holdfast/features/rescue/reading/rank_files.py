@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from holdfast.features.rescue.reading.parts import whole
-from holdfast.features.rescue.reading.pickles import StoredView
+from holdfast.features.rescue.reading.parts import opened_file, whole
+from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_untold_order
 from holdfast.features.rescue.reading.record import (
     DamagedFile,
     ForeignCheckpoint,
@@ -166,11 +167,21 @@ def _opened(checkpoint: ForeignCheckpoint, files: Mapping[int, Path], world: int
     opened: list[Rank] = []
     for rank in sorted(files):
         try:
-            file = TorchFile(files[rank], within=checkpoint.path)
-            opened.append((file, file.value()))
+            opened.append(_of_its_rank(opened_file(checkpoint, files[rank])))
         except (DamagedFile, OSError) as error:
             checkpoint.add("damage", f"{files[rank].name} {error}")
     return opened if len(opened) == world and not extra else None
+
+
+def _of_its_rank(file: TorchFile) -> Rank:
+    """Return a file with what its pickle holds.
+
+    Raises:
+        DamagedFile: It is damaged, or torch.save was given the name of another rank's file.
+    """
+    if file.written_as != file.path.stem and RANK_FILE.match(f"{file.written_as}.pt"):
+        raise DamagedFile(f"was written as {file.written_as}.pt: it lies in the place of another rank's file")
+    return file, file.value()
 
 
 def _guarded(checkpoint: ForeignCheckpoint, what: str, make: Callable[[], StoredTensor]) -> StoredTensor | None:
@@ -205,36 +216,30 @@ def _add_weights(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
         made = _guarded(checkpoint, f"{name}", lambda values=values: whole(values))  # type: ignore[misc]
         if made is not None:
             checkpoint.weights[str(name)] = made
+    sharded = [value for state in states for value in state.values() if isinstance(value, Sharded)]
+    note_untold_order(checkpoint, "weights", [file for file, _ in ranks], sharded)
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
     states = _states_of(checkpoint, ranks)
-    if states is None:
+    files = [file for file, _ in ranks]
+    if states is None or not is_one_optimizer(checkpoint, files, [content for _, content in ranks]):
         return
     groups = ranks[0][1]["param_groups"]
     keys = list(dict.fromkeys(key for state in states for key in state))
     empty = _without_state(checkpoint, states, keys)
-    files = [file for file, _ in ranks]
-    _refuse_copied(checkpoint, files)
+    note_copies(checkpoint, files)
     if all(isinstance(key, str) for key in keys) and keys:
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
         checkpoint.groups = [_group(group, str) for group in groups]
+        values = [value for state in states for slots in state.values() for value in slots.values()]
+        note_untold_order(checkpoint, "optimizer", files, values)
     else:
         naming = Naming(checkpoint, files, states, groups)
         named = named_states(naming)
         if named is not None:
             checkpoint.states, checkpoint.groups = named
     _note_dtypes_in_groups(checkpoint, groups)
-
-
-def _refuse_copied(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> None:
-    """Note a rank's optimizer that is another rank's, byte by byte: FSDP1's says nowhere whose it is."""
-    first: dict[Any, str] = {}
-    for file in files:
-        mark = file.fingerprint()
-        other = first.setdefault(mark, file.path.name) if mark is not None else file.path.name
-        if other != file.path.name:
-            checkpoint.add("damage", f"{file.path.name} is {other} once more: a rank's file lies over another's")
 
 
 def _without_state(
@@ -338,7 +343,7 @@ def _add_position(checkpoint: ForeignCheckpoint, actor: Path) -> None:
         checkpoint.add("damage", f"{path.name} is larger than any state of a loader")
         return
     try:
-        content = TorchFile(path, within=path.parent).value()
+        content = opened_file(checkpoint, path, within=path.parent).value()
         checkpoint.position = position_of(content)
     except (DamagedFile, OSError) as error:
         checkpoint.add("damage", f"{path.name} {error}")

@@ -14,7 +14,9 @@ from torch import Tensor
 from holdfast.checkpoint.place.memory import new_memory
 from holdfast.errors import UserError
 
-Kind = Literal["damage", "repair", "loss", "note"]
+Kind = Literal["damage", "unverified", "repair", "loss", "note"]
+Part = Literal["weights", "optimizer"]
+Verdict = Literal["whole", "cannot be told", "damaged"]
 
 
 class UnreadableForeign(UserError):  # noqa: N818 - the name says what is wrong
@@ -27,6 +29,7 @@ class DamagedFile(Exception):  # noqa: N818 - the name says what is wrong
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError)
 """What readers raise where a value has another form than its system writes."""
+_SCALARS = (bool, int, float, str, torch.dtype, type(None))
 _MOST = 2**53
 """No step, pass or row is beyond: floats count no further one by one."""
 
@@ -159,6 +162,14 @@ class StoredGroup:
     settings: Mapping[str, Any]
 
 
+def plain_settings(settings: Mapping[str, Any]) -> str:
+    """Return the same text for equal settings; nests in them count for nothing: their text may have no end."""
+    plain = {key: value for key, value in settings.items() if isinstance(value, _SCALARS)}
+    pairs = {key: value for key, value in settings.items() if isinstance(value, tuple) and len(value) <= 4}
+    flat = {key: value for key, value in pairs.items() if all(isinstance(each, _SCALARS) for each in value)}
+    return repr(sorted((plain | flat).items()))
+
+
 @dataclass(frozen=True)
 class Position:
     """Where its data stood, as far as the system says."""
@@ -212,6 +223,14 @@ class ForeignCheckpoint:
     findings: list[ForeignFinding] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     """Weight -> what it is called there."""
+    is_in_model_order: bool = True
+    """Whether `weights` has the order of the model's parameters; safetensors lists them by name."""
+    compare_rest: dict[Path, Callable[[], None]] = field(default_factory=dict)
+    """File -> what compares those of its bytes with their checksums that no tensor was read from."""
+    without_checksums: set[str] = field(default_factory=set)
+    """Files of numbers that were opened and have no checksums."""
+    untold_order: set[Part] = field(default_factory=set)
+    """Of which nothing says which rank wrote which file: they are put together in the order of the files' names."""
     has_two_models: bool = False
     """Whether a second weight of some name was refused."""
 
@@ -239,6 +258,13 @@ class ForeignCheckpoint:
     def of_kind(self, kind: Kind) -> Sequence[ForeignFinding]:
         """Return the findings of one kind."""
         return [each for each in self.findings if each.kind == kind]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What an examination came to: whole is said only where all bytes that are read were compared."""
+        if self.of_kind("damage"):
+            return "damaged"
+        return "cannot be told" if self.of_kind("unverified") else "whole"
 
     @property
     def trained(self) -> frozenset[str]:

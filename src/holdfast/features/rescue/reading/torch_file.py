@@ -7,7 +7,7 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -38,7 +38,11 @@ class _Member(NamedTuple):
 
 
 class TorchFile:
-    """What one file holds; its tensors are read when they are asked for."""
+    """What one file holds; its tensors are read when they are asked for.
+
+    No byte is returned before all of its member was compared with the archive's checksum: the pickle when it is read,
+    a storage the first time that any view of it is.
+    """
 
     def __init__(self, path: Path, begin: int = 0, length: int | None = None, within: Path | None = None) -> None:
         """Look at the members; no tensor is read.
@@ -53,6 +57,7 @@ class TorchFile:
             DamagedFile: It is cut short, compressed, or none of torch's.
         """
         self.path, self._begin = path, begin
+        self._compared: set[str] = set()
         kind = file_kind(path, within)
         if kind != "a regular file":
             raise DamagedFile(f"is {kind}")
@@ -66,9 +71,15 @@ class TorchFile:
         if len(names) != 1:
             raise DamagedFile("is no file of torch.save: there is no data.pkl in it")
         self._prefix = names[0].removesuffix("data.pkl")
+        self.has_checksums = any(member.checksum for member in self._members.values())
         order = self._bytes(f"{self._prefix}byteorder") if f"{self._prefix}byteorder" in self._members else b"little"
         if order != b"little":
             raise DamagedFile(f"holds numbers in {order!r} byte order")
+
+    @property
+    def written_as(self) -> str:
+        """The name without its ending that torch.save was given; `archive` where it was given an open file."""
+        return self._prefix.removesuffix("/")
 
     def _listed(self, file: IO[bytes]) -> dict[str, _Member]:
         if self._length == 0:
@@ -107,6 +118,8 @@ class TorchFile:
             data = file.read(size)
         if len(data) != size:
             raise DamagedFile(f"is cut short in {name}")
+        if self.has_checksums and zlib.crc32(data) != self._members[name].checksum:
+            raise DamagedFile(f"is damaged: the checksum of {name} does not fit")
         return data
 
     def _place(self, name: str) -> tuple[int, int]:
@@ -190,24 +203,52 @@ class TorchFile:
     def _read(self, view: StoredView, target: memoryview) -> None:
         """Read the bytes from a tensor's first to its last element, block by block while they are near the processor.
 
-        FSDP2 pads its storages, and a checksum is of all of one: what stands around the tensor is read too, unless
-        that is more than the tensor itself.
+        A checksum is of all of a storage. What stands around the tensor is read along with it where it is no more than
+        the tensor, as the padding of FSDP2 is; of a storage that many tensors share, all is read once before the first.
         """
         begin, size = self._place(f"{self._prefix}data/{view.storage}")
         start = view.offset * view.dtype.itemsize
         rest = size - start - len(target)
-        whole = size <= 2 * len(target)
+        if size <= 2 * len(target):
+            self._compare(view.storage, begin, chain(_scratch(start), _blocks(target), _scratch(rest)), target)
+            return
+        if view.storage not in self._compared:
+            self._compare(view.storage, begin, _scratch(size))
+        self._checksum(view.storage, begin + start, _blocks(target))
+
+    def compare_rest(self) -> None:
+        """Compare the storages that no tensor was read from.
+
+        Raises:
+            DamagedFile: One of them does not fit its checksum.
+        """
+        begin = f"{self._prefix}data/"
+        for name in self._members:
+            storage = name.removeprefix(begin)
+            if name.startswith(begin) and storage not in self._compared:
+                self._compare(storage, self._place(name)[0], _scratch(self._members[name].size))
+
+    def _compare(
+        self, storage: str, begin: int, blocks: Iterable[memoryview], target: memoryview | None = None
+    ) -> None:
+        """Read all of a storage into blocks and compare it with the archive's checksum."""
+        checksum = self._checksum(storage, begin, blocks)
+        if self.has_checksums and checksum != self._members[f"{self._prefix}data/{storage}"].checksum:
+            is_empty = target is not None and not np.frombuffer(target, np.uint8).any()
+            empty = " and only zeros are there" if is_empty else ""
+            raise DamagedFile(f"is damaged: the checksum of storage {storage} does not fit{empty}")
+        self._compared.add(storage)
+
+    def _checksum(self, storage: str, begin: int, blocks: Iterable[memoryview]) -> int:
+        """Fill blocks with the bytes from a position on; return their CRC-32."""
         checksum = 0
         with open_regular(self.path) as file:
-            file.seek(begin if whole else begin + start)
-            for block in chain(_scratch(start if whole else 0), _blocks(target), _scratch(rest if whole else 0)):
+            file.seek(begin)
+            for block in blocks:
                 if file.readinto(block) != len(block):
-                    raise DamagedFile(f"is cut short in the numbers of storage {view.storage}")
+                    raise DamagedFile(f"is cut short in the numbers of storage {storage}")
                 checksum = zlib.crc32(block, checksum)
-        expected = self._members[f"{self._prefix}data/{view.storage}"].checksum
-        if whole and expected and checksum != expected:
-            empty = "" if np.frombuffer(target, np.uint8).any() else " and only zeros are there"
-            raise DamagedFile(f"is damaged: the checksum of storage {view.storage} does not fit{empty}")
+        return checksum
 
 
 def _blocks(target: memoryview) -> Iterator[memoryview]:

@@ -4,6 +4,8 @@ FSDP2                       one number per parameter, in the order of `named_par
 FSDP1, use_orig_params      the same; each rank holds a run of a parameter's elements, or nothing
 FSDP1, flat parameters      one number per wrapped unit, the root's first; parameters lie one behind another, cut in
                             equal shares, zeros at the end
+Trainer, one process        one number per parameter: first those that are decayed, then the others, each in the order
+                            of `named_parameters`; a parameter's whole state
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from holdfast.features.rescue.reading.parameter_names import ordered_parameters
+from holdfast.features.rescue.reading.parameter_names import decayed_parameters, ordered_parameters
 from holdfast.features.rescue.reading.parts import piece, whole
 from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.rank_order import misplaced_files, note_untold_order
 from holdfast.features.rescue.reading.record import (
     DamagedFile,
     ForeignCheckpoint,
@@ -85,22 +88,103 @@ def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
         DamagedFile: Nobody can know which is which, or the numbers are another model's.
     """
     checkpoint, numbers = naming.checkpoint, naming.numbers
+    if strange := [key for state in naming.states for key in state if key not in set(numbers)]:
+        raise DamagedFile(f"has parameter {strange[0]}, which none of its groups has")
     names = ordered_parameters(checkpoint)
-    units = units_of(names)
+    if names is None:
+        raise _Unnamed("numbers its parameters, and the weights are sorted by name: without a configuration that fits "
+                       "them nobody can know which is which")  # fmt: skip
     if len(naming.groups) > 1:
-        raise _Unnamed("numbers its parameters in several groups, and nothing says which are in which")
+        one_each = _in_two_groups(naming, names)
+        checkpoint.form += "; the optimizer's numbers follow the Trainer's groups, decayed and not"
+        return {number: (name,) for number, name in one_each.items()}, _of_parameters(naming, one_each)
+    units = units_of(names)
     if len(numbers) == len(names):
         checkpoint.form += "; the optimizer's numbers follow the order of the model's parameters"
         one_each = dict(zip(numbers, names, strict=True))
-        return {number: (name,) for number, name in one_each.items()}, _of_parameters(naming, one_each)
+        states = _of_parameters(naming, one_each)
+        _check_order(naming, one_each, units)
+        return {number: (name,) for number, name in one_each.items()}, states
     if len(numbers) == len(units):
         checkpoint.form += "; flat parameters, one per layer"
         by_number = {number: tuple(unit) for number, unit in zip(numbers, units, strict=True)}
+        note_untold_order(checkpoint, "optimizer", naming.files, _values(naming))
         return by_number, _of_units(naming, by_number)
     raise _Unnamed(
         f"numbers {len(numbers)} parameters, the model has {len(names)} in {len(units)} layers: which is which cannot "
         "be known"
     )
+
+
+def _in_two_groups(naming: Naming, names: Sequence[str]) -> dict[Any, str]:
+    """Return the parameter of each number, as transformers' Trainer groups them.
+
+    Raises:
+        DamagedFile: The groups, or the shapes of the states, are not those that would be.
+    """
+    groups = [list(group["params"]) for group in naming.groups]
+    sizes = [len(group) for group in groups]
+    fitting: list[dict[Any, str]] = []
+    for decayed in decayed_parameters(naming.checkpoint, names) if len(groups) == 2 else ():
+        split = [name for name in names if name in decayed], [name for name in names if name not in decayed]
+        if [len(part) for part in split] != sizes:
+            continue
+        one_each = dict(zip(naming.numbers, [*split[0], *split[1]], strict=True))
+        if one_each not in fitting and _has_shapes_of_weights(naming, one_each):
+            fitting.append(one_each)
+    if len(fitting) != 1:
+        raise _Unnamed(
+            f"numbers its parameters in {len(groups)} groups of {' and '.join(map(str, sizes))}, and by number and "
+            "shape they are not the decayed and the other parameters of the model: which is which cannot be known"
+        )
+    return fitting[0]
+
+
+def _has_shapes_of_weights(naming: Naming, names: Mapping[Any, str]) -> bool:
+    """Return whether every state that goes with each element of a parameter has its shape."""
+    return all(
+        view.shape in {(), naming.checkpoint.weights[names[number]].shape}
+        for state in naming.states
+        for number, slots in state.items()
+        for view in slots.values()
+        if isinstance(view, StoredView)
+    )
+
+
+def _values(naming: Naming) -> Iterator[Any]:
+    return (value for state in naming.states for slots in state.values() for value in slots.values())
+
+
+def _check_order(naming: Naming, names: Mapping[Any, str], units: Sequence[Sequence[str]]) -> None:
+    """Compare which runs of parameters each rank's file holds with those that the rank has under FSDP1.
+
+    Raises:
+        DamagedFile: Files hold the runs of other ranks.
+    """
+    numbers = {name: number for number, name in names.items()}
+    weights = naming.checkpoint.weights
+    wrapped = [
+        [(math.prod(weights[name].shape), _run_lengths(naming, numbers[name])) for name in unit] for unit in units
+    ]
+    misplaced = misplaced_files(wrapped, len(naming.files))
+    if misplaced:
+        files = " and ".join(naming.files[rank].path.name for rank in misplaced)
+        raise DamagedFile(f"is in the files of other ranks: {files} hold the runs that others of them have under FSDP1")
+    if misplaced is None:
+        note_untold_order(naming.checkpoint, "optimizer", naming.files, _values(naming))
+
+
+def _run_lengths(naming: Naming, number: Any) -> list[int] | None:
+    """Return how many elements of a parameter every file holds; None where its state is no run, or none is there."""
+    slot = next((slot for slot, value in _slot_values(naming, number) if getattr(value, "shape", ())), None)
+    if slot is None:
+        return None
+    held = [(state.get(number) or {}).get(slot) for state in naming.states]
+    return [math.prod(value.shape) if isinstance(value, StoredView) else 0 for value in held]
+
+
+def _slot_values(naming: Naming, number: Any) -> Iterator[tuple[Any, Any]]:
+    return (pair for state in naming.states for pair in (state.get(number) or {}).items())
 
 
 def units_of(names: Sequence[str]) -> list[list[str]]:
@@ -127,7 +211,9 @@ def _of_parameters(naming: Naming, names: Mapping[Any, str]) -> States:
         for slot in _slots(naming.states, number):
             holders = _holders(naming, number, slot)
             first = holders[0][1]
-            if isinstance(first, Sharded) or not getattr(first, "shape", ()):
+            if not any(isinstance(value, StoredView | Sharded) for _, value in holders):
+                continue  # a number that some optimizers keep, of which nothing here can go on
+            if not isinstance(first, StoredView) or len(first.shape) != 1:
                 made = whole(holders)
             else:
                 made = _of_runs(naming.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
@@ -149,7 +235,9 @@ def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], w
 
 def _run(file: TorchFile, view: StoredView, start: int, count: int) -> TensorPiece:
     """Return so many elements of a flat tensor in a file."""
-    part = replace(view, offset=view.offset + start, shape=(count,), strides=(1,))
+    if math.prod(view.shape) > 1 and view.strides != (1,):
+        raise DamagedFile("holds a run of a parameter whose numbers do not lie one behind another")
+    part = replace(view, offset=view.offset + start, shape=(count,))
     file.check(view)
     return TensorPiece((0,), (count,), view.dtype, partial(file.fill, part), file.path.name)
 

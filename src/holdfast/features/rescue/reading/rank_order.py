@@ -1,0 +1,149 @@
+"""Which rank wrote which file, and whether the ranks' optimizers are one.
+
+torch.save calls the archive in a file after the path that it was given, and a file that is renamed keeps that. DTensors
+and ShardedTensors say where their part lies. The optimizer of FSDP1 says nothing: with flat parameters every rank holds
+as many numbers as any other; with original parameters a rank holds a run of each wrapped unit, and how long the runs
+are follows from the shapes, so that swapped files can be told wherever two ranks hold runs of different lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.record import ForeignCheckpoint, Part, plain_settings
+from holdfast.features.rescue.reading.torch_file import TorchFile
+
+_ALIGNMENTS = (4, 8, 2, 1)
+"""Elements that FSDP1 begins a parameter at a multiple of: 16 bytes of float32, bfloat16, float64, or no alignment."""
+
+
+def note_untold_order(
+    checkpoint: ForeignCheckpoint, part: Part, files: Sequence[TorchFile], values: Iterable[Any]
+) -> None:
+    """Note files of which nothing says whose they are.
+
+    Args:
+        checkpoint: Is added to.
+        part: What the files hold.
+        files: Of one kind, by rank.
+        values: All that they hold.
+    """
+    if len(files) < 2 or all(file.written_as == file.path.stem for file in files):
+        return
+    if not any(_is_unplaced(value) for value in values):
+        return
+    checkpoint.untold_order.add(part)
+    checkpoint.add(
+        "unverified",
+        f"nothing in {files[0].path.name} to {files[-1].path.name} says which rank wrote them: two that were swapped "
+        "look like these, and parts are put together in the order of the names",
+    )
+
+
+def note_copies(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> None:
+    """Note a rank's file that is another rank's, byte by byte."""
+    first: dict[Any, str] = {}
+    for file in files:
+        mark = file.fingerprint()
+        other = first.setdefault(mark, file.path.name) if mark is not None else file.path.name
+        if other != file.path.name:
+            checkpoint.add("damage", f"{file.path.name} is {other} once more: a rank's file lies over another's")
+
+
+def refuse_untold_order(checkpoint: ForeignCheckpoint, parts: Collection[Part]) -> None:
+    """Refuse to read what nobody can say the ranks of.
+
+    Raises:
+        ConfigError: Nothing says which rank wrote the files of one of the parts.
+    """
+    untold = sorted(checkpoint.untold_order & set(parts))
+    if untold:
+        raise ConfigError(
+            f"{checkpoint.path} does not say which rank wrote which file of its {' and '.join(untold)}. If files were "
+            "swapped or renamed since, many tensors would be wrong, and no check could tell. Where you know that they "
+            "were not, give --trust-rank-order. Nothing was written."
+        )
+
+
+def _is_unplaced(value: Any) -> bool:
+    match value:
+        case StoredView():
+            return math.prod(value.shape) > 1
+        case Sharded(offsets=None, coordinate=()):
+            return value.dim is not None
+    return False
+
+
+Unit = Sequence[tuple[int, Sequence[int] | None]]
+"""A wrapped unit: of each parameter its number of elements, and how many each file has; None without a state."""
+
+
+def misplaced_files(units: Sequence[Unit], world: int) -> list[int] | None:
+    """Return which files hold runs of another rank, with original parameters under FSDP1.
+
+    Args:
+        units: As the model is wrapped: each layer, and the root.
+        world: The number of ranks.
+
+    Returns:
+        The numbers of such files; an empty list where every file can only be its own rank's; None where the runs do not
+        tell, since two ranks hold runs of the same lengths or the model was wrapped in another way.
+    """
+    there = _by_rank([held for unit in units for _, held in unit if held is not None], world)
+    for alignment in _ALIGNMENTS:
+        runs = [_runs([count for count, _ in unit], world, alignment) for unit in units]
+        pairs = [pair for unit, own in zip(units, runs, strict=True) for pair in zip(unit, own, strict=True)]
+        meant = _by_rank([run for (_, held), run in pairs if held is not None], world)
+        if sorted(meant) != sorted(there):
+            continue
+        misplaced = [rank for rank in range(world) if meant[rank] != there[rank]]
+        return misplaced if misplaced or len(set(meant)) == world else None
+    return None
+
+
+def _by_rank(counts: Sequence[Sequence[int]], world: int) -> list[tuple[int, ...]]:
+    return [tuple(each[rank] for each in counts) for rank in range(world)]
+
+
+def _runs(counts: Sequence[int], world: int, alignment: int) -> list[list[int]]:
+    """Return how many elements of each parameter of a unit every rank holds."""
+    starts, end = [], 0
+    for count in counts:
+        starts.append(math.ceil(end / alignment) * alignment)
+        end = starts[-1] + count
+    share = math.ceil(end / world)
+    return [
+        [max(0, min(start + count, (rank + 1) * share) - max(start, rank * share)) for rank in range(world)]
+        for start, count in zip(starts, counts, strict=True)
+    ]
+
+
+def is_one_optimizer(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile], contents: Sequence[Any]) -> bool:
+    """Return whether every rank's optimizer has the parameters and settings of the first's; else note both ranks."""
+    first, own = files[0].path.name, contents[0]["param_groups"]
+    members = [list(group["params"]) for group in own]
+    for file, content in zip(files[1:], contents[1:], strict=True):
+        groups = content["param_groups"]
+        if (others := [list(group["params"]) for group in groups]) != members:
+            counts = sum(map(len, members)), sum(map(len, others))
+            words = f"{first} has {counts[0]} parameters, {file.path.name} {counts[1]}"
+            if counts[0] == counts[1]:
+                words = f"{first} and {file.path.name} have {counts[0]} parameters each, and not the same ones"
+            checkpoint.add("damage", f"{words}: the ranks' optimizers are of two saves or two models")
+            return False
+        if [plain_settings(group) for group in groups] != [plain_settings(group) for group in own]:
+            key = next(
+                key
+                for one, other in zip(own, groups, strict=True)
+                for key in {**one, **other}
+                if plain_settings({key: one.get(key, "")}) != plain_settings({key: other.get(key, "")})
+            )
+            checkpoint.add(
+                "damage", f"{first} and {file.path.name} are of two saves: {key} of their optimizers differs"
+            )
+            return False
+    return True
