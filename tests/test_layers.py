@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("escaping", "patience", "quiet"),
+    ("escaping", "interrupts", "patience", "quiet"),
     ("errors", "types", "files"),
     ("http_client",),
     ("config",),
@@ -35,6 +35,7 @@ HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 FREE_OF_TORCH = (
     "escaping",
     "patience",
+    "interrupts",
     "quiet",
     "errors",
     "types",

@@ -78,6 +78,7 @@ ROOMS = {
         before requeue
         beforehand looking checkpoint
         main
+        entry
     """,
 }
 """From the lowest up; those of one line never import each other."""
