@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("patience", "registry", "text"),
+    ("interrupts", "patience", "registry", "text"),
     ("errors", "types", "files"),
     ("http",),
     ("config",),
@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 FREE_OF_TORCH = (
     "patience",
+    "interrupts",
     "registry",
     "text",
     "errors",

@@ -82,6 +82,7 @@ ROOMS = {
         running
         beforehand looking checkpoint
         main
+        entry
     """,
     "features": """
         cluster forensics plan report rescue trackers trainers vllm

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.running.demo import KILL_AT
+from holdfast.cli.running.demo import KILL_AT, device_for
+from holdfast.config.yaml12 import parse_file
+from holdfast.launch.environment import cuda_devices
 from holdfast.metrics.sink import read_metrics
 from tests.cli.warm import WarmPython
 from tests.report.cases import data_of, steps_of
@@ -69,12 +71,27 @@ def check_whole(directory: Path, seed: int) -> None:
     check_parts(directory, summary, STEPS, 30, KILL_AT)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device", "where"),
+    [
+        (0, "cpu", "the CPU"),
+        (1, "cpu", "the CPU, since 1 GPU is too few for 2 ranks"),
+        (2, "auto", "2 of 2 GPUs"),
+        (8, "auto", "2 of 8 GPUs"),
+    ],
+)
+def test_two_ranks_share_no_gpu(gpus: int, device: str, where: str) -> None:
+    assert device_for(gpus) == (device, where)
+
+
 def test_a_demo_of_few_steps_kills_resumes_verifies_and_exports(warm: WarmPython, tmp_path: Path) -> None:
     few = ["steps=10", "checkpoint.every_steps=3", "evaluation.sets.held_out.synthetic.rows=8", "data.batch_size=4"]
 
     summary = summary_of(["-c", SHORT, warm.launcher, tmp_path, *few])
 
     check_parts(tmp_path, summary, 10, 3, 4)
+    launch = parse_file(tmp_path / "grpo" / "config.resolved.yaml").values["launch"]
+    assert (launch["ranks"], launch["device"]) == (2, device_for(cuda_devices())[0])
 
 
 @pytest.mark.deep

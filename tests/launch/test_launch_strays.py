@@ -8,8 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
+from holdfast.launch import processes
 from tests.launch.conftest import Ground
 
 RANK = """
@@ -49,9 +51,13 @@ REWARD = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_detached_children_of_rewards_do_not_outlive_a_launcher(ground: Ground, number: signal.Signals) -> None:
-    """They have an empty environment and a session of their own, and one has a child."""
+@pytest.mark.parametrize(
+    ("number", "guarded"), [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGKILL, False)]
+)
+def test_detached_children_of_rewards_do_not_outlive_a_launcher(
+    ground: Ground, number: signal.Signals, guarded: bool
+) -> None:
+    """They have an empty environment and a session of their own, and one has a child; the guard may be killed too."""
     (ground.path / "my.py").write_text(textwrap.dedent(REWARD))
     driver = ground.driver("", ranks=1)
     command = [*driver[: -len(ground.command(""))], sys.executable, "-c", textwrap.dedent(RANK)]
@@ -60,14 +66,41 @@ def test_detached_children_of_rewards_do_not_outlive_a_launcher(ground: Ground, 
         ground.wait_for((ground.path / "started").exists, 60)
         assert len(set(ground.alive())) == 6, "rank, supervisor, worker, three children"
 
+        if not guarded:
+            psutil.Process(guard_of(launcher.pid)).kill()
         launcher.send_signal(number)
         launcher.wait(30)
 
-        ground.wait_for(lambda: not ground.alive(), 15)
+        ground.wait_for(lambda: not ground.alive(), 15 if guarded else 5)
         assert not strays(ground.path)
     finally:
         launcher.kill()
         launcher.wait()
+
+
+def guard_of(launcher: int) -> int:
+    (guard,) = (each.pid for each in psutil.Process(launcher).children() if processes.__file__ in each.cmdline())
+    return guard
+
+
+@pytest.mark.parametrize(
+    "busy", ["time.sleep(600)", "re.match('(a|aa)+$', 'a' * 60 + 'b')"], ids=["asleep", "deep in C"]
+)
+def test_ranks_end_with_a_launcher_that_is_killed_with_its_guard(ground: Ground, busy: str) -> None:
+    """The second holds the interpreter's lock, so that no thread of the rank could end it."""
+    script = f"""
+        import re
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        all_started()
+        {busy}
+    """
+    launcher = subprocess.Popen(ground.driver(script), env=ground.environ, stderr=subprocess.DEVNULL)
+    ground.wait_until_started()
+    for pid in (guard_of(launcher.pid), launcher.pid):
+        psutil.Process(pid).kill()
+    launcher.wait(30)
+
+    ground.wait_for(lambda: not ground.alive(), 5)
 
 
 def strays(folder: Path) -> list[str]:

@@ -106,7 +106,7 @@ def test_nothing_but_right_answers_earns(code: str) -> None:
              "assert math.isclose(solve(2), 4)", "assert all(solve(x) == x * x for x in range(2, 5))"]  # fmt: skip
 
     assert score(code, *tests) == 0.0
-    assert score(RIGHT, *tests[:4]) == 1.0
+    assert score(RIGHT, *tests) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,75 @@ def test_nothing_but_right_answers_earns(code: str) -> None:
 )  # fmt: skip
 def test_honest_code_speaks_by_values(code: str, test: str) -> None:
     assert score(code, test) == 1.0
+
+
+NP = "class np:\n    isclose = staticmethod(lambda *rest: True)\n    abs = staticmethod(lambda x: -1)"
+WRONG = "\ndef solve(x): return 0"
+
+
+@pytest.mark.parametrize(
+    ("defined", "test", "lacking"),
+    [
+        (NP, "assert np.isclose(solve(2), 4)", "use np without importing"),
+        (NP, "assert np.abs(solve(2) - 4) < 1e-6", "use np without importing"),
+        ("class F:\n    def __getattr__(self, name): return lambda *rest: True\nF = F()", "assert F.near(solve(2), 4)",
+         "use F without importing"),
+        ("EPS = 1e9", "assert abs(solve(2) - 4) < EPS", "use EPS without importing"),
+        ("expected = [0] * 9", "assert solve(2) == expected[2]", "use expected without importing"),
+        ("def isclose(*rest): return True", "assert isclose(solve(2), 4)", "isclose judges solve"),
+        ("def approx(*rest): return True", "assert not not (approx(solve(2), 4) and True)", "approx judges solve"),
+        ("def same(*rest): return True", "assert same(solve(2), 4) == True", "same judges solve"),
+        ("def distance(*rest): return 0", "assert abs(distance(solve(2), 4)) < 1e-6", "distance judges solve"),
+        ("def check(*rest): pass", "check(solve, 2, 4)", "check judges solve"),
+        ("class Tests:\n    def equal(self, *rest): pass", "Tests().equal(solve(2), 4)", "Tests judges solve"),
+        ("def abs(x): return -1", "assert abs(sum([1, 2]) - 4) < 1e-6", "do not say which one"),
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_what_judges_is_never_the_code_s(defined: str, test: str, lacking: str) -> None:
+    """The row says so for every completion, whether it makes use of that or not."""
+    for code in (defined + WRONG, RIGHT, f"import numpy as np\n{RIGHT}"):
+        with pytest.raises(ValueError, match=lacking):
+            score(code, test)
+
+
+@pytest.mark.parametrize(
+    ("code", "test", "earned"),
+    [
+        ("class math: isclose = lambda *rest: True" + WRONG, "assert math.isclose(solve(2), 4)", 0.0),
+        (RIGHT, "assert math.isclose(solve(2), 4)", 1.0),  # whatever the code imports
+        ("class unittest:\n    def __getattr__(self, name): return self\n    def __call__(self, *rest): return self\n"
+         "unittest = unittest()" + WRONG, "unittest.TestCase().assertEqual(solve(2), 4)", 0.0),
+        (RIGHT, "unittest.TestCase().assertEqual(solve(2), 4)", 1.0),
+        ("class Counter:\n    def __init__(self, *rest): pass\n    def __eq__(self, other): return True\n"
+         "def solve(x): return Counter()", "assert solve(2) == Counter([2, 2])", 0.0),
+        ("def solve(x): return {2: 2}", "assert solve(2) == Counter([2, 2])", 1.0),
+        ("class np: isclose = lambda *rest: True" + WRONG, "import numpy as np\nassert np.isclose(solve(2), 4)", 0.0),
+        ("def check(*rest): pass" + WRONG, "def check(f): assert f(2) == 4\ncheck(solve)", 0.0),
+        ("", "assert sum([10, 15]) == 25", 0.0),  # the built-in function is not the code's merit
+        ("def sum(x): return 25", "assert sum([10, 15]) == 25", 1.0),
+        ("class Color:\n    RED = 1\ndef paint(x): return x", "Color\nassert paint(Color.RED) == 1", 1.0),
+        ("class Color:\n    RED = 1", "assert Color.RED == 1", 1.0),
+        ("def encode(x): return x[::-1]\ndef decode(x): return x[::-1]", "assert decode(encode('ab')) == 'ab'", 1.0),
+        ("class Node:\n    def __init__(self, child=None): self.child = child\n"
+         "def depth(node): return 1 + depth(node.child) if node else 0", "assert depth(Node(Node())) == 2", 1.0),
+        ("def push(a, x): a.append(x)\ndef item(): return 3", "a = []\npush(a, item())\nassert a == [3]", 1.0),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_names_of_the_standard_library_are_the_judge_s(code: str, test: str, earned: float) -> None:
+    assert score(code, test) == earned
+
+
+def test_a_test_sees_what_those_before_it_define() -> None:
+    assert score(RIGHT, "import numpy as np", "assert np.isclose(solve(2), 4)") == 1.0
+
+
+def test_a_row_whose_tests_lack_an_import_is_a_named_fault(start: Start) -> None:
+    found = start("", CodeConfig()).score([sample(fenced(NP + WRONG), 0, tests="assert np.isclose(solve(2), 4)")])[0]
+
+    assert (found.reward, found.fault) == (None, "error")
+    assert "the tests use np without importing or defining it" in found.message
 
 
 LOOKS = """

@@ -5,6 +5,11 @@ Exit codes: 0 done; 1 a check says no; 2 usage or configuration; 3 the run stopp
 
 # Files of commands do without `from __future__ import annotations`: typer evaluates each string of it twice at every
 # start.
+if __name__ == "__main__":  # `python -m`; the program `holdfast` begins in entry.py
+    from holdfast.interrupts import end_at_once
+
+    end_at_once(3, "Ctrl-C: stopped before anything was started.\n")
+
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +22,7 @@ from holdfast.cli.checkpoint import TrustCode, checkpoint_app
 from holdfast.cli.hints import HintingGroup
 from holdfast.cli.looking import push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError
+from holdfast.interrupts import raise_after_imports
 
 _DASH_H = {"help_option_names": ["-h", "--help"]}
 
@@ -235,7 +241,7 @@ def run_demo(
     directory: Annotated[Path, typer.Option("--dir", help="Where everything is written.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, help="Of both runs.")] = 0,
 ) -> None:
-    """Show the main job on the CPU: SFT, GRPO, a rank killed on the way, resume, verification, export."""
+    """Show the main job on two ranks: SFT, GRPO, a rank killed on the way, resume, verification, export."""
     from holdfast.cli.running.demo import demo
 
     raise typer.Exit(demo(directory, seed))
@@ -379,6 +385,7 @@ def model_check(
 
 def main() -> None:
     """Run the command line; a user's mistake is one paragraph, never a traceback."""
+    raise_after_imports()
     try:
         app()
     except HoldfastError as error:

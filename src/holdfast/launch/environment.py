@@ -44,6 +44,11 @@ def is_first_rank(environ: Mapping[str, str] | None = None) -> bool:
     return not under_torchrun(environ) or environ["RANK"] == "0"
 
 
+def has_launcher(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether a launcher of ours started this process as a rank, and speaks for it."""
+    return LAUNCH_DIRECTORY_VARIABLE in (os.environ if environ is None else environ)
+
+
 def world_size() -> int:
     """Return the number of ranks that somebody else has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -42,8 +42,8 @@ def launch_local(
         environ: The environment ranks inherit, this process's own if None.
         patience: Times between a death and the end of the other ranks.
 
-    Call it in the main thread: only there can Ctrl-C and SIGTERM be passed on. Raises ConfigError if nothing can be
-    written beside the run directory.
+    Call it in the main thread: only there can Ctrl-C and SIGTERM be passed on, and ranks end with the thread that
+    started them. Raises ConfigError if nothing can be written beside the run directory.
     """
     environ = os.environ if environ is None else environ
     start = Start(command, ranks, launch.threads_per_rank, environ, patience or holdfast.patience.current)

@@ -10,7 +10,8 @@ they are. What a rank's own process starts in that way, and orphans before, is n
 
 Run as a program this file is the *guard*: a process outside the launcher's session that waits for the launcher's end
 of a pipe to close. A pipe closes however its owner dies, and unlike PR_SET_PDEATHSIG it reaches grandchildren too.
-The guard imports the standard library only, so that it starts in about 10 ms.
+The guard imports the standard library only, so that it starts in about 10 ms. Where both are killed together the kernel
+kills the ranks (`tied_to_this_thread`), and what ranks have started ends with them, as after the death of a rank.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
 _DONE = "done"
 _GUARD_KILL_SECONDS = 30.0  # not of patience.py, which the guard does not import
 
@@ -147,6 +149,26 @@ def end(
         if not remaining or time.monotonic() > deadline:
             return remaining
         time.sleep(0.05)
+
+
+def tied_to_this_thread() -> Callable[[], None] | None:
+    """Return what a child calls before its program starts, so that the kernel kills it when this thread ends.
+
+    None elsewhere than on Linux. Everything is looked up here: between fork and exec another thread's locks stay taken.
+    """
+    if sys.platform != "linux":
+        return None
+    import ctypes  # not at the top: the guard starts without
+
+    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
+    arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
+
+    def tie() -> None:
+        prctl(_PR_SET_PDEATHSIG, *arguments)
+        if os.getppid() != launcher:  # it died before
+            os._exit(1)
+
+    return tie
 
 
 class Guard:

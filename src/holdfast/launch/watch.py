@@ -29,7 +29,7 @@ from holdfast.launch.deaths import (
 )
 from holdfast.launch.directory import LaunchDirectory
 from holdfast.launch.environment import LAUNCH_DIRECTORY_VARIABLE, rank_environment
-from holdfast.launch.processes import Guard, catches, end
+from holdfast.launch.processes import Guard, catches, end, tied_to_this_thread
 from holdfast.launch.rendezvous import meeting_file
 from holdfast.launch.stops import StopSignals
 from holdfast.launch.terminal import Relay
@@ -136,6 +136,7 @@ def _start_rank(
             env=environ,
             # A session of its own: Ctrl-C at the terminal reaches the launcher alone, which passes on what it decides.
             start_new_session=True,
+            preexec_fn=tied_to_this_thread(),  # noqa: PLW1509 - it takes no lock
         )
 
 

@@ -16,6 +16,7 @@ from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
+from holdfast.features.trackers.content import portable_configuration
 from holdfast.files import append_text, is_there, naming, parse_json, read_bytes, read_json, read_text
 
 IDENTITY, EVENTS, PLAN, LOGS, PAGE = "run.json", "events.jsonl", "plan.json", "logs", "report.html"
@@ -177,6 +178,11 @@ def note_saved(directory: Path, step: int) -> None:
 def resolved_yaml(config: Section) -> str:
     """Return the whole tree as YAML, defaults included; it can be run as it is."""
     return to_yaml(as_plain(config))
+
+
+def portable_yaml(config: Section) -> str:
+    """Return the whole tree as YAML for what leaves the run's directory: without passwords and what user code takes."""
+    return to_yaml(portable_configuration(as_plain(config)))
 
 
 def remove(directory: Path) -> None:

@@ -39,8 +39,10 @@ from holdfast.checkpoint.place.storage import rename_new
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.roots import verb_of
+from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
-from holdfast.files import read_json, read_text
+from holdfast.features.trackers.content import portable_configuration
+from holdfast.files import read_json
 from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
 from holdfast.models.adapters.live import Join, joins_of
 from holdfast.models.adapters.lora import add_adapters
@@ -157,7 +159,7 @@ def export_stored_adapter(
 def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
     """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
     manifest, steps = checkpoints[-1].manifest, [each.manifest.step for each in checkpoints]
-    config = read_text(folder / EXPORTED_CONFIG)
+    config = to_yaml(portable_configuration(_settings(folder)))  # of checkpoints of earlier commits, whole
     parent = folder / PARENT
     about = Exported(
         run_id=manifest.run_id,

@@ -152,8 +152,9 @@ def parse(data: bytes, where: str) -> Manifest:
                 f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
             )
         return _from_plain(body)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{where} is damaged: {error}.") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
+        raise CheckpointCorrupt(f"{where} is damaged: {reason}.") from error
 
 
 def _canonical(value: Any) -> bytes:
@@ -177,7 +178,25 @@ def _from_plain(body: Mapping[str, Any]) -> Manifest:
     values["contents"] = tuple(body["contents"])
     values["ties"] = {name: tuple(others) for name, others in body["ties"].items()}
     values["deviations"] = tuple(body["deviations"])
+    if body["optimizer"] is not None:
+        _check_optimizer(body["optimizer"])
     return Manifest(**values)
+
+
+def _check_optimizer(section: Mapping[str, Any]) -> None:
+    """Look at what is read of an optimizer: the hash fits whatever somebody wrote and hashed anew.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: It is another shape, or lacks an entry.
+    """
+    if not isinstance(section["kind"], str):
+        raise TypeError("the optimizer's kind is no text")
+    for group in section["groups"]:
+        if not all(isinstance(name, str) for name in group["parameters"]):
+            raise TypeError("a group of the optimizer names no parameters")
+        group["hyperparameters"].items()
+    for keys in (*section["values"].values(), *section.get("wrapped", {}).values()):
+        keys.items()
 
 
 def _tensor(entry: Mapping[str, Any]) -> TensorEntry:

@@ -1,4 +1,4 @@
-"""`holdfast demo`: the main job from nothing, on the CPU, with a rank killed on the way."""
+"""`holdfast demo`: the main job from nothing, on two ranks, with a rank killed on the way."""
 
 from __future__ import annotations
 
@@ -17,11 +17,24 @@ import psutil
 
 from holdfast import patience
 from holdfast.errors import RunStopped
+from holdfast.launch.environment import cuda_devices
 
+RANKS = 2
 KILL_AT = 34
 """Step of the second run at which a rank is killed: some steps after a checkpoint."""
 
 _ACCURACY = "eval/held_out/accuracy"
+
+
+def device_for(gpus: int) -> tuple[str, str]:
+    """Return `launch.device` of two ranks on a machine with so many GPUs, and a phrase that says where they compute.
+
+    Each rank needs a GPU of its own, and the demo needs a rank that survives the other: with one GPU both compute on
+    the CPU.
+    """
+    if gpus < RANKS:
+        return "cpu", "the CPU" + (f", since {gpus} GPU is too few for {RANKS} ranks" if gpus else "")
+    return "auto", f"{RANKS} of {gpus} GPUs"
 
 
 def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) -> int:
@@ -42,7 +55,9 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
         if (directory / name / "run.json").exists():
             shutil.rmtree(directory / name)
         (directory / f"{name}.yaml").write_text(files("holdfast.cli.running").joinpath(f"demo_{name}.yaml").read_text())
-    common = (f"run.dir={directory}", f"seed={seed}", *overrides)
+    device, where = device_for(cuda_devices())
+    common = (f"run.dir={directory}", f"seed={seed}", f"launch.device={device}", *overrides)
+    print(f"{RANKS} ranks on {where}")
     _say("1/5  SFT on 2 FSDP ranks: demonstrations of sorted digits, 70% of them wrong")
     _run("sft", str(directory / "sft.yaml"), *common)
     _say(f"2/5  GRPO from there, rewarded by a verifier; a rank gets SIGKILL at step {kill_at}")

@@ -116,7 +116,10 @@ def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
         registry.load(registry.SERVERS_UNDER_TORCHRUN)(loaded.config)
     directory = run_directory(loaded.config)
     before = count_starts(directory)
-    code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
+    try:
+        code = work(verb, loaded.config, loaded.base) if under_torchrun() else _launch(verb, loaded)
+    except KeyboardInterrupt:
+        raise RunStopped("Ctrl-C: stopped before the first step. The same command starts the run.") from None
     if verb in ROOTS and is_first_rank():
         registry.load(registry.RUN_PAGE)(directory, before, stopped=code == RunStopped.exit_code)
     return code

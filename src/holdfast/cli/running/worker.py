@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from holdfast.interrupts import end_at_once
+
+    end_at_once(3)  # the launcher has told of the request
+
+import errno
 import json
 import os
 import signal
@@ -15,9 +21,11 @@ from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
-from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError
+from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.files import NotRegular
+from holdfast.interrupts import raise_after_imports
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
+from holdfast.launch.environment import has_launcher
 from holdfast.launch.first_rank import await_first_rank, leave
 from holdfast.text.quiet import hush
 
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
     from holdfast.parallel.mesh import World
     from holdfast.training.fit import Outcome
 
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""What a file system refuses, whoever asks."""
 _UNSCORED = (
     "Not one completion of any evaluation set could be scored, so nothing was measured. The reason stands above; mend "
     "the reward, or the rows."
@@ -50,6 +60,13 @@ def work(verb: str, config: TrainingConfig, base: Path) -> int:
         if speaks or (await_first_rank() and first is None):
             print(error, file=sys.stderr, flush=True)
         return leave(error.exit_code if isinstance(error, HoldfastError) else UserError.exit_code)
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        # A launcher says it for the rank, from the report that it left.
+        if not has_launcher():
+            print(f"{error}. {how_to_go_on(1)}", file=sys.stderr, flush=True)
+        return leave(RunStopped.exit_code)
 
 
 def _verbs(verb: str, config: TrainingConfig, base: Path, world: World) -> int:
@@ -110,6 +127,7 @@ def main() -> None:
     """Run as `python -m holdfast.cli.running.worker VERB CONFIG.json BASE`."""
     # A scheduler may send it to every process of a job, at any time; only a run that trains can save for it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    raise_after_imports()
     hush()
     verb, file, base = sys.argv[1:4]
     config = run_from_mapping(json.loads(Path(file).read_text(encoding="utf-8")))

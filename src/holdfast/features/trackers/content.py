@@ -20,6 +20,10 @@ MOST_ROWS = 64
 COLUMNS = ("step", "prompt", "completion", "reward")
 _FREE_FORM = {"kwargs"}
 """Sections that hold what a user's own code takes; nobody can tell what of it is secret."""
+LEFT_OUT = "left out: what a run's own code takes may be secret; name it again on the command line"
+"""Stands in a configuration in the place of such a section."""
+_ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)(?:[^/@\s]*@)?([^\s?#]*)(?:[?#]\S*)?")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _CREDENTIAL = re.compile(r"(^|_)(api|key|secret|password|passwd|token|credentials?|auth)(_|$)", re.IGNORECASE)
 _LONGEST_NAME = 100
 
@@ -61,6 +65,30 @@ def public_configuration(values: Any) -> Any:
     if isinstance(values, list):
         return [public_configuration(value) for value in values]
     return public_text(values) if isinstance(values, str) else values
+
+
+def portable_configuration(values: Any) -> Any:
+    """Return a configuration for exports and checkpoints: without what could be secret, and with paths.
+
+    Who has one of these may have the run's files as well, so paths stay and `holdfast eval` finds rows and functions. What
+    cannot be told from a secret is marked, so that a configuration without it does not pass for the run's.
+    """
+    if isinstance(values, Mapping):
+        return {
+            str(key): LEFT_OUT
+            if value and (key in _FREE_FORM or _is_secret(key, value))
+            else portable_configuration(value)
+            for key, value in values.items()
+        }
+    if isinstance(values, list):
+        return [portable_configuration(value) for value in values]
+    return _ADDRESS.sub(r"\1\2", values) if isinstance(values, str) else values
+
+
+def _is_secret(key: object, value: object) -> bool:
+    if not isinstance(value, str) or not _CREDENTIAL.search(str(key)):
+        return False
+    return not (str(key).endswith("_variable") and _VARIABLE.fullmatch(value))  # the name of one that holds it
 
 
 def public_text(text: str) -> str:

@@ -26,7 +26,7 @@ import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError
 from holdfast.files import read_end
-from holdfast.launch.processes import Guard, end
+from holdfast.launch.processes import Guard, end, tied_to_this_thread
 
 _MARK = "HOLDFAST_SERVERS"
 _EXTENSION = "holdfast_vllm_extension"
@@ -167,7 +167,13 @@ class Servers:
         try:
             with log.open("ab") as file:
                 process = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                    preexec_fn=tied_to_this_thread(),  # noqa: PLW1509 - it takes no lock
                 )
         except OSError as error:
             raise ConfigError(

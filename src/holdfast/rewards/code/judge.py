@@ -9,6 +9,7 @@ the code holds no test and no secret.
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
 import os
 import resource
@@ -16,13 +17,13 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 # Beside this file lies a package of ours; what else stands in its folder must not shadow the standard library.
 sys.path.append(str(Path(__file__).parents[3]))
 
-from holdfast.rewards.code.values import ACTS, MODULES, Peer, Remote  # noqa: E402
+from holdfast.rewards.code.values import ACTS, Peer  # noqa: E402
 from holdfast.rewards.processes import kernel  # noqa: E402
 
 _SWEEP_SECONDS = 2.0  # not of patience.py: a judge starts for each program, and imports as little as it can
@@ -84,35 +85,24 @@ def _count(order: dict[str, Any], peer: Peer) -> int:
     message = peer.receive()
     if message is None:
         return 0
-    names = {name: peer.decode(value) for name, value in message["names"].items() if not name.startswith("__")}
-    # What judges stays the judge's own: built-in functions, and modules.
-    shadows = {
-        name
-        for name, value in names.items()
-        if hasattr(builtins, name) or (name in MODULES and isinstance(value, Remote))
-    }
-    namespace = {name: value for name, value in names.items() if name not in shadows}
-    return sum(_passes(test, namespace, names, shadows) for test in order["tests"])
+    names = {name: peer.decode(value) for name, value in message["names"].items() if name in order["asked"]}
+    if any(hasattr(builtins, name) for name in set(order["asked"]) - names.keys()):
+        return 0  # a test would pass by the built-in function that the code was to define
+    namespace = {name: _supplied(*source) for name, source in order["supplied"].items()} | names
+    return sum(_passes(test, namespace) for test in order["tests"])
 
 
-def _passes(test: str, namespace: dict[str, Any], names: dict[str, Any], shadows: set[str]) -> bool:
+def _supplied(module: str, name: str | None) -> Any:
+    imported = importlib.import_module(module)
+    return imported if name is None else getattr(imported, name)
+
+
+def _passes(test: str, namespace: dict[str, Any]) -> bool:
     try:
-        code = compile(test, "<test>", "exec")
-        used = _names(code)
-        # A task may ask for a function called `sum`; a test that calls nothing else of the code's means that one.
-        if not used & (names.keys() - shadows):
-            namespace = namespace | {name: names[name] for name in shadows & used}
-        exec(code, namespace)  # noqa: S102 - the row's own text
-    except EOFError:
-        return False
-    except BaseException:  # noqa: BLE001 - whatever a test raises, it fails
+        exec(compile(test, "<test>", "exec"), namespace)  # noqa: S102 - the row's own text
+    except BaseException:  # noqa: BLE001 - whatever a test raises, it fails; an EOFError: the code is gone
         return False
     return True
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*(_names(each) for each in inner))
 
 
 def serve_code(channel: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from holdfast import patience
 from holdfast.rewards.base import Sample
+from holdfast.rewards.code.names import TestNames, names_of
 from holdfast.rewards.functions.rules import cell
 from holdfast.rewards.processes import folders, kernel
 
@@ -41,15 +42,17 @@ class CodeReward:
         tests = [tests] if isinstance(tests, str) else list(tests)
         if not tests:
             raise ValueError(f"the row's column {self.column} holds no test")
+        names = names_of(tests)
         blocks = _BLOCK.findall(sample.completion)
-        passed = self._passed(blocks[-1], tests) if blocks else 0
+        passed = self._passed(blocks[-1], tests, names) if blocks else 0
         share = passed / len(tests)
         return {"reward": share if self.grade == "share" else float(passed == len(tests)), "passed": share}
 
-    def _passed(self, code: str, tests: Sequence[str]) -> int:
+    def _passed(self, code: str, tests: Sequence[str], names: TestNames) -> int:
         """Run the code and its tests; return how many pass."""
         order = {
-            "code": code, "tests": tests, "memory_bytes": self.memory_mib << 20,
+            "code": code, "tests": tests, "asked": sorted(names.asked), "supplied": names.supplied,
+            "memory_bytes": self.memory_mib << 20,
             "cpu_seconds": int(self.timeout_seconds) + 1, "timeout_seconds": self.timeout_seconds,
         }  # fmt: skip
         with folders.scratch() as folder:

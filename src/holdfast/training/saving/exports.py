@@ -91,7 +91,7 @@ def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float
     place = run.setting.directory / EXPORTS / name
     config = as_plain(run.setting.config)
     card = card_of(config, run.setting.config.verb, exported, metrics, run.identity.get("data", {}))
-    texts = {EXPORTED_CONFIG: directory.resolved_yaml(run.setting.config), ABOUT: exported.text(), CARD: card}
+    texts = {EXPORTED_CONFIG: directory.portable_yaml(run.setting.config), ABOUT: exported.text(), CARD: card}
     with run.setting.phase("export"):
         about = describe_adapters(run)
         if about is not None:

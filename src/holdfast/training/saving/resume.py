@@ -25,6 +25,7 @@ from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.stream import StreamState
+from holdfast.features.trackers.content import portable_configuration
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
@@ -230,14 +231,15 @@ def _settings_then(storage: Storage, name: str, manifest: Manifest) -> dict[str,
     file = f"{ASSETS}/{EXPORTED_CONFIG}"
     if file not in manifest.files:
         return {}
-    return dict(leaves(settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")))
+    tree = settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")
+    return dict(leaves(portable_configuration(tree)))
 
 
 def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not then:
         return []
-    now = dict(leaves(as_plain(run.setting.config)))
+    now = dict(leaves(portable_configuration(as_plain(run.setting.config))))
     changes = [
         f"{key} {then.get(key)} -> {now.get(key)}"
         for key in sorted({*then, *now})

@@ -97,7 +97,7 @@ def run_assets(run: Run) -> dict[str, bytes]:
         parent = parent_of(run)
         if parent is not None:
             run.assets[PARENT] = json.dumps(parent, sort_keys=True).encode()
-        run.assets[EXPORTED_CONFIG] = directory.resolved_yaml(run.setting.config).encode()
+        run.assets[EXPORTED_CONFIG] = directory.portable_yaml(run.setting.config).encode()
     return run.assets
 
 

@@ -1,0 +1,211 @@
+"""Decide which names a row's tests take from the judged code, by reading the tests alone.
+
+A test uses names that it does not define. Some stand for what the code is asked for, others for what judges it: a
+forgotten `import numpy as np` makes `np` one of these, and whatever the code calls `np` would decide about itself. The
+tests are the same for all completions, so what is decided here cannot depend on what a completion defines.
+
+Built-in functions and modules of the standard library are the judge's own. A name that is called, or passed to a call,
+is asked of the code. Beside such a name one that is only a module or a number is not: the row lacks an import.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import symtable
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_CLASSES = dict.fromkeys(collections.__all__, "collections") | {
+    "Fraction": "fractions", "Decimal": "decimal", "datetime": "datetime", "timedelta": "datetime",
+}  # fmt: skip
+"""Classes of the standard library whose objects a test compares answers with."""
+_TRANSPARENT = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.NamedExpr)
+_OPERANDS = (ast.Compare, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Subscript)
+
+
+@dataclass(frozen=True)
+class TestNames:
+    """Where the names come from that tests use and do not define."""
+
+    asked: frozenset[str]
+    """From the code."""
+    supplied: Mapping[str, tuple[str, str | None]]
+    """From the standard library, though no test imports them: the module, and the class in it."""
+
+
+@dataclass
+class _Uses:
+    """How the tests of a row use a name."""
+
+    as_module: int = 0
+    """As `name.attribute`."""
+    as_operand: int = 0
+    """Neither called nor passed to a call, but compared or computed with."""
+    as_expected: int = 0
+    """Called, and what it returns is compared with what another name returns."""
+    other: int = 0
+
+    @property
+    def is_subject(self) -> bool:
+        return bool(self.as_expected or self.other)
+
+
+@dataclass
+class _Reading:
+    """A test's syntax tree with the parent of each node."""
+
+    tree: ast.Module
+    free: frozenset[str]
+    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.tree):
+            self.parents.update(dict.fromkeys(ast.iter_child_nodes(node), node))
+
+    def names(self, below: ast.AST) -> Iterator[ast.Name]:
+        for node in ast.walk(below):
+            if isinstance(node, ast.Name) and node.id in self.free:
+                yield node
+
+
+def names_of(tests: Sequence[str]) -> TestNames:
+    """Return where the names of a row's tests come from.
+
+    Raises:
+        ValueError: The tests leave open what judges the code; the message says what to write into them.
+    """
+    readings = list(_read(tests))
+    uses: dict[str, _Uses] = {}
+    for reading in readings:
+        for name in reading.names(reading.tree):
+            _note(name, reading, uses.setdefault(name.id, _Uses()))
+    supplied = {name: source for name, use in uses.items() if (source := _source(name, use)) is not None}
+    others = {name: use for name, use in uses.items() if name not in supplied and not hasattr(builtins, name)}
+    subjects = frozenset(name for name, use in others.items() if use.is_subject)
+    instruments = sorted(others.keys() - subjects)
+    if subjects and instruments:
+        raise ValueError(
+            f"the tests use {instruments[0]} without importing or defining it. Do so there; if the code is to define "
+            "it, add a line with the name alone"
+        )
+    for reading in readings:
+        _check_verdicts(reading, subjects)
+    if others:
+        return TestNames(subjects or frozenset(others), supplied)
+    return _of_python_alone(readings, supplied)
+
+
+def _of_python_alone(readings: Sequence[_Reading], supplied: Mapping[str, tuple[str, str | None]]) -> TestNames:
+    """Decide where all names have a source: a task may ask for a function called `sum`."""
+    used = [names for reading in readings if (names := {name.id for name in reading.names(reading.tree)})]
+    common = set.intersection(*used) if used else set[str]()
+    if used and len(common) != 1:
+        names = ", ".join(sorted(common or set.union(*used))[:3])
+        raise ValueError(
+            f"the tests use nothing but names of Python ({names}), and do not say which one the code is to define. "
+            "Write builtins.NAME for the others"
+        )
+    return TestNames(frozenset(common), {name: source for name, source in supplied.items() if name not in common})
+
+
+def _read(tests: Sequence[str]) -> Iterator[_Reading]:
+    """Parse the tests, of which each sees what those before it define; one that is not Python fails by itself."""
+    defined: set[str] = set()
+    for test in tests:
+        try:
+            tree, table = ast.parse(test), symtable.symtable(test, "<test>", "exec")
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        defined |= {symbol.get_name() for symbol in table.get_symbols() if _is_defined(symbol)}
+        defined |= {symbol.get_name() for inner in _inner(table) for symbol in inner.get_symbols() if
+                    symbol.is_declared_global() and symbol.is_assigned()}  # fmt: skip
+        free = {
+            symbol.get_name()
+            for scope in (table, *_inner(table))
+            for symbol in scope.get_symbols()
+            if symbol.is_referenced() and (scope is table or symbol.is_global())
+        }
+        yield _Reading(tree, frozenset(name for name in free - defined if not name.startswith("__")))
+
+
+def _is_defined(symbol: symtable.Symbol) -> bool:
+    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+
+
+def _inner(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    for child in table.get_children():
+        yield child
+        yield from _inner(child)
+
+
+def _note(name: ast.Name, reading: _Reading, use: _Uses) -> None:
+    parent = reading.parents[name]
+    match parent:
+        case ast.Attribute():
+            use.as_module += 1
+        case ast.Call(func=func) if func is name and _is_expected(name, reading.parents[parent], reading):
+            use.as_expected += 1
+        case _ if isinstance(parent, _OPERANDS) and getattr(parent, "slice", None) is not name:
+            use.as_operand += 1
+        case _:
+            use.other += 1
+
+
+def _is_expected(name: ast.Name, compared: ast.AST, reading: _Reading) -> bool:
+    names = reading.names(compared) if isinstance(compared, ast.Compare) else ()
+    return any(other.id != name.id and not hasattr(builtins, other.id) for other in names)
+
+
+def _source(name: str, use: _Uses) -> tuple[str, str | None] | None:
+    """Return where the standard library has what a name stands for, judging by its use."""
+    if use.as_module and not use.is_subject and not use.as_operand and name in sys.stdlib_module_names:
+        return name, None
+    if use.as_expected and not (use.as_module or use.as_operand or use.other) and name in _CLASSES:
+        return _CLASSES[name], name
+    return None
+
+
+def _check_verdicts(reading: _Reading, asked: frozenset[str]) -> None:
+    """Refuse tests in which one function of the code decides about what another one returns.
+
+    Raises:
+        ValueError: There is such a call.
+    """
+    for node in ast.walk(reading.tree):
+        if isinstance(node, ast.Call) and (judging := _root(node.func)) in asked:
+            passed = [name.id for value in (*node.args, *node.keywords) for name in reading.names(value)]
+            # By convention a name in capitals is a class, and its objects are arguments.
+            judged = [name for name in passed if name in asked and name != judging and not name[0].isupper()]
+            if judged and _is_verdict(node, reading):
+                raise ValueError(
+                    f"in the tests {judging} judges {judged[0]}, and both are the code's. Import or define {judging} "
+                    "there"
+                )
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_verdict(node: ast.AST, reading: _Reading) -> bool:
+    """Return whether a test passes or fails by the value of an expression itself, not by what it is equal to."""
+    parent = reading.parents[node]
+    while isinstance(parent, _TRANSPARENT) or (isinstance(parent, ast.Call) and hasattr(builtins, _root(parent.func))):
+        node, parent = parent, reading.parents[parent]
+    match parent:
+        case ast.Assert(test=test):
+            return test is node
+        case ast.Expr():
+            return not any(isinstance(each, ast.Assert) for each in ast.walk(reading.tree))
+        case ast.Compare(ops=ops, comparators=comparators):
+            compared = [each for each in (parent.left, *comparators) if each is not node]
+            is_ordered = all(isinstance(each, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for each in ops)
+            return is_ordered or all(
+                isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in compared
+            )
+    return False
