@@ -61,6 +61,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "v_head_dim": 12,
     },
+    "minicpm3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "dim_model_base": 16,
+        "scale_emb": 3,
+    },
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 100.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
 }
 """What each architecture that is packed needs beside `tests.tiny`; sliding windows are 6, and rotary angles that depend
 on the length of a text change beyond 20 tokens."""
@@ -117,6 +134,16 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {},
     "phi": {"num_key_value_heads": 4},
+    "mpt": {"n_layers": 2, "logit_scale": 0.5},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+    "bart": {
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "encoder_layers": 1,
+        "is_decoder": True,
+        "is_encoder_decoder": False,
+    },
     "llama4_text": LLAMA4_TEXT,
 }
 """Architectures that some rule of packed attention does not fit."""

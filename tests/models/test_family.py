@@ -16,6 +16,9 @@ from tests.models.architectures import OTHERS, SETTINGS
 from tests.models.directories import BLIND, KINDS, model_of
 from tests.tiny import tiny_model
 
+SCALED_BEFORE = {"minicpm3": 0.5}
+"""What transformers multiplies hidden states by between the two."""
+
 
 @pytest.mark.parametrize("kind", [*KINDS, "llama4_text", "gpt2"])
 def test_the_backbone_ends_in_the_hidden_states_that_the_output_layer_reads(kind: str) -> None:
@@ -28,7 +31,7 @@ def test_the_backbone_ends_in_the_hidden_states_that_the_output_layer_reads(kind
         hidden = backbone_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
         reader_of(model)(input_ids=tokens, use_cache=False)
 
-    torch.testing.assert_close(hidden, read[0])
+    torch.testing.assert_close(hidden * SCALED_BEFORE.get(kind, 1.0), read[0])
 
 
 @pytest.mark.parametrize("kind", BLIND)
@@ -42,7 +45,7 @@ def test_a_policy_names_parameters_and_buffers_as_its_model_does(kind: str) -> N
 
 @pytest.mark.parametrize("kind", [*SETTINGS, *OTHERS, *BLIND])
 def test_the_sizes_of_heads_are_those_that_attention_is_called_with(kind: str) -> None:
-    if kind == "falcon":
+    if kind in {"falcon", "mpt", "gpt_neo"}:
         pytest.skip("its attention does not go through transformers' interface")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from holdfast.errors import ModelError
 from holdfast.models.check.boundaries import boundaries_of, lengths_to_see
 from holdfast.models.check.forward import check_forward
+from holdfast.models.check.shrink import CannotShrink, shrink
 from holdfast.models.files.configuration import make_trainable
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
@@ -23,7 +24,7 @@ from tests.models.architectures import OTHERS, RECURRENT, SETTINGS, settings_of,
 from tests.models.cases import checked
 from tests.models.directories import BLIND, KINDS, MULTIMODAL, model_of, write_directory
 from tests.models.sides import sides_of
-from tests.tiny import tiny_model
+from tests.tiny import COMMON, tiny_model
 
 SHARING = BLIND["gemma4"]["text_config"] | {
     "num_hidden_layers": 12,
@@ -159,6 +160,88 @@ def test_beyond_a_boundary_layers_of_every_kind_are_looked_at() -> None:
     assert lengths_to_see(small, torch.device("cpu")) == ((512,), (), 12)  # with those that share keys
     assert lengths_to_see(large, torch.device("cpu")) == ((512,), (), 3)  # no time for them
     assert lengths_to_see(tiny_model("deepseek_v3", **DENSE_FIRST), torch.device("cpu")).layers == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("llama", "num_hidden_layers"),
+        ("gpt2", "n_layer"),
+        ("mpt", "n_layers"),
+        ("dbrx", "n_layers"),
+        ("gpt_neo", "num_layers"),
+        ("bart", "decoder_layers"),
+    ],
+)
+def test_layers_are_counted_under_whatever_name(kind: str, field: str) -> None:
+    model = tiny_model(kind, **settings_of(kind))
+
+    result, _ = check_forward(sides_of(policy_of(model)), may_fall_back=True)
+
+    assert model.config.to_dict()[field] == 2
+    assert result.lengths.layers == 2
+    assert result.difference < 2e-5
+
+
+class UncountedConfig(LlamaConfig):  # type: ignore[misc]  # transformers'
+    """Layers are counted under a name that nobody knows."""
+
+    model_type = "uncounted"
+    attribute_map: ClassVar = {"num_hidden_layers": "how_many"}
+    how_many: int = 2
+
+
+def test_where_layers_cannot_be_counted_all_are_looked_at() -> None:
+    config = UncountedConfig(**COMMON | {"how_many": 3, "attention_chunk_size": 6})
+    model = LlamaForCausalLM(config).eval()
+
+    result, _ = check_forward(sides_of(policy_of(model)), may_fall_back=False)
+
+    assert "num_hidden_layers" not in config.to_dict()
+    assert result.lengths == ((6,), (), 3)
+    assert result.beyond < 1e-5
+    with pytest.raises(CannotShrink, match="uncounted cannot be made small: its configuration does not count its"):
+        shrink(config, LlamaForCausalLM)
+
+
+def test_a_scale_of_hidden_states_before_the_head_is_seen() -> None:
+    model = strong_model("minicpm3")
+
+    result, _ = check_forward(sides_of(policy_of(model)), may_fall_back=False)
+
+    assert family_of(model).logit_scale == 0.5
+    assert result.head_seen
+    assert result.difference < 2e-5
+    for wrong, measured in ((HeadSpec(), "times 0.5; read, unchanged"), (HeadSpec(scale=0.49), "read, times 0.49")):
+        with pytest.raises(ModelError, match=measured):
+            check_forward(sides_of(policy_of(model, wrong)), may_fall_back=False)
+
+
+def test_a_scale_that_the_code_of_a_model_never_reads_is_none() -> None:
+    for scale in (0.5, "inv_sqrt_d_model"):
+        model = tiny_model("mpt", n_layers=2, logit_scale=scale)
+
+        assert family_of(model).logit_scale == 1.0
+        check_forward(sides_of(policy_of(model)), may_fall_back=False)
+
+
+class TwiceRead(LlamaForCausalLM):  # type: ignore[misc]  # transformers'
+    """A Llama that calls its output layer twice, so that what it makes of it cannot be told apart."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return what Llama does."""
+        super().forward(*args, **options)
+        return super().forward(*args, **options)
+
+
+def test_a_head_that_cannot_be_seen_is_left_to_the_log_probabilities() -> None:
+    model = TwiceRead(strong_model("llama").config).eval()
+
+    result, _ = check_forward(sides_of(policy_of(model)), may_fall_back=False)
+
+    assert not result.head_seen
+    with pytest.raises(ModelError, match="Log-probabilities of llama differ"):
+        check_forward(sides_of(policy_of(model, HeadSpec(scale=0.5))), may_fall_back=False)
 
 
 class LouderHead(LlamaForCausalLM):  # type: ignore[misc]  # transformers'

@@ -45,6 +45,7 @@ VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "idefics3
 ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "glm4"),
     *("cohere2", "falcon", "starcoder2", "stablelm", "falcon_h1", "gpt2", "recurrent_gemma", "llama4_text"),
+    *("minicpm3", "dbrx", "mpt", "gpt_neo", "bart"),
     *MIXTURES,
     *VISION,
     *BLIND,

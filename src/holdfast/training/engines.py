@@ -22,6 +22,7 @@ from holdfast.data.batches.assembly import Layout
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.files import size_words
+from holdfast.models.check.shrink import layers_in
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.host_memory import common_bytes, live_tensors
@@ -307,7 +308,7 @@ def _parts(copied: int, shared: int, laid_out: int, dtype: str) -> str:
 def layout_of(sharded: ShardedModel, images: ImageSide | str = "") -> Layout:
     """Return how this model's batches are packed."""
     text = sharded.origin.skeleton.config.get_text_config()
-    attention = text.num_hidden_layers * text.hidden_size / max(1, sharded.plan.parameters)
+    attention = layers_in(sharded.origin.skeleton) * text.hidden_size / max(1, sharded.plan.parameters)
     dtype = torch.float64 if sharded.setting.config.model.dtype == "float64" else torch.float32
     several = sharded.plan.sharded and sharded.setting.ranks.size > 1
     stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}

@@ -38,7 +38,7 @@ class Exported:
     rating: Mapping[str, Any] | None = None
     """Of a best export: its metric and value."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Size and xxh3_128 of each weights file, by name."""
+    """Size and xxh3_128 of each file of weights and of Python code, by name."""
 
     @property
     def words(self) -> str:
@@ -60,12 +60,12 @@ class Exported:
 
 
 def with_file_hashes(texts: Mapping[str, str], folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Return the small files of an export, the one about itself with the weights files that were written.
+    """Return the small files of an export, the one about itself with the weights and code that were written.
 
     Args:
         texts: By file name.
-        folder: Where the weights lie.
-        hashes: Of the weights files, by name.
+        folder: Where those lie.
+        hashes: Of files of weights and of Python code, by name.
     """
     if ABOUT_FILE not in texts:
         return dict(texts)
@@ -127,7 +127,7 @@ def _is_file(name: str, value: Any) -> bool:
 
 
 def check_weights(directory: Path, exported: Exported, *, whole: bool) -> None:
-    """Compare weights files with what their export says of them.
+    """Compare files of weights and of code with what their export says of them.
 
     Args:
         directory: The export.
@@ -135,7 +135,7 @@ def check_weights(directory: Path, exported: Exported, *, whole: bool) -> None:
         whole: Compare hashes, for which every byte is read; else sizes.
 
     Raises:
-        ModelError: A weights file is missing or has changed.
+        ModelError: A file is missing or has changed.
     """
     for name, then in exported.files.items():
         path = directory / name

@@ -94,7 +94,7 @@ def with_files(text: str, files: Mapping[str, Mapping[str, Any]], *, adapter: bo
     if adapter:
         text = text.replace("library_name: transformers", "library_name: peft", 1)
     listed = _table(("file", "bytes", "xxh3_128"), rows)
-    whole = f"{text}\n## Files\n\n{listed}\n\n## How to load\n\n{_loading(text, adapter=adapter)}\n"
+    whole = f"{text}\n## Files\n\n{listed}\n\n## How to load\n\n{_loading(text, files, adapter=adapter)}\n"
     return whole + _SEAL.format(hash_bytes(whole.encode())) + "\n"
 
 
@@ -205,22 +205,23 @@ def _run(exported: Exported) -> Iterator[tuple[str, str]]:
     yield "weights", exported.weights
 
 
-def _loading(text: str, *, adapter: bool) -> str:
+def _loading(text: str, files: Iterable[str], *, adapter: bool) -> str:
     scores = "pipeline_tag: text-classification" in text
     kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     if adapter:
         kind = kind.replace("Auto", "AutoPeft")
+    code = ", trust_remote_code=True" if any(name.endswith(".py") for name in files) else ""
     package = "peft" if adapter else "transformers"
     lines = [
         f"from {package} import {kind}",
         "from transformers import AutoTokenizer",
         "",
         'path = "."  # this directory, or its name on the hub',
-        f"model = {kind}.from_pretrained(path)",
+        f"model = {kind}.from_pretrained(path{code})",
     ]
     if adapter:
         return "```python\n" + "\n".join([lines[0], "", *lines[3:]]) + "\n```\n\nThe tokenizer is that of the base.\n"
-    return "```python\n" + "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(path)"]) + "\n```\n"
+    return "```python\n" + "\n".join([*lines, f"tokenizer = AutoTokenizer.from_pretrained(path{code})"]) + "\n```\n"
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

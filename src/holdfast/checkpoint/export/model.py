@@ -18,6 +18,7 @@ from torch import nn
 
 from holdfast.checkpoint.export.about import with_file_hashes
 from holdfast.checkpoint.export.card import laid_cards, with_card
+from holdfast.checkpoint.export.code import localise_code
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.format.manifest import NAME as MANIFEST
 from holdfast.checkpoint.place.layout import STAGING, TRASH
@@ -186,11 +187,12 @@ def _write(
                 write_file(file, {member: headers[member] for member in members}, tensors)
             hashes[name] = file.hexdigest()
         form.reached("assets")
+        stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
+        write_assets(staging, origin, stored)
+        hashes |= {file.name: place.hash(file.name) for file in sorted(staging.glob("*.py"))}
         index = {INDEX: index_json(files, headers)} if len(files) > 1 else {}
         texts = laid_cards(with_card(with_file_hashes(form.texts, staging, hashes)), directory, origin.directory)
         hashes |= write_texts(staging, {**index, **texts})
-        stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
-        write_assets(staging, origin, stored)
         hashes = {name: hashes.get(name) or place.hash(name) for name in place.files("")}
         form.reached("read back")
         with settled(staging, hashes):
@@ -208,19 +210,25 @@ def _write(
 
 
 def write_assets(folder: Path, origin: Blueprint, dtype: torch.dtype) -> None:
-    """Write configuration, tokenizer, processor and generation settings.
+    """Write configuration, tokenizer, processor, generation settings, and the Python files that come with a model.
 
     Args:
         folder: Where to.
         origin: What the model was built from.
         dtype: That the weights beside them are stored in.
+
+    Raises:
+        ModelError: A Python file is missing.
     """
     config: Any = origin.original_config
+    code = localise_code(origin)
     config.architectures = [type(origin.skeleton).__name__]
     config.dtype = dtype
     config.save_pretrained(str(folder))
     origin.tokenizer.save_pretrained(str(folder))
     _forget_loading(folder / "tokenizer_config.json")
+    for name, file in code.items():
+        shutil.copyfile(file, folder / name)
     for name in EXPORT_ASSETS:
         if origin.directory is not None and (origin.directory / name).exists():
             shutil.copyfile(origin.directory / name, folder / name)

@@ -30,6 +30,7 @@ from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD,
 from holdfast.features.plan.memory import Peak
 from holdfast.features.plan.origin import without_files
 from holdfast.features.plan.records import Execution, Place, plain_plan
+from holdfast.models.check.shrink import layers_in
 from holdfast.models.setup.model import Blueprint, blueprint, set_storage, storage_of
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.setup.model import make_plan, policy_model
@@ -209,7 +210,7 @@ def _uncounted(config: TrainingConfig) -> str:
 def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: int) -> dict[str, int]:
     """Return bytes by kind at the peak of a backward pass."""
     text: Any = origin.skeleton.config.get_text_config()
-    width, layers, vocabulary = int(text.hidden_size), int(text.num_hidden_layers), int(text.vocab_size)
+    width, layers, vocabulary = int(text.hidden_size), layers_in(origin.skeleton), int(text.vocab_size)
     computed, stored = (2 if plan.compute_dtype == "bfloat16" else 4), storage_of(config.model)[0].itemsize
     units = sorted((unit.bytes_ // stored for unit in plan.units), reverse=True)
     trained = plan.trainable // plan.shard

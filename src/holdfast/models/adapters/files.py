@@ -51,8 +51,24 @@ def _names_to_read(model: nn.Module, stored: AdapterFile) -> list[str]:
     adapters = _adapter_names(model)
     scorer = [LAYER] if adapters and LAYER in parameters else []
     trained = [name for name, value in parameters.items() if value.requires_grad]
-    whole = [name for name in trained if PEFT_PREFIX + name in stored.headers]
+    whole = [name for name in trained if name in stored.headers]
     return list(dict.fromkeys((*adapters, *scorer, *whole)))
+
+
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<layer>.+?)"
+    r"(?:\.(?P<part>lora_[AB]|lora_magnitude_vector)(?:\.(?!weight$)[^.]+)?(?P<weight>\.weight)?)?"
+)
+"""A name in a file of adapters: peft's own begin with `base_model.model.`, say `lora_magnitude_vector` without `.weight`,
+and do not name the adapter; a state_dict that was saved as it is names it, and earlier versions of peft said `.weight`."""
+
+
+def name_in_file(name: str) -> str:
+    """Return the canonical name of a tensor in a file of adapters, whichever of the forms it has."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["part"] is None:
+        return name.removeprefix(PEFT_PREFIX)
+    return f"{match['layer']}.{match['part']}.weight"
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,9 @@ class AdapterFile:
 
     path: Path
     headers: Mapping[str, Header]
+    """By canonical name."""
+    stored_names: Mapping[str, str]
+    """Canonical name -> that in the file."""
     base: str | None
     """The mark of their base; None if whoever wrote them left none."""
 
@@ -69,23 +88,32 @@ class AdapterFile:
         """Open a directory that peft, or an export of ours, wrote.
 
         Raises:
-            ModelError: The directory has no adapter.
+            ModelError: The directory has no adapter, or two of one name.
         """
         from safetensors import safe_open
 
         path = directory / WEIGHTS
         if not path.exists():
             raise ModelError(f"model.lora.path: {directory} has no {WEIGHTS}. Name a directory in peft's format.")
-        headers = read_header(path)
+        stored, stored_names = read_header(path), {}
+        for name in stored:
+            canonical = name_in_file(name)
+            if canonical in stored_names:
+                raise ModelError(
+                    f"model.lora.path: {path} holds {canonical} twice, as {stored_names[canonical]} and as {name}. Save "
+                    "one adapter alone."
+                )
+            stored_names[canonical] = name
+        headers = {canonical: stored[name] for canonical, name in stored_names.items()}
         with safe_open(path, framework="pt") as file:
-            return cls(path, headers, (file.metadata() or {}).get(BASE))
+            return cls(path, headers, stored_names, (file.metadata() or {}).get(BASE))
 
     def read(self, name: str, part: slice) -> Tensor:
-        """Return some rows of a tensor."""
+        """Return some rows of a tensor by its canonical name."""
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
-            rows: Tensor = file.get_slice(name)[part]
+            rows: Tensor = file.get_slice(self.stored_names[name])[part]
         return rows
 
 
@@ -170,7 +198,7 @@ def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> Non
 
 
 def _refuse_others(headers: Mapping[str, Header], stored: AdapterFile, path: str) -> None:
-    there = {name.removeprefix(PEFT_PREFIX): header.shape for name, header in stored.headers.items()}
+    there = {name: header.shape for name, header in stored.headers.items()}
     here = {name: header.shape for name, header in headers.items()}
     if there != here:
         different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
@@ -217,7 +245,7 @@ def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> 
     """Return tensors of the base, some of them from the file of the adapters instead."""
 
     def load(rows: RowSlices) -> dict[str, Tensor]:
-        own = {name: stored.read(PEFT_PREFIX + name, rows[name]) for name in names & set(rows)}
+        own = {name: stored.read(name, rows[name]) for name in names & set(rows)}
         return group.load(rows) | own
 
     return WeightGroup(group.targets, load)
@@ -229,7 +257,7 @@ def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> 
     def load(rows: RowSlices) -> dict[str, Tensor]:
         part = rows[name]
         if stored is not None:
-            return {name: stored.read(PEFT_PREFIX + name, part)}
+            return {name: stored.read(name, part)}
         if ".lora_B." in name:
             return {name: torch.zeros(header.shape)[part]}
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

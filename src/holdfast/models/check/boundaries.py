@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from holdfast.models.check.shrink import one_of_each
+from holdfast.models.check.shrink import count_of, layers_in, one_of_each
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.layers.family import blocks_of
 from holdfast.models.layers.rotary import rotary_boundaries
@@ -45,12 +45,14 @@ def boundaries_of(config: Any) -> tuple[int, ...]:
     return tuple(sorted({*sizes, *rotary_boundaries(config)}))
 
 
-def _first_layers(config: Any) -> Sequence[int]:
-    """Return how many of the first layers hold one of each kind, best first.
+def _first_layers(model: Any) -> Sequence[int]:
+    """Return how many of the first layers hold one of each kind, best first; all where the configuration counts none.
 
     Layers that take keys and values of earlier ones are the last; they are left out where there is no time for all.
     """
-    text = config.get_text_config().to_dict()
+    text = model.config.get_text_config().to_dict()
+    if count_of(text) is None:
+        return [len(blocks_of(model))]
     own = one_of_each({**text, "num_kv_shared_layers": 0})
     return sorted({one_of_each(text)[-1] + 1, own[-1] + 1}, reverse=True)
 
@@ -62,7 +64,7 @@ def lengths_to_see(model: Any, device: torch.device) -> LengthBoundaries:
         model: Of transformers.
         device: Where it computes.
     """
-    choices = [_lengths_for(model, device, layers) for layers in _first_layers(model.config)]
+    choices = [_lengths_for(model, device, layers) for layers in _first_layers(model)]
     return next((lengths for lengths in choices if not lengths.too_long), choices[-1])
 
 
@@ -93,8 +95,7 @@ def shortened(count: int, *models: nn.Module) -> Iterator[None]:
     before: list[tuple[nn.ModuleList, dict[str, Any]]] = []
     try:
         for model in models:
-            config: Any = model.config
-            whole = int(config.get_text_config().num_hidden_layers)
+            whole = layers_in(model)
             for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks_of(model)):
                 blocks = model.get_submodule(path)
                 if isinstance(blocks, nn.ModuleList) and len(blocks) == whole:  # a tower's are others

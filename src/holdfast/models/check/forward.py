@@ -4,9 +4,9 @@ A soft cap we do not know of, a logit scale under a new name, an attention that 
 depend on what else is in a pack: each would train on wrong numbers without an error. Two short documents show most of
 it; a document beyond each length at which the model changes, beside a short one, shows the rest.
 
-How logits follow from what the output layer gives is measured: `PolicyModel.upstream_head` sends a ramp through the
-model's own head, on which a scale, a soft cap and an addition each leave their mark, whatever the weights are; names of
-fields say none of that for sure.
+How logits follow from hidden states is measured: `PolicyModel.upstream_head` compares what enters the output layer with
+what the backbone returned, and sends a ramp through the model's own head, on which a scale, a soft cap and an addition
+each leave their mark, whatever the weights are; names of fields say none of that for sure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.models.check.boundaries import LengthBoundaries, lengths_to_see, shortened
 from holdfast.models.check.witness import as_files_say, follow_implementation
-from holdfast.models.heads.policy import PolicyModel
+from holdfast.models.heads.policy import HeadProbe, PolicyModel
 from holdfast.models.heads.scorer import ScoreModel
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.layers.family import HeadSpec
@@ -58,6 +58,8 @@ class CheckResult:
     """Between hidden states of documents on both sides of the model's boundaries, as a part of their size."""
     lengths: LengthBoundaries
     """Which boundaries those are."""
+    head_seen: bool
+    """Whether the rule could be seen by which logits follow from hidden states; else log-probabilities tell alone."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,10 @@ def check_forward(
     policy = sides.policy
     policy.eval()
     follow_implementation(sides.witness, policy.language_model)
-    spread = _spread_of_logits(sides)
+    spread, head_seen = _look_at_head(sides)
     note, chooses = "", may_fall_back and not policy.padded
     try:
-        result = _measure(sides, spread)
+        result = _measure(sides, spread, head_seen=head_seen)
         exact = _exact(result, sides.dtype)
         reason = f"packed documents see each other (by {result.leak:.1e})" if result.leak else "packing is not exact"
     except ModelError as error:
@@ -110,7 +112,7 @@ def check_forward(
     if chooses and not (exact := all_agree(exact)):
         use_padding(policy)
         note = f"attention: one document per row, since {reason}"
-        result = _measure(sides, spread)
+        result = _measure(sides, spread, head_seen=head_seen)
         exact = _exact(result, sides.dtype)
     policy.train()
     assert result is not None
@@ -149,26 +151,28 @@ def _agrees_on_short_texts(result: CheckResult, dtype: torch.dtype) -> bool:
     return result.difference <= TOLERANCE[dtype] and result.leak <= LEAK_TOLERANCE[dtype]
 
 
-def _spread_of_logits(sides: Sides) -> float | None:
-    """Return the spread of the logits; None for a model without logits. Compare the head's rule with ours first.
+def _look_at_head(sides: Sides) -> tuple[float | None, bool]:
+    """Compare the head's rule with ours.
+
+    Returns:
+        The spread of the logits (None for a model without logits), and whether the rule could be seen.
 
     Raises:
-        ModelError: The model makes its logits of the output layer by another rule than ours.
+        ModelError: The model makes its logits of hidden states by another rule than ours.
     """
     policy = sides.policy
     if isinstance(policy, ScoreModel):
-        return None
+        return None, True
     tokens = torch.as_tensor(plain_tokens(policy, sides.images, _PROBE, 1), device=sides.device)
     with as_files_say(policy.language_model, sides.witness, sides.device):
         probe = policy.upstream_head(tokens)
     if probe is None:
-        return 1.0
-    logits, sent, returned = probe
-    check_head(policy.family.name, sent, returned, policy.head_spec, sides.dtype)
-    return max(SMALLEST_SPREAD, float(logits.double().std(-1).mean()))
+        return 1.0, False
+    seen = check_head(policy.family.name, probe, policy.head_spec, sides.dtype)
+    return max(SMALLEST_SPREAD, float(probe.logits.double().std(-1).mean())), seen
 
 
-def _measure(sides: Sides, spread: float | None) -> CheckResult:
+def _measure(sides: Sides, spread: float | None, *, head_seen: bool) -> CheckResult:
     first, changed, second = documents(sides.policy, sides.images)
     ours = _ours(sides, [first, second])
     after = _ours(sides, [changed, second])
@@ -179,7 +183,7 @@ def _measure(sides: Sides, spread: float | None) -> CheckResult:
     difference, leak = _change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype)
     lengths = lengths_to_see(sides.policy.language_model, sides.device)
     beyond = _beyond(sides, lengths) if lengths.seen else 0.0
-    return CheckResult(difference / spread, leak / spread, spread, beyond, lengths)
+    return CheckResult(difference / spread, leak / spread, spread, beyond, lengths, head_seen)
 
 
 def documents(policy: PolicyModel, images: ImageSide | None) -> tuple[Example, Example, Example]:
@@ -283,26 +287,31 @@ class HeadRule:
         return ", ".join(parts) or "unchanged"
 
 
-def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype: torch.dtype) -> None:
-    """Compare a model's head with ours.
+def check_head(name: str, probe: HeadProbe, spec: HeadSpec, dtype: torch.dtype) -> bool:
+    """Compare a model's head with ours, and return whether that could be done.
+
+    It cannot where something else than a scale lies between backbone and output layer.
 
     Args:
         name: Of the architecture.
-        sent: [W], what the output layer gave.
-        returned: [V], the logits that the model made of it.
-        spec: What a run makes of it.
+        probe: What the model's own head made of a ramp.
+        spec: What a run makes of what the backbone returns.
         dtype: What the model computes in.
 
     Raises:
         ModelError: The heads differ. The message names the rule that was measured.
     """
+    sent, returned = probe.sent, probe.returned
     if sent.shape != returned.shape:
         raise ModelError(
             f"The output layer of {name} gives {sent.numel()} numbers for a token and the model returns "
             f"{returned.numel()} logits, so probabilities would be taken over others than its own. Please report the "
             "architecture."
         )
-    outputs, logits = sent.double(), returned.double()
+    before = _scale_before(probe, _LIMITS[dtype])
+    if before is None or (probe.biased and abs(before - 1) > _LIMITS[dtype]):
+        return False  # a bias is not scaled with the hidden states
+    outputs, logits = sent.double() / before, returned.double()
     ours = _applied(outputs, spec.scale, spec.softcap)
     if float((ours - logits).abs().max()) > _LIMITS[dtype] * float(logits.abs().max()):
         rule = HeadRule(spec.scale, spec.softcap, 0.0, 0.0)
@@ -311,6 +320,18 @@ def check_head(name: str, sent: Tensor, returned: Tensor, spec: HeadSpec, dtype:
             f"configuration: measured, what the layer gives is returned {measured_rule(outputs, logits).words()}; "
             f"read, {rule.words()}. It would train on wrong probabilities; please report the architecture."
         )
+    return True
+
+
+def _scale_before(probe: HeadProbe, limit: float) -> float | None:
+    """Return what hidden states are multiplied by before the output layer; None where they are changed otherwise."""
+    hidden, entered = probe.hidden.double(), probe.entered.double()
+    if hidden.shape != entered.shape:
+        return None
+    size = float(hidden.square().sum())
+    scale = float((hidden * entered).sum()) / size if size else 1.0
+    error = float((entered - scale * hidden).abs().max())
+    return scale if scale and error <= limit * float(entered.abs().max()) else None
 
 
 def measured_rule(outputs: Tensor, logits: Tensor) -> HeadRule:

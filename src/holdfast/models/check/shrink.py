@@ -15,9 +15,12 @@ from typing import Any
 from torch import nn
 
 from holdfast.errors import ModelError
+from holdfast.models.layers.family import blocks_of
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
-"""Names of the field that counts layers."""
+LAYER_COUNTS = (
+    *("num_hidden_layers", "n_layers", "n_layer", "decoder_layers", "num_decoder_layers", "num_layers", "depth"),
+)
+"""Names of the field that counts layers; an encoder's, which some decoders' files have too, is none of them."""
 _PERIODS = (
     *("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "full_attention_interval"),
     *("attn_layer_period", "expert_layer_period", "sliding_window_pattern"),
@@ -25,13 +28,25 @@ _PERIODS = (
 """Fields of a configuration that say after how many layers kinds come again."""
 
 
+class CannotShrink(ModelError):
+    """There is no small model of an architecture to look at; nothing is wrong with the architecture."""
+
+
 def one_of_each(text: Mapping[str, Any]) -> list[int]:
     """Return the layers of a text model that show one of each kind, ascending.
 
     Args:
         text: The fields of its configuration.
+
+    Raises:
+        CannotShrink: The configuration does not count its layers.
     """
-    whole, count = count_of(text), _least(text)
+    whole = count_of(text)
+    if whole is None:
+        raise CannotShrink(
+            f"{text.get('model_type')} cannot be made small: its configuration does not count its layers"
+        )
+    count = _least(text, whole)
     if not text.get("num_kv_shared_layers"):
         return list(range(count))
     # The last layers take keys and values of earlier ones: one of each kind from either end.
@@ -39,21 +54,20 @@ def one_of_each(text: Mapping[str, Any]) -> list[int]:
     return sorted({*range(min(count, own)), *range(max(own, whole - count), whole)})
 
 
-def count_of(text: Mapping[str, Any]) -> int:
-    """Return how many layers there are; some families list a kind for each and no number.
-
-    Raises:
-        ModelError: The configuration says neither.
-    """
-    count, kinds = next((text[name] for name in LAYER_COUNTS if name in text), None), text.get("layers_block_type")
-    if count is None and not kinds:
-        raise ModelError(f"{text.get('model_type')} cannot be made small: its configuration does not count its layers.")
-    return len(kinds or ()) if count is None else int(count)
+def count_of(text: Mapping[str, Any]) -> int | None:
+    """Return how many layers there are; some families list a kind for each and no number. None where neither is."""
+    count, kinds = next((text[name] for name in LAYER_COUNTS if text.get(name)), None), text.get("layers_block_type")
+    return len(kinds) if count is None and kinds else count
 
 
-def _least(text: Mapping[str, Any]) -> int:
+def layers_in(model: Any) -> int:
+    """Return how many layers the text part of a model has: as its configuration counts them, else its blocks."""
+    return count_of(model.config.get_text_config().to_dict()) or len(blocks_of(model))
+
+
+def _least(text: Mapping[str, Any], whole: int) -> int:
     """Return how many of the first layers have all kinds among them."""
-    whole, kinds = count_of(text), _kinds(text)
+    kinds = _kinds(text, whole)
     several = [2, max((kinds.index(kind) for kind in set(kinds)), default=0) + 1]
     several += [text[name] for name in _PERIODS if isinstance(text.get(name), int)]
     several += [len(text[name]) for name in ("block_types",) if text.get(name)]
@@ -62,9 +76,8 @@ def _least(text: Mapping[str, Any]) -> int:
     return min(whole, max(several))
 
 
-def _kinds(text: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def _kinds(text: Mapping[str, Any], whole: int) -> list[tuple[Any, ...]]:
     """Return what fields that speak of single layers say of each."""
-    whole = count_of(text)
     members = [value for name, value in text.items() if lists_layers(name, value)]
     lists = [value for value in text.values() if isinstance(value, list) and len(value) == whole]
     lists = [value for value in lists if not any(value is each for each in members)]
@@ -102,7 +115,7 @@ def shrink(config: Any, build: Callable[[Any], nn.Module]) -> Any:
         build: Makes a model of a configuration, on the meta device.
 
     Raises:
-        ModelError: transformers builds a model of none of those that were tried.
+        CannotShrink: Its layers are not counted, or transformers builds a model of none of those that were tried.
     """
     problems = []
     for narrow in (True, False):
@@ -113,7 +126,7 @@ def shrink(config: Any, build: Callable[[Any], nn.Module]) -> Any:
             problems.append(" ".join(str(error).split())[:160])
             continue
         return small
-    raise ModelError(f"{config.model_type} cannot be made small: {problems[-1]}. A run checks it before step 1.")
+    raise CannotShrink(f"{config.model_type} cannot be made small: {problems[-1]}")
 
 
 def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
@@ -137,7 +150,7 @@ def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
 
 
 def _keep_layers(text: dict[str, Any], selected: list[int]) -> None:
-    whole = count_of(text)
+    whole = count_of(text) or 0
     for name, value in list(text.items()):
         if name in LAYER_COUNTS:
             text[name] = len(selected)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,23 @@ _FEATURES = ("pooler_output", "deepstack_features")
 
 RAMP = 64.0
 """Largest number that is sent through a model's head to see what becomes of it."""
+
+
+class HeadProbe(NamedTuple):
+    """What a model's own head made of one sequence, whose last token's logits were replaced by a ramp."""
+
+    logits: Tensor
+    """[L - 1, V] of the other tokens."""
+    hidden: Tensor
+    """[H], the last token's hidden state as the backbone returned it."""
+    entered: Tensor
+    """[H], the same as the output layer got it: some models scale it between."""
+    sent: Tensor
+    """[W], the ramp in the place of what the output layer gave."""
+    returned: Tensor
+    """[V], the logits that the model made of the ramp."""
+    biased: bool
+    """Whether the output layer adds a bias, which a scale before it does not reach."""
 
 
 class PolicyModel(nn.Module):
@@ -304,28 +321,40 @@ class PolicyModel(nn.Module):
         return hidden
 
     @torch.no_grad()
-    def upstream_head(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the logits of one sequence, [L - 1, V], what was sent through its head, [W], and what came back, [V].
+    def upstream_head(self, tokens: Tensor) -> HeadProbe | None:
+        """Return what transformers' own head makes of one sequence, and of a ramp; None where that cannot be seen.
 
         In the place of the last token's logits the output layer gives a ramp, so that whatever a model makes of what
-        its output layer gives is seen over its whole range, however small the logits are. None for a model that does
-        not call its output layer once.
+        its output layer gives is seen over its whole range, however small the logits are. It cannot be seen of a model
+        that does not call its backbone and its output layer once each.
         """
+        ended: list[Tensor] = []
+        entered: list[Tensor] = []
         sent: list[Tensor] = []
 
-        def with_ramp(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        def with_ramp(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
             output = output.clone()
             ramp = torch.linspace(-RAMP, RAMP, output.shape[-1], device=output.device)
             output[0, -1] = ramp.to(output.dtype)
+            entered.append(given[0][0, -1])
             sent.append(output[0, -1])
             return output
 
-        hook = self._output_layer.register_forward_hook(with_ramp)
+        hooks = [
+            self._backbone.register_forward_hook(lambda _, __, output: ended.append(output.last_hidden_state[0, -1])),
+            self._output_layer.register_forward_hook(with_ramp),
+        ]
         try:
             output = reader_of(self.language_model)(input_ids=tokens[None], use_cache=False)
         finally:
-            hook.remove()
-        return (output.logits[0, :-1], sent[0].clone(), output.logits[0, -1]) if len(sent) == 1 else None
+            for hook in hooks:
+                hook.remove()
+        if len(sent) != 1 or len(ended) != 1:
+            return None
+        biased = getattr(self._output_layer, "bias", None) is not None
+        return HeadProbe(
+            output.logits[0, :-1], ended[0].clone(), entered[0].clone(), sent[0].clone(), output.logits[0, -1], biased
+        )
 
     @cached_property
     def _backbone(self) -> Any:

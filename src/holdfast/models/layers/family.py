@@ -9,6 +9,8 @@ instead of training on wrong numbers.
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -69,24 +71,47 @@ _RECURRENT_KINDS = ("mamba", "recurrent", "rwkv", "linear_attention", "conv", "l
 _RECURRENT_CLASSES = ("Mamba", "Rwkv", "RWKV", "Recurrent", "SSM", "DeltaNet", "LSTM", "ShortConv", "LinearAttention")
 
 
+_SCALES: dict[str, Callable[[float], float]] = {
+    "lm_head_multiplier": float,  # Falcon-H1
+    "logits_scaling": lambda divisor: 1.0 / divisor,  # Granite divides logits, and MiniCPM3 hidden states
+    "logit_scale": float,  # Cohere
+}
+"""Fields that name a factor of logits, and the factor of what they name."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Fields that name a soft cap of logits: Gemma's and RecurrentGemma's."""
+
+
+def _number_read(model: nn.Module, text: Any, name: str) -> float:
+    """Return a number of a configuration, 0 where there is none or the model's code does not read it.
+
+    MPT's configuration has a `logit_scale`, which transformers' model leaves out.
+    """
+    value = getattr(text, name, None)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        return 0.0
+    kinds = {type(part) for part in model.modules() if hasattr(part, "base_model_prefix")}
+    computing = {each.__module__ for kind in kinds for each in kind.__mro__ if "forward" in vars(each)}
+    return float(value) if any(name in _source_of(module, otherwise=name) for module in computing) else 0.0
+
+
+def _source_of(module: str, *, otherwise: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # of a class that was made in a session
+        return otherwise
+
+
 def family_of(model: nn.Module) -> Family:
     """Read the particulars of a transformers model from its configuration and layers."""
     config: Any = model.config
     text: Any = config.get_text_config()
-    scale = 1.0
-    if getattr(text, "logit_scale", None):  # Cohere multiplies logits
-        scale = float(text.logit_scale)
-    if getattr(text, "logits_scaling", None):  # Granite divides them
-        scale = 1.0 / float(text.logits_scaling)
-    if getattr(text, "lm_head_multiplier", None):  # Falcon-H1
-        scale = float(text.lm_head_multiplier)
-    softcap = getattr(text, "final_logit_softcapping", None)
-    if getattr(text, "logits_soft_cap", None):  # RecurrentGemma
-        softcap = text.logits_soft_cap
+    numbers = {name: _number_read(model, text, name) for name in (*_SCALES, *_CAPS)}
+    scale = next((invert(numbers[name]) for name, invert in _SCALES.items() if numbers[name]), 1.0)
+    softcap = next((numbers[name] for name in _CAPS if numbers[name]), None)
     return Family(
         name=str(config.model_type),
         logit_scale=scale,
-        logit_softcap=None if softcap is None else float(softcap),
+        logit_softcap=softcap,
         why_not_packed=_why_not_packed(model, text),
         **_image_fields(config),
     )

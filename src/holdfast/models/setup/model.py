@@ -22,6 +22,7 @@ from holdfast.errors import ModelError
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.adapters.files import AdapterSource, check_base, note_of_base, refuse_other_scale
 from holdfast.models.adapters.lora import add_adapters
+from holdfast.models.check.shrink import layers_in
 from holdfast.models.files.configuration import (
     apply_overrides,
     config_from_values,
@@ -396,4 +397,4 @@ def cost_of(model: PolicyModel, origin: Blueprint) -> ModelCost:
     for name, value in named_parameters(model).items():
         unused = model.routers.unused(name, value.shape) if model.routers is not None else 0.0
         sizes[value.requires_grad] += value.numel() - unused
-    return ModelCost(sizes[True], sizes[False], text.num_hidden_layers, text.hidden_size)
+    return ModelCost(sizes[True], sizes[False], layers_in(origin.skeleton), text.hidden_size)

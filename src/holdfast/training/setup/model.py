@@ -309,6 +309,8 @@ def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
 
 def _forward_words(result: CheckResult, seconds: float) -> str:
     words = "forward passes"
+    if not result.head_seen:
+        words += " (not the rule of the head apart from them, which this model does not show)"
     if result.lengths.seen:
         words += f", lengths up to and beyond {', '.join(map(str, result.lengths.seen))}"
     if result.lengths.too_long:

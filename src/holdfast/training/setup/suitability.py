@@ -24,7 +24,7 @@ from holdfast.errors import ModelError, UserError
 from holdfast.models.adapters.live import adapters_of
 from holdfast.models.adapters.lora import add_adapters
 from holdfast.models.check.boundaries import boundaries_of
-from holdfast.models.check.shrink import shrink
+from holdfast.models.check.shrink import CannotShrink, layers_in, shrink
 from holdfast.models.files.configuration import maker, on_meta, refusals
 from holdfast.models.layers.attention import register_attention
 from holdfast.models.layers.family import family_of
@@ -46,7 +46,7 @@ _SPREAD = 0.05
 def check_suitability(
     config: TrainingConfig, base: Path, world: World, *, asked: bool, say: Callable[[str], None]
 ) -> bool:
-    """Look at a run's model, and say whether nothing is refused.
+    """Look at a run's model, and say whether nothing is refused. What cannot be looked at is named and not refused.
 
     Args:
         config: The run's.
@@ -69,6 +69,10 @@ def check_suitability(
             say(line)
         for line in _checked(setting, model):
             say(line)
+    except CannotShrink as error:
+        say(f"not looked at: {error}; a run checks the model itself before step 1")
+        say("nothing is refused of what was looked at")
+        return True
     except UserError as error:
         say(f"refused: {' '.join(str(error).split())}")
         return False
@@ -156,7 +160,9 @@ def _to_check(setting: Setting, whole: Any) -> tuple[TrainingConfig, Blueprint, 
     small = shrink(raw_config, lambda candidate: on_meta(make, candidate))
     count = _size(on_meta(make, small))
     if count > _LARGEST:
-        raise ModelError(f"{raw_config.model_type} has {count:,} parameters where it is smallest, too many to look at.")
+        raise CannotShrink(
+            f"{raw_config.model_type} has {count:,} parameters where it is smallest, too many to look at"
+        )
     live = _drawn(make, small)
     # Patterns of a run may name layers that are left out here; the whole model was matched with them.
     whole_section: dict[str, Any] = {
@@ -169,7 +175,7 @@ def _to_check(setting: Setting, whole: Any) -> tuple[TrainingConfig, Blueprint, 
     section = model.model_copy(update=whole_section)
     config = config.model_copy(update={"model": section, "parallel": parallel})
     origin = blueprint(section, base, seed=config.seed, live=live, tokenizer=character_tokenizer(), scorer=scorer)
-    layers = f"{small.get_text_config().num_hidden_layers} of {raw_config.get_text_config().num_hidden_layers} layers"
+    layers = f"{layers_in(live)} of {layers_in(whole)} layers"
     return config, origin, f"a small model of the same architecture, {layers}, {count:,} random parameters in float32"
 
 
