@@ -207,8 +207,9 @@ class Scores(NamedTuple):
 
     logprobs: Tensor
     """[N] log-probability of each scored token, float32 or float64"""
-    is_top: Tensor
-    """[N] bool, whether no other token is more probable"""
+    accuracy: Tensor
+    """[N] float32, 1/n of a token among n whose logits are all the largest, 0 of any other: what a fair draw among the
+    most probable tokens would score"""
     entropy: Tensor | None
     """[N] entropy in nats of the distribution each scored token stands in; None unless asked for"""
 

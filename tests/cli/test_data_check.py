@@ -109,6 +109,27 @@ def test_pairs_and_labels_are_measured_before_they_are_cut(
     assert training["duplicates"] == 2
 
 
+def test_rows_left_out_before_they_are_measured_are_a_share_of_all_rows(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    alike = {"prompt": "ab", "chosen": "c", "rejected": "c"}
+    long = {"prompt": "ab", "chosen": "c" * 50, "rejected": "d" * 50}
+    write_rows(tmp_path / "rows.jsonl", [alike, long, {"prompt": "ab", "chosen": "c", "rejected": "d"}, alike] * 3)
+    tree["preference"] = {"loss": "dpo"}
+    tree["data"] |= {"overlong": "truncate", "unusable": "drop"}
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = check(warm, tmp_path)
+
+    assert (done.code, done.err) == (0, "")
+    shares = [line for line in done.out.splitlines() if "%" in line and ":" in line and "tokens:" not in line]
+    assert shares == [
+        "  6 (50.0% of rows): rows left out since their two answers are the same",
+        "  3 (25.0% of rows): longer than 32 tokens and lose their end",
+        "  data.max_length: 64 fits 99 % of them, 64 all",
+    ]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_that_a_run_skips_are_no_mistake_of_the_file(
     streaming: bool, warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
@@ -158,7 +179,7 @@ def test_prompts_have_a_limit_apart_from_that_of_completions(
     wide = check(warm, tmp_path, "data.max_prompt_length=25")
     refused = check(warm, tmp_path, "data.overlong=refuse")
 
-    assert "  3 (25.0%): longer than 10 tokens and are left out" in done.out.splitlines()
+    assert "  3 (25.0% of rows): longer than 10 tokens and are left out" in done.out.splitlines()
     assert "  data.max_prompt_length: 64 fits 99 % of them, 64 all" in done.out.splitlines()
     assert shown.out == "the prompt has 13 tokens and is left out: data.max_prompt_length is 10\n"
     assert trained.code == 0, trained.err
@@ -182,7 +203,7 @@ def test_prompts_leave_room_and_answers_can_be_read(warm: WarmPython, tmp_path: 
     lines = done.out.splitlines()
     assert done.code == 1, done.err
     assert lines[0] == "training, rows: 5 rows, 4 prompts of 50 tokens"
-    assert "  1 (20.0%): longer than 24 tokens and are left out" in lines
+    assert "  1 (20.0% of rows): longer than 24 tokens and are left out" in lines
     assert "  data.max_length: 72 fits 99 % of them, 72 all" in lines
     assert lines[-1] == "  1 right answers that reward math cannot read, such as ''"
 

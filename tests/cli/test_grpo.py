@@ -48,6 +48,12 @@ def hangs_on_one_rank(completion):
 def told(completions, trainer_state, **kwargs):
     return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
 
+def shared(completions):
+    return [1.0]
+
+def shared_later(completions, trainer_state):
+    return [1.0] if trainer_state.global_step else [1.0] * len(completions)
+
 def moody(answer):
     if int(answer) % 2:
         raise ValueError("odd")
@@ -430,6 +436,32 @@ def test_rewards_that_fail_are_counted_and_named_and_the_run_goes_on(
     assert [line[fault] for line in lines] == [4.0 if reward == "hangs" else 8.0] * 2
     assert "warning: " in done.out
     assert reward in done.out
+
+
+def test_a_batched_reward_with_one_value_for_all_is_refused_before_the_first_step(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:shared"}})
+
+    assert done.code == 2, done.out + done.err
+    assert (
+        "reward shared: called with 4 completions before step 1, it returned 1 value for 4 completions; a batched "
+        "reward returns a list with one value for each. Correct its return value."
+    ) in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_batched_reward_that_returns_one_value_for_all_later_is_a_fault_of_these(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    done = grpo(warm, tmp_path, policy | {"steps": 2, "reward": {"path": "rewards.py:shared_later"}})
+
+    assert done.code == 0, done.err
+    lines = [line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line]
+    assert [line.get("reward/error", 0.0) for line in lines] == [0.0, lines[1]["rollout/completions"]]
+    assert [line.get("reward") for line in lines] == [1.0, None]
+    assert "warning: reward shared_later returned 1 value for 8 completions; a batched reward" in done.out
 
 
 def test_a_run_in_which_nothing_can_be_scored_stops(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -18,7 +19,11 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 
+from holdfast.features.report.follow import Follower
+from holdfast.features.report.watch import screen
+from holdfast.training.run_state import State
 from tests.cli.commands import LiveRun
 from tests.cli.conftest import HOLDFAST, write_run
 from tests.cli.warm import WarmPython, run
@@ -279,3 +284,24 @@ def test_without_a_terminal_one_frame_is_printed_and_no_run_is_refused(tmp_path:
     assert (refused.code, bad.code) == (2, 2)
     assert "is not the directory of a run" in refused.err
     assert json.dumps(bad.err).count("\\n") == 1
+
+
+def test_a_running_run_by_epochs_has_a_bar_its_steps_and_the_time_left(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, steps=None, epochs=2)
+    folder.start(0)
+    for step in range(1, 31):
+        waited = {"timing/save_wait": 8.0} if step == 20 else {}
+        evaluated = {"timing/evaluation": 3.0} if step % 15 == 0 else {}
+        folder.steps(step, step, epoch=step / 20, **waited, **evaluated)
+    look = Follower(folder.place).update()
+    look.state = State("running", "")
+    console = Console(width=100, file=io.StringIO(), legacy_windows=False)
+
+    console.print(screen(look, console))
+
+    text = console.file.getvalue()
+    assert "step 30 of 40  ━━━" in text
+    assert re.search(r"0:00:0\d left", text)
+    assert re.search(r"evaluation, each +3,000\.0 ms", text)
+    assert re.search(r"save_wait, each +8,000\.0 ms", text)
+    assert re.search(r"forward_backward +200\.0 ms", text)

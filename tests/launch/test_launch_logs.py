@@ -133,8 +133,8 @@ def test_rank_0_hears_whether_a_terminal_shows_its_output_and_how_wide_it_is(gro
 @pytest.mark.parametrize("columns", [91, 30])
 def test_the_progress_bar_is_live_on_the_terminal_and_one_plain_line_in_the_log(ground, columns):
     script = f"""{WITH_PACKAGES}
-        from holdfast.metrics.progress import open_progress
-        progress = open_progress("auto", 9)
+        from holdfast.metrics.progress import End, open_progress
+        progress = open_progress("auto", End(9))
         for number in range(9):
             progress.say(f"saved {{number}}")
             print("printed", number)

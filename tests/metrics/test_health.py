@@ -14,9 +14,9 @@ FOLDER = Path(__file__).parent
 Sounded = list[tuple[int, str]]
 
 
-def sounded(series: Iterable[Mapping[str, float]]) -> tuple[Sounded, list[str]]:
-    """Return (step, alarm) of all that sounded, and the sentences."""
-    health = Health()
+def sounded(series: Iterable[Mapping[str, float]], vocabulary: int | None = 64) -> tuple[Sounded, list[str]]:
+    """Return (step, alarm) of all that sounded, and the sentences; ln 64 is 4.1589."""
+    health = Health(vocabulary)
     found = [(step, name, text) for step, line in enumerate(series, 1) for name, text in health.see(step, line).items()]
     return [(step, name) for step, name, _ in found], [text for *_, text in found]
 
@@ -56,6 +56,14 @@ def compared(*looks: tuple[int, float]) -> list[dict[str, float]]:
     return [line for look in numbers for line in [*[{"loss": 1.0}] * 9, look]]
 
 
+def rated(name: str, values: Iterable[float], rates: Iterable[float]) -> list[dict[str, float]]:
+    return [{name: value, "learning_rate": rate} for value, rate in zip(values, rates, strict=True)]
+
+
+def paired(*losses: float) -> list[dict[str, float]]:
+    return [line | {"rewards/margins": 0.1} for line in column("loss", *losses)]
+
+
 READ = {"data/rows": 8.0}
 THROUGHPUT = "throughput/tokens_per_second"
 CASES = [
@@ -89,6 +97,36 @@ CASES = [
     pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 16.0), [(21, "gradient_spike")], id="gradient spikes"),
     pytest.param(column("grad_norm", *[1.0, 2.0] * 10, 14.0), [], id="gradient is large"),
     pytest.param(column("grad_norm", *[0.0] * 20, 1.0), [], id="gradient after flat groups"),
+    pytest.param(column("grad_norm", *[0.1] * 10, 0.4, 1.1, 3.2, 9.0), [], id="gradient grows from step to step"),
+    pytest.param(column("optim/no_gradient", 0, 1, 1, 1, 1, 1), [(6, "no_gradient")], id="gradient gone"),
+    pytest.param(column("optim/no_gradient", *[1, 1, 1, 1, 0] * 4), [], id="gradient gone for a while"),
+    pytest.param(column("nll", 4.2, *[4.1588831] * 9), [(10, "guessing")], id="loss of guessing"),
+    pytest.param(column("nll", 3.0, 2.0, *[4.5] * 8), [(10, "guessing")], id="worse than guessing"),
+    pytest.param(column("nll", *[4.2] * 9, 4.15), [], id="a random start that learns"),
+    pytest.param(column("loss", *[9.0] * 20), [], id="another loss"),
+    pytest.param(rated("nll", [4.3] * 20, range(20)), [], id="a random start in its warm-up"),
+    pytest.param(rated("nll", [3.99] * 40, range(40)), [], id="a slow start in its warm-up"),
+    pytest.param(column("nll", *[float("nan")] * 12), [], id="no number"),
+    pytest.param(rated("nll", [4.3] * 20, [*range(18), 17, 17]), [(19, "guessing")], id="a warm-up that ends"),
+    pytest.param(rated("nll", [4.0, *[4.3] * 11], range(12)), [(10, "guessing")], id="better before, in its warm-up"),
+    pytest.param(column("entropy_estimate", 1.0, *[4.16] * 9), [(10, "guessing")], id="a policy that writes noise"),
+    pytest.param(column("nll", *[0.5] * 9, *[1.51] * 5), [(14, "diverged")], id="loss three times its start"),
+    pytest.param(column("nll", *[0.5] * 9, *[1.49] * 9), [], id="loss below three times its start"),
+    pytest.param(column("nll", *[0.5] * 9, *[1.6, 1.6, 1.6, 1.6, 0.5] * 3), [], id="loss high for a while"),
+    pytest.param(column("nll", *[0.01] * 9, *[0.1] * 9), [], id="a small loss"),
+    pytest.param(column("nll", 0.02, 8.0, *[1.1] * 4), [(6, "diverged")], id="broken by the first step"),
+    pytest.param(column("nll", 0.02, *[0.9] * 30), [], id="a first batch that is easy"),
+    pytest.param(column("nll", *[3.96] * 30), [(30, "guessing")], id="a loss that does not fall"),
+    pytest.param(column("nll", *[3.96] * 29, 3.9, *[3.96] * 9), [], id="a loss that falls late"),
+    pytest.param(paired(*[0.7] * 9, *[2.2] * 5), [(14, "diverged")], id="loss of pairs"),
+    pytest.param(column("reward", *[0.5, 0.6] * 5, *[0.4, 0.49] * 5), [(20, "reward_fell")], id="reward falls"),
+    pytest.param(column("reward", *[0.5, 0.6] * 5, *[0.4, 0.51] * 5), [], id="reward falls into its noise"),
+    pytest.param(column("rewards/accuracies", *[0.4, 0.49] * 10), [(20, "wrong_order")], id="pairs exchanged"),
+    pytest.param(column("rewards/accuracies", *[0.4, 0.5] * 10), [], id="pairs not told apart"),
+    pytest.param(
+        column("optim/skipped_steps", *[0] * 9, 1, 1, 2, 2, 3), [(14, "skipped_updates")], id="updates skipped"
+    ),
+    pytest.param(column("optim/skipped_steps", 7, *[7] * 9, 8, 9, *[9] * 25, 10), [], id="few updates skipped"),
     pytest.param(supervised(*[1.0] * 12, 3.1), [(13, "loss_spike")], id="loss spikes"),
     pytest.param(supervised(*[1.0] * 12, 2.9), [], id="loss is large"),
     pytest.param(column("loss", *[0.001] * 12, 0.5), [], id="a policy's loss"),
@@ -109,6 +147,10 @@ CASES = [
 @pytest.mark.parametrize(("series", "expected"), CASES)
 def test_each_alarm_sounds_when_its_series_turns(series: list[dict[str, float]], expected: Sounded) -> None:
     assert sounded(series)[0] == expected
+
+
+def test_without_a_vocabulary_nothing_is_compared_with_guessing() -> None:
+    assert sounded(column("nll", *[9.0] * 30), vocabulary=None) == ([], [])
 
 
 def test_reward_faults_above_a_percent_are_counted_by_kind() -> None:

@@ -307,22 +307,51 @@ def test_huge_logits_stay_finite(form: Callable[..., Any]) -> None:
     assert hidden.grad.flatten().tolist() == [2.0, 0.0]
 
 
-def test_the_top_token_is_one_that_no_other_exceeds() -> None:
-    hidden = torch.eye(4, 3)
-    weight = torch.tensor([[2.0, 1.0, 0.0], [2.0, 3.0, 0.0], [1.0, 2.0, 0.0]])  # columns: tie, clear winner, all equal
+def fair_accuracy(logits: Any, targets: Any) -> Any:
+    """Return [N]: the chance that a fair draw among the largest logits of a row hits its target."""
+    logits, targets = np.asarray(logits), np.asarray(targets)
+    largest = logits == logits.max(-1, keepdims=True)
+    return np.where(largest[np.arange(len(targets)), targets], 1 / largest.sum(-1), 0.0)
 
-    chosen = {
-        token: score(
-            hidden, HeadWeights(weight, None), torch.full((4,), token), HeadSpec(chunk_tokens=3)
-        ).is_top.tolist()
-        for token in range(3)
-    }
 
-    assert chosen == {
-        0: [True, False, True, True],
-        1: [True, True, True, True],
-        2: [False, False, True, True],
-    }
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("form", FORMS)
+def test_accuracy_is_that_of_a_fair_draw_among_the_largest_logits(form: Callable[..., Any], compiled: bool) -> None:
+    rows = np.array([[2, 2, 1, 0], [1, 3, 2, 0], [0, 0, 0, 0], [3, 3, 1, 3], [-1, -2, -1, -3]], dtype=np.float32)
+    # Apart by less than what the exponential of their difference tells from 1.
+    rows = np.concatenate([rows, [[1e-9, 0, 1e-9, -1]]]).astype(np.float32)
+    head = HeadWeights(torch.from_numpy(rows.T.copy()), None)
+    spec = HeadSpec(chunk_tokens=4, compiled=compiled)
+
+    for token in range(4):
+        targets = torch.full((len(rows),), token)
+        _, scores = form(torch.eye(len(rows)), head, targets, lambda logprobs, *_: -logprobs, spec)
+
+        assert scores.accuracy.dtype == torch.float32
+        np.testing.assert_allclose(scores.accuracy.numpy(), fair_accuracy(rows, targets.numpy()), rtol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_accuracy_counts_the_ties_that_bfloat16_makes_by_rounding(form: Callable[..., Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(400, WIDTH, generator=generator).bfloat16()
+    weight = torch.randn(200, WIDTH, generator=generator).bfloat16()
+    logits = (hidden @ weight.t()).float()
+    targets = logits.argmax(-1)
+    expected = fair_accuracy(logits.numpy(), targets.numpy())
+
+    _, scores = form(hidden, HeadWeights(weight, None), targets, lambda logprobs, *_: -logprobs, HeadSpec())
+
+    assert (expected < 1).sum() >= 4
+    np.testing.assert_allclose(scores.accuracy.numpy(), expected, rtol=1e-7)
+
+
+def test_a_row_without_numbers_predicts_nothing_right() -> None:
+    hidden = torch.tensor([[math.nan], [1.0]])
+
+    scores = score(hidden, HeadWeights(torch.ones(4, 1), None), torch.tensor([0, 0]), HeadSpec())
+
+    assert scores.accuracy.tolist() == [0.0, 0.25]
 
 
 MEASURE = """

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from holdfast.models.heads.student import distilled
 from holdfast.models.layers.family import HeadSpec
 from holdfast.models.scores import HeadWeights
 from holdfast.objectives.supervised import Distillation
-from tests.models.test_scores import draw, leaves, plain
+from tests.models.test_scores import draw, fair_accuracy, leaves, plain
 from tests.oracle import distillation as oracle
 
 TOKENS, WIDTH, VOCABULARY = 13, 4, 31
@@ -77,12 +78,26 @@ def test_values_and_gradients_are_those_of_full_logits(  # noqa: PLR0913, PLR091
         assert_close(mine, other, **EXACT)
     assert_close(scores.logprobs, logprobs.detach(), **EXACT)
     assert_close(scores.entropy, entropy.detach(), **EXACT)
-    assert scores.is_top.tolist() == (own.argmax(-1) == targets).tolist()
+    np.testing.assert_allclose(scores.accuracy.numpy(), fair_accuracy(own.detach(), targets), rtol=1e-7)
     by_teacher = -theirs[:, :shared].log_softmax(-1).gather(1, targets[:, None]).sum()
     agree = (own[:, :shared].argmax(-1) == theirs[:, :shared].argmax(-1)).sum()
     assert_close(sums["divergence"], torch.stack([divergence.sum().detach(), torch.tensor(13.0).double()]), **EXACT)
     assert_close(sums["teacher/nll"][0], by_teacher, **EXACT)
     assert shared < own.shape[1] or float(sums["teacher/agreement"][0]) == float(agree)
+
+
+def test_accuracy_of_a_student_is_that_of_a_fair_draw_among_the_largest_logits() -> None:
+    rows = np.array([[2, 2, 1, 0], [1, 3, 2, 0], [0, 0, 0, 0], [3, 3, 1, 3]], dtype=np.float32)
+    states, head = torch.eye(4), HeadWeights(torch.from_numpy(rows.T.copy()), None)
+
+    for token in range(4):
+        targets = torch.full((4,), token)
+        _, scores, _ = distilled(
+            states, head, targets, torch.ones(4), Distillation(0.5), HeadSpec(chunk_tokens=3),
+            lambda look: look(HeadSpec(), states, head),
+        )  # fmt: skip
+
+        np.testing.assert_allclose(scores.accuracy.numpy(), fair_accuracy(rows, targets), rtol=1e-7)
 
 
 @pytest.mark.parametrize("frozen", ["head", "hidden"])

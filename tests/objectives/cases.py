@@ -66,7 +66,7 @@ def actions_of(case: Case, logprobs: Tensor) -> Actions:
 
 def scores_of(case: Case) -> Scores:
     logprobs = torch.tensor(case.logprobs)
-    return Scores(logprobs, torch.zeros_like(logprobs, dtype=torch.bool), torch.tensor(case.entropy))
+    return Scores(logprobs, torch.zeros_like(logprobs), torch.tensor(case.entropy))
 
 
 def surrogate_found(surrogate: Any, case: Case) -> tuple[Array, Array]:

@@ -187,7 +187,7 @@ def test_a_rank_without_work_has_a_loss_and_the_metrics_of_the_others(objective:
 
     terms = objective.token_terms(nothing, entropy, tokens)
     terms.sum().backward()
-    sums = objective.sums(Scores(nothing.detach(), torch.zeros(0, dtype=torch.bool), entropy.detach()), tokens)
+    sums = objective.sums(Scores(nothing.detach(), torch.zeros(0), entropy.detach()), tokens)
 
     case = draw()
     assert terms.shape == (0,)

@@ -112,7 +112,7 @@ def test_metrics_are_means_over_trained_tokens_whatever_their_weights(objective:
     logprobs, _ = draw_scores()
     weights = torch.linspace(0, 5, 50, dtype=torch.float64)
     entropy = torch.linspace(0, 1, 50, dtype=torch.float64)
-    scores = Scores(torch.tensor(logprobs), torch.arange(50) % 5 == 0, entropy)
+    scores = Scores(torch.tensor(logprobs), (torch.arange(50) % 5 == 0).float(), entropy)
 
     sums = objective.sums(scores, tokens_of(weights))
 
@@ -123,7 +123,7 @@ def test_metrics_are_means_over_trained_tokens_whatever_their_weights(objective:
 
 def test_metrics_keep_their_digits_over_many_tokens() -> None:
     count = 3_000_000
-    scores = Scores(torch.full((count,), -0.1), torch.ones(count, dtype=torch.bool), None)
+    scores = Scores(torch.full((count,), -0.1), torch.ones(count), None)
 
     sums = NegativeLogLikelihood().sums(scores, tokens_of(torch.ones(count)))
 

@@ -261,3 +261,27 @@ def test_a_plan_that_is_none_is_left_out(tmp_path: Path, text: str) -> None:
     run.write("plan.json", text)
 
     assert "there is no plan to compare it with" in page_of(run.place, place=tmp_path / "x.html")
+
+
+def test_a_run_by_epochs_says_of_how_many_steps(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, steps=None, epochs=2)
+    for step in range(1, 6):
+        run.steps(step, step, epoch=step / 4)
+
+    page = page_of(run.place, place=tmp_path / "page.html")
+
+    assert "at step 5 of 8" in page
+
+
+def test_seconds_by_phase_are_shares_of_steps_and_evaluations(tmp_path: Path) -> None:
+    """100 s of steps in two phases, 25 s of one evaluation."""
+    run = RunFolder(tmp_path)
+    for step in range(1, 11):
+        evaluated = {"timing/evaluation": 25.0} if step == 10 else {}
+        run.steps(step, step, **{"timing/rollout": 6.0, "timing/forward_backward": 4.0, "step_time": 10.0}, **evaluated)
+
+    page = page_of(run.place, place=tmp_path / "page.html")
+
+    rows = re.findall(r"<tr><td[^>]*>([a-z_ ]+)</td><td[^>]*>[\d,.]+</td><td[^>]*>([\d.]+)%", page)
+    assert rows == [("rollout", "48.0"), ("forward_backward", "32.0"), ("evaluation", "20.0")]
+    assert "rest of the step" not in page

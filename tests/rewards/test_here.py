@@ -96,18 +96,35 @@ def test_one_bad_completion_of_a_batched_function_fails_alone() -> None:
     assert calls == [3, 1, 1, 1, 2]
 
 
-@pytest.mark.parametrize("answer", [5, [1.0], None, "ab"], ids=["number", "too few", "none", "text"])
-def test_a_batched_function_that_returns_something_else_is_an_error(answer: object) -> None:
-    def odd(completions: list[str]) -> object:  # noqa: ARG001 - a signature
+@pytest.mark.parametrize(
+    ("answer", "returned"),
+    [
+        (5, "a int"), ([1.0], "1 value"), (np.ones(3), "3 values"), (None, "None"), ("ab", "a str 'ab'"),
+        ((1.0 for _ in "ab"), "a generator"),
+    ],
+    ids=["number", "too few", "too many", "none", "text", "generator"],
+)  # fmt: skip
+def test_a_batched_function_that_returns_something_else_is_an_error_of_all(answer: object, returned: str) -> None:
+    calls = []
+
+    def odd(completions: list[str]) -> object:
+        calls.append(len(completions))
         return answer
 
     found = score(odd, of=samples("ab", "cd"))
 
-    if answer == [1.0]:  # alone, each completion gets its own answer
-        assert [item.reward for item in found] == [1.0, 1.0]
-    else:
-        assert [item.fault for item in found] == ["error", "error"]
-        assert "a batched reward returns a list of 1" in found[0].message
+    assert calls == [2]
+    assert [(item.reward, item.fault) for item in found] == [(None, "error")] * 2
+    assert f"returned {returned} for 2 completions; a batched reward" in found[0].message
+
+
+def test_functions_of_lists_alone_are_tried_out() -> None:
+    sections = [user("given.py:a"), user("given.py:b")]
+    here = RewardsHere([letters, lambda completions: [len(completions)]], sections, RewardPoolConfig())
+
+    assert {label: [each.is_malformed for each in of] for label, of in here.try_out(samples("a", "b")).items()} == {
+        "b": [True, True]
+    }
 
 
 def leaves(completion: str) -> float:

@@ -71,6 +71,83 @@ def test_anything_else_is_a_fault_that_says_what_and_where(
     assert f"; sample 31: {('A long answer. ' * 20)[:80]!r}" in found.message
 
 
+BATCHED = """
+    def reward(completions, value):
+        import numpy as np, torch
+        return eval(value[0])
+"""
+FOR_ALL = "; a batched reward returns a list with one value for each"
+LISTS = [
+    ("[1.0]", f"returned 1 value for 3 completions{FOR_ALL}"),
+    ("[1.0, 2.0]", f"returned 2 values for 3 completions{FOR_ALL}"),
+    ("[1.0] * 4", f"returned 4 values for 3 completions{FOR_ALL}"),
+    ("[]", "returned 0 values for 3 completions"),
+    ("1.0", "returned a float for 3 completions"),
+    ("None", "returned None for 3 completions"),
+    ("'0.5'", "returned a str '0.5' for 3 completions"),
+    ("'abc'", "returned a str 'abc' for 3 completions"),
+    ("(1.0 for _ in range(3))", "returned a generator for 3 completions"),
+    ("{'reward': [1.0, 1.0, 1.0]}", "returned a dict for 3 completions"),
+    ("{1.0, 2.0, 3.0}", "returned a set for 3 completions"),
+    ("np.float32(1.0)", "returned a float32 for 3 completions"),
+    ("np.array([[1.0, 2.0, 3.0]])", "returned 1 value for 3 completions"),
+    ("torch.ones(2)", "returned 2 values for 3 completions"),
+    ("np.ones((3, 1))", "returned a list; a reward is a number, None or a dict"),
+    ("[[1.0], [2.0], [3.0]]", "returned a list; a reward is a number, None or a dict"),
+    ("['1', '2', '3']", "returned a str '"),
+]
+
+
+@pytest.fixture(scope="module")
+def returns_lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
+    """Return a pool whose batched reward is what the first row says."""
+    with started(tmp_path_factory.mktemp("lists")) as start:
+        yield start(BATCHED)
+
+
+@pytest.mark.parametrize(("value", "said"), LISTS)
+def test_what_is_not_one_value_for_each_completion_is_an_error_of_all(
+    returns_lists: RewardPool, value: str, said: str
+) -> None:
+    of_three = samples("a", "b", "c", value=value)
+
+    outcomes = returns_lists.try_out(of_three)["reward"]
+    found = returns_lists.score(of_three)
+
+    assert [(each.reward, each.fault, each.drop) for each in found] == [(None, "error", "sample")] * 3
+    assert all(said in each.message for each in found)
+    assert all(outcome.is_malformed for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[1, 0.5, True]", "(1, 0.5, 1)", "np.array([1, 0.5, 1])", "torch.tensor([1, 0.5, 1])",
+        "np.array([2, 1, 2]) / 2", "[np.float32(1), np.array([0.5]), torch.ones(1)]",
+        "[{'score': 1}, {'reward': 0.5}, 1]",
+        "torch.tensor([1, 0.5, 1], dtype=torch.bfloat16, requires_grad=True)",
+    ],
+)  # fmt: skip
+def test_one_value_for_each_completion_is_its_reward(returns_lists: RewardPool, value: str) -> None:
+    found = returns_lists.score(samples("a", "b", "c", value=value))
+
+    assert [(each.reward, each.fault) for each in found] == [(1.0, None), (0.5, None), (1.0, None)]
+
+
+def test_a_bad_value_in_a_list_is_that_of_its_completion(returns_lists: RewardPool) -> None:
+    of_four = samples("a", "b", "c", "d", value="[float('nan'), None, 'x', 1]")
+
+    found = returns_lists.score(of_four)
+
+    assert [(each.reward, each.fault) for each in found] == [
+        (None, "nan"),
+        (None, "none"),
+        (None, "error"),
+        (1.0, None),
+    ]
+    assert [each.is_malformed for each in returns_lists.try_out(of_four)["reward"]] == [False, False, True, False]
+
+
 def test_parts_and_metrics_of_a_dict_keep_their_names(start: Start) -> None:
     pool = start("""
         def reward(completion):
@@ -167,7 +244,7 @@ def test_a_batch_with_too_few_results_is_an_error(start: Start) -> None:
     found = start("def reward(completions): return [1.0, 2.0]").score(samples("a", "b", "c"))
 
     assert [each.fault for each in found] == ["error"] * 3
-    assert "2 results for 1 completions" in found[0].message
+    assert "returned 2 values for 3 completions" in found[0].message
 
 
 def test_a_batch_may_return_an_array(start: Start) -> None:

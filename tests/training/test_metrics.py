@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import unpack
 from holdfast.parallel.mesh import World
+from holdfast.training.run import PhaseClock
 from holdfast.training.setup.begin import build_run
 from holdfast.training.step import train_step
 from tests.tiny import tiny_directory, tiny_model
@@ -25,7 +28,7 @@ EVERY_STEP = {
     "step", "loss", "nll", "mean_token_accuracy", "entropy", "grad_norm", "learning_rate", "num_tokens", "epoch",
     "nll/sort", "nll/add", "optim/skipped_steps", "optim/no_gradient", "step_time", "data/rows",
     "data/tokens", "data/mean_length", "data/fill", "data/micro_batches", "data/order_hash", "timing/data",
-    "timing/forward_backward", "timing/optimizer",
+    "timing/forward_backward", "timing/optimizer", "timing/other",
     "throughput/tokens_per_second", "throughput/mfu", "memory/resident_gib",
 }  # fmt: skip
 OF_AN_EVALUATION = {
@@ -93,10 +96,53 @@ def test_metrics_that_count_or_are_shares_stay_in_their_range(lines: list[dict[s
         assert 0 < line["entropy"] <= math.log(64)
         assert line["data/rows"] == 16
         assert line["loss"] == pytest.approx(line["nll"], rel=1e-6)  # token_mean
-        parts = sum(line[name] for name in ("timing/data", "timing/forward_backward", "timing/optimizer"))
-        assert parts <= line["step_time"]
     tokens = np.cumsum([line["data/tokens"] for line in lines])
     assert [line["num_tokens"] for line in lines] == tokens.tolist()
+
+
+def seconds_of_phases(line: Mapping[str, float]) -> float:
+    """Return the seconds of all phases of a step; an evaluation is no part of one."""
+    return sum(value for name, value in line.items() if name.startswith("timing/") and name != "timing/evaluation")
+
+
+def test_the_phases_of_a_step_add_up_to_its_time(lines: list[dict[str, float]]) -> None:
+    for line in lines:
+        assert seconds_of_phases(line) == pytest.approx(line["step_time"], rel=1e-9)
+
+
+def test_a_step_that_waits_for_the_save_before_it_says_so(pools: Any, tmp_path: Path) -> None:
+    """Every step saves, and a save that reads all of it back takes longer than such a step."""
+    checkpoint = {"every_steps": 1, "background": True, "rehearsal": {"enabled": False}}
+    values = tree(str(tmp_path), steps=6, checkpoint=checkpoint, metrics={"progress": "off"})
+
+    pools(1).run(run, values)
+
+    lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert ["timing/save" in line for line in lines] == [False, True, True, True, True, True]
+    waits = [line.get("timing/save_wait", 0.0) for line in lines]
+    assert waits[:2] == [0.0, 0.0]  # the first save waits for none, and is told with the second step
+    assert sum(wait > 1e-4 for wait in waits[2:]) >= 2
+    for line in lines:
+        assert seconds_of_phases(line) == pytest.approx(line["step_time"], rel=1e-9)
+
+
+def test_a_second_counts_towards_the_innermost_phase_alone() -> None:
+    clock = PhaseClock()
+
+    with clock.phase("outer"):
+        time.sleep(0.02)
+        with clock.phase("inner"):
+            time.sleep(0.05)
+        with clock.stopped(), clock.phase("evaluation"):
+            time.sleep(0.2)
+    time.sleep(0.03)
+    times = clock.read()
+
+    assert set(times) == {"timing/other", "timing/outer", "timing/inner", "step_time"}
+    assert sum(value for name, value in times.items() if name != "step_time") == pytest.approx(times["step_time"])
+    assert 0.02 <= times["timing/outer"] < 0.05 <= times["timing/inner"] < 0.15
+    assert times["timing/other"] >= 0.03
+    assert set(clock.read()) == {"timing/other", "step_time"}
 
 
 def test_tensorboard_has_every_metric_of_every_step(directory: Path, lines: list[dict[str, float]]) -> None:

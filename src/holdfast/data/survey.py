@@ -40,6 +40,8 @@ class Survey:
     trained_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """As `Tokenised.counts`."""
+    rows_with: Counter[str] = field(default_factory=Counter)
+    """Rows that something of `counts` happened to; a row may be counted there several times."""
     mistakes: list[str] = field(default_factory=list)
     """The first ones in full."""
     mistaken_rows: int = 0
@@ -57,6 +59,7 @@ class Survey:
             self._note(mistake)
         if tokenised.counts:  # most rows have none, and an update takes longer than the rest
             self.counts.update(tokenised.counts)
+            self.rows_with.update(tokenised.counts.keys())
         for length in tokenised.lengths:
             self._of_length[length] += 1
         text = xxhash.xxh3_64()
@@ -192,10 +195,10 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str
     if bars:
         yield "  tokens: " + ", ".join(f"{name} {value:,}" for name, value in survey.as_plain()["lengths"].items())
         yield from (f"  {bar}" for bar in _bars(bars))
-    total = max(survey.measured, 1)
+    read = survey.rows - survey.filtered
     for name, number in survey.counts.items():
         words = _SAYS.get(name, name).format(limit=survey.max_length)
-        yield f"  {number:,} ({number / total:.1%}): {words}"
+        yield f"  {number:,} ({survey.rows_with[name] / read:.1%} of rows): {words}"
     if survey.cut:
         most, every = survey.length_for(0.99) + room_for, survey.length_for(1.0) + room_for
         yield f"  {limit}: {most} fits 99 % of them, {every} all"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
+
+from holdfast.metrics.divergence import COMPARED_STEPS, LONGEST_PAST, Past, diverged, guessing, last_values, reward_fell
 
 _REPEAT_STEPS = 50
 """Steps for which an alarm rests after it sounded."""
@@ -27,12 +29,18 @@ _REWARD_FAULTS = 0.01
 """Share of a step's completions whose reward timed out, raised or was not a finite number."""
 _JUMP = 10.0
 """A KL or a gradient norm this many times its usual value."""
+_JUMP_OF_LARGEST = 5.0
+"""A gradient norm this many times the largest of the last 20 steps; one that grows from step to step is no spike."""
 _USUAL_STEPS = 20
 """Steps whose median is the usual value of a number."""
 _FEWEST_STEPS = 10
 """Of them, before anything counts as unusual."""
 _SMALL_KL = 0.01
 """Nats per token; a jump that stays below is no alarm, since a KL starts from 0."""
+_PREFERENCE_STEPS = 20
+"""Steps in a row in which fewer than half of the pairs are in the right order."""
+_SKIPPED_UPDATES = 3
+"""Updates of the last 20 steps that are skipped since their gradient is no finite number."""
 _CUT_ROWS = 0.1
 """Share of rows that lose their end, or are left out as too long or as training nothing."""
 _LOSS_JUMP = 3.0
@@ -50,23 +58,36 @@ SPIKES = frozenset({"gradient_spike", "loss_spike"})
 _SAME = 1e-6
 """Rewards within this range are one value."""
 
-Past = Sequence[Mapping[str, float]]
-"""Metrics of the last steps, the present one last."""
+Alarm = Callable[[Past], str | None]
 
 
 class Health:
-    """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for a while."""
+    """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for a while.
 
-    def __init__(self) -> None:
-        self._past: deque[Mapping[str, float]] = deque(maxlen=max(_FLAT_REWARD_STEPS, _USUAL_STEPS + _LASTING_STEPS))
+    Args:
+        vocabulary: Tokens that the model tells apart; None where nothing is compared with guessing one.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        self._past: deque[Mapping[str, float]] = deque(maxlen=LONGEST_PAST)
+        self._first = first = list[Mapping[str, float]]()
         self._sounded: dict[str, int] = {}
+        self._alarms: dict[str, Alarm] = {
+            **_ALARMS,
+            "diverged": lambda past: diverged(past, first),
+            "reward_fell": lambda past: reward_fell(past, first),
+        }
+        if vocabulary is not None and vocabulary > 1:
+            self._alarms["guessing"] = lambda past: guessing(past, math.log(vocabulary))
 
     def see(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
         """Return the alarms of a step, by name."""
         self._past.append(metrics)
+        if len(self._first) < COMPARED_STEPS:
+            self._first.append(metrics)
         past = list(self._past)
         alarms = {}
-        for name, alarm in _ALARMS.items():
+        for name, alarm in self._alarms.items():
             last = self._sounded.get(name)
             if last is not None and step - last < _REPEAT_STEPS:
                 continue
@@ -77,7 +98,7 @@ class Health:
 
 
 def _flat_reward(past: Past) -> str | None:
-    values = _last(past, "reward", _FLAT_REWARD_STEPS)
+    values = last_values(past, "reward", _FLAT_REWARD_STEPS)
     if not values or max(values) - min(values) > _SAME:
         return None
     return (
@@ -87,7 +108,7 @@ def _flat_reward(past: Past) -> str | None:
 
 
 def _flat_groups(past: Past) -> str | None:
-    values = _last(past, "frac_reward_zero_std", _LASTING_STEPS)
+    values = last_values(past, "frac_reward_zero_std", _LASTING_STEPS)
     if not values or min(values) <= _FLAT_GROUPS:
         return None
     return (
@@ -98,7 +119,7 @@ def _flat_groups(past: Past) -> str | None:
 
 
 def _truncation(past: Past) -> str | None:
-    values = _last(past, "completions/clipped_ratio", _LASTING_STEPS)
+    values = last_values(past, "completions/clipped_ratio", _LASTING_STEPS)
     if not values or min(values) <= _TRUNCATED:
         return None
     return (
@@ -109,8 +130,8 @@ def _truncation(past: Past) -> str | None:
 
 
 def _low_entropy(past: Past) -> str | None:
-    measured = _last(past, "entropy", _LASTING_STEPS)
-    values = measured or _last(past, "entropy_estimate", _LASTING_STEPS)
+    measured = last_values(past, "entropy", _LASTING_STEPS)
+    values = measured or last_values(past, "entropy_estimate", _LASTING_STEPS)
     if not values or max(values) >= _LOWEST_ENTROPY:
         return None
     name = "entropy" if measured else "estimated entropy"
@@ -145,7 +166,8 @@ def _kl_jump(past: Past) -> str | None:
 
 def _gradient_spike(past: Past) -> str | None:
     value, usual = _usual(past, "grad_norm")
-    if not (usual > 0 and value > _JUMP * usual):
+    before = [line.get("grad_norm", 0.0) for line in past[-_USUAL_STEPS - 1 : -1]]
+    if not (usual > 0 and value > max(_JUMP * usual, _JUMP_OF_LARGEST * max(before))):
         return None
     return (
         f"the gradient norm is {value:.3g}, and it was {usual:.3g} in the steps before. If this comes again, lower "
@@ -167,7 +189,8 @@ def _loss_spike(past: Past) -> str | None:
 def _slow(past: Past) -> str | None:
     """Say that throughput fell, and which phase takes the time."""
     name = "throughput/tokens_per_second"
-    now, before = _last(past, name, _LASTING_STEPS), [line[name] for line in past[:-_LASTING_STEPS] if name in line]
+    now = last_values(past, name, _LASTING_STEPS)
+    before = [line[name] for line in past[:-_LASTING_STEPS] if name in line]
     if not now or len(before) < _FEWEST_STEPS or max(now) >= _SLOW * median(before):
         return None
     phases = {key for line in past for key in line if key.startswith("timing/")}
@@ -205,7 +228,7 @@ def _straggler(past: Past) -> str | None:
 
 def _nothing_learned(past: Past) -> str | None:
     """Say that rollouts are left out whole; rewards that are all alike have an alarm of their own."""
-    values, line = _last(past, "optim/no_gradient", _LASTING_STEPS), past[-1]
+    values, line = last_values(past, "optim/no_gradient", _LASTING_STEPS), past[-1]
     if not values or min(values) < 1 or not line.get("rollout/groups") or line.get("frac_reward_zero_std") == 1:
         return None
     trained, groups = line.get("rollout/trained_groups", 0), line["rollout/groups"]
@@ -219,8 +242,40 @@ def _nothing_learned(past: Past) -> str | None:
     )
 
 
+def _no_gradient(past: Past) -> str | None:
+    """Say that nothing is trained; rollouts that are left out whole have an alarm of their own."""
+    values = last_values(past, "optim/no_gradient", _LASTING_STEPS)
+    if not values or min(values) < 1 or "rollout/groups" in past[-1]:
+        return None
+    return (
+        f"the gradient has been exactly zero for {len(values)} steps, and no weight has moved. A model that a step too "
+        "large has broken looks like this: lower optim.lr, and begin from an earlier checkpoint. Else look at "
+        "model.freeze, and at the loss."
+    )
+
+
+def _wrong_order(past: Past) -> str | None:
+    values = last_values(past, "rewards/accuracies", _PREFERENCE_STEPS)
+    if not values or max(values) >= 0.5:
+        return None
+    return (
+        f"fewer than half of the pairs have been in the right order in each of the last {len(values)} steps, "
+        f"{values[-1]:.0%} in this one. Look whether columns chosen and rejected are exchanged, and lower optim.lr."
+    )
+
+
+def _skipped_updates(past: Past) -> str | None:
+    counts = [line["optim/skipped_steps"] for line in past[-_USUAL_STEPS - 1 :] if "optim/skipped_steps" in line]
+    if not counts or counts[-1] - counts[0] < _SKIPPED_UPDATES or counts[-1] == counts[-2]:
+        return None
+    return (
+        f"{counts[-1] - counts[0]:.0f} updates of the last {len(counts) - 1} steps were skipped: their gradient is no "
+        "finite number. Lower optim.lr, or compute in another dtype (parallel.compute_dtype)."
+    )
+
+
 def _one_sided(past: Past) -> str | None:
-    values = _last(past, "kto/desirable", _LASTING_STEPS)
+    values = last_values(past, "kto/desirable", _LASTING_STEPS)
     if not values or min(values) != max(values) or values[-1] not in {0.0, 1.0}:
         return None
     return (
@@ -257,10 +312,13 @@ def _much_cut(past: Past) -> str | None:
     return sentence if share > _CUT_ROWS else None
 
 
-_ALARMS: Mapping[str, Callable[[Past], str | None]] = {
+_ALARMS: Mapping[str, Alarm] = {
     "flat_reward": _flat_reward,
     "flat_groups": _flat_groups,
     "nothing_learned": _nothing_learned,
+    "no_gradient": _no_gradient,
+    "skipped_updates": _skipped_updates,
+    "wrong_order": _wrong_order,
     "one_sided": _one_sided,
     "truncation": _truncation,
     "low_entropy": _low_entropy,
@@ -272,12 +330,6 @@ _ALARMS: Mapping[str, Callable[[Past], str | None]] = {
     "straggler": _straggler,
     "cut_rows": _much_cut,
 }
-
-
-def _last(past: Past, name: str, steps: int) -> list[float]:
-    """Return the last values of a metric; none if it is missing in one of the steps."""
-    values = [line[name] for line in past[-steps:] if name in line]
-    return values if len(values) == steps else []
 
 
 def _usual(past: Past, name: str) -> tuple[float, float]:

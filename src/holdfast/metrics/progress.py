@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -9,6 +10,28 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+
+class End(NamedTuple):
+    """What a run ends by."""
+
+    steps: int | None = None
+    """Steps of the whole run, if known."""
+    epochs: float | None = None
+    """Passes over the data, if it makes so many."""
+
+    def expected(self, step: int, epoch: float) -> int | None:
+        """Return how many steps the run will have made at its end, at the steps per pass so far; None if unknown.
+
+        Args:
+            step: Done.
+            epoch: Passes that they made.
+        """
+        if self.epochs is None or not step or not 0 < epoch < math.inf:
+            return self.steps
+        # Passes are fractions: a quotient of them is a little above or below a whole number.
+        by_epochs = max(step, math.ceil(round(step * self.epochs / epoch, 6)))
+        return by_epochs if self.steps is None else min(self.steps, by_epochs)
 
 
 class ProgressDisplay(Protocol):
@@ -25,21 +48,21 @@ class ProgressDisplay(Protocol):
 
 
 def open_progress(
-    kind: Literal["auto", "bar", "lines", "off"], total: int | None, first_step: int = 0, verb: str = ""
+    kind: Literal["auto", "bar", "lines", "off"], end: End, first_step: int = 0, verb: str = ""
 ) -> ProgressDisplay:
     """Return the display that suits the terminal.
 
     Args:
         kind: `auto` is a bar on a terminal and lines elsewhere.
-        total: Steps of the whole run, if known.
+        end: Of the run.
         first_step: Steps done before.
         verb: Whose numbers stay longest where a terminal is narrow.
     """
     if kind == "off":
         return Silent()
     if kind == "bar" or (kind == "auto" and _is_interactive()):
-        return Bar(total, first_step, verb)
-    return Lines(total)
+        return Bar(end, first_step, verb)
+    return Lines(end)
 
 
 def _is_interactive() -> bool:
@@ -114,8 +137,8 @@ class Silent:
 class Lines:
     """A line per step, at most one a second."""
 
-    def __init__(self, total: int | None, write: Callable[[str], None] = _print) -> None:
-        self._total = total
+    def __init__(self, end: End, write: Callable[[str], None] = _print) -> None:
+        self._end, self._total = end, end.steps
         self._write = write
         self._last = float("-inf")
         self._first: tuple[int, float] | None = None
@@ -124,6 +147,7 @@ class Lines:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step if a second has passed, or if it is the first or the last."""
         now = time.monotonic()
+        self._total = self._end.expected(step, metrics.get("epoch", 0.0))
         self._first = self._first or (step, now)
         if now - self._last >= 1.0 or step == self._total:
             self._last = now
@@ -152,16 +176,14 @@ class Logged:
 
     Args:
         shown: What people see.
-        total: Steps of the whole run, if known.
+        end: Of the run.
         write: Takes a line.
         with_messages: Whether messages become lines there too; False where what is printed gets there by itself.
     """
 
-    def __init__(
-        self, shown: ProgressDisplay, total: int | None, write: Callable[[str], None], *, with_messages: bool
-    ) -> None:
+    def __init__(self, shown: ProgressDisplay, end: End, write: Callable[[str], None], *, with_messages: bool) -> None:
         self._shown = shown
-        self._lines = Lines(total, write)
+        self._lines = Lines(end, write)
         self._with_messages = with_messages
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -186,11 +208,11 @@ class Bar:
     A narrow terminal shows fewer numbers, never a part of one: what a verb is judged by and the time left go last.
     """
 
-    def __init__(self, total: int | None, first_step: int, verb: str = "") -> None:
+    def __init__(self, end: End, first_step: int, verb: str = "") -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._total = total
+        self._end, self._total = end, end.steps
         self._first, self._step = first_step, first_step
         self._began = time.monotonic()
         self._seen: tuple[int, float] | None = None
@@ -211,6 +233,7 @@ class Bar:
         for name, text in self._numbers.items():
             self._widths[name] = max(self._widths.get(name, 0), len(text))
         self._step, self._ended = step, time.monotonic()
+        self._total = self._end.expected(step, metrics.get("epoch", 0.0))
         self._seen = self._seen or (step, self._ended)
         if step == self._total:
             self._live.refresh()

@@ -67,8 +67,8 @@ def score(
         entropy: Also return the entropy (one more sweep over each chunk).
     """
     how = _How(spec, temperature, entropy, torch.is_grad_enabled())
-    logprobs, entropies, is_top = _Recompute.apply(hidden, head.weight, head.bias, targets, how)  # type: ignore[no-untyped-call]
-    return Scores(logprobs, is_top, entropies if entropy else None)
+    logprobs, entropies, accuracy = _Recompute.apply(hidden, head.weight, head.bias, targets, how)  # type: ignore[no-untyped-call]
+    return Scores(logprobs, accuracy, entropies if entropy else None)
 
 
 def separable_loss(  # noqa: PLR0913 - the operands of a formula
@@ -106,7 +106,7 @@ def separable_loss(  # noqa: PLR0913 - the operands of a formula
                 gradients.add(chunk, states[rows], product_head, targets[rows], rows, by_logprob, by_entropy)
             del chunk  # or two chunks of logits would be alive at once
     total: Tensor = WithGradients.apply(hidden, *head, loss, gradients.parts())  # type: ignore[no-untyped-call]
-    return total, Scores(outputs.logprobs, outputs.is_top, outputs.entropy if entropy else None)
+    return total, Scores(outputs.logprobs, outputs.accuracy, outputs.entropy if entropy else None)
 
 
 class _How(NamedTuple):
@@ -131,7 +131,8 @@ class _Chunk(NamedTuple):
     """[n, V] derivative of the soft cap, without scale and temperature; None without a cap"""
     logprobs: Tensor
     entropy: Tensor | None
-    is_top: Tensor
+    accuracy: Tensor
+    """[n], as `Scores` has it"""
     label_logprobs: Tensor
     """[n] of the smoothed label; `logprobs` without smoothing"""
 
@@ -170,31 +171,47 @@ def _forward_chunk(hidden: Tensor, head: HeadWeights, targets: Tensor, how: _How
     chosen = logits.gather(1, targets[:, None]).squeeze(1)
     share = how.label_smoothing
     label = torch.lerp(chosen, logits.mean(-1), share) if share else chosen
-    maximum, normaliser, mean_log = _sweep_chunk(logits, how)
+    maximum, normaliser, mean_log, largest = _sweep_chunk(logits, how)
     log_normaliser = normaliser.log()
     entropy = log_normaliser - mean_log / normaliser if how.want_entropy else None
     logprobs = chosen - maximum - log_normaliser
     label_logprobs = label - maximum - log_normaliser if share else logprobs
-    return _Chunk(logits, normaliser, slope, logprobs, entropy, chosen >= maximum, label_logprobs)
+    accuracy = torch.where(chosen >= maximum, 1.0 / largest, 0.0)
+    return _Chunk(logits, normaliser, slope, logprobs, entropy, accuracy, label_logprobs)
 
 
-def _sweep_chunk(logits: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+def _sweep_chunk(logits: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if how.spec.compiled:
-        swept: tuple[Tensor, Tensor, Tensor] = _fused(_sweep)(logits, how.want_entropy)
+        swept: tuple[Tensor, Tensor, Tensor, Tensor] = _fused(_sweep)(logits, how.want_entropy)
         return swept
     tokens, vocabulary = logits.shape
     rows = max(1, CACHE_ELEMENTS // vocabulary if logits.device.type == "cpu" else tokens)
     parts = [_sweep(logits[start : start + rows], how.want_entropy) for start in range(0, tokens, rows)]
-    maximum, normaliser, mean_log = (torch.cat(part) for part in zip(*parts, strict=True))
-    return maximum, normaliser, mean_log
+    maximum, normaliser, mean_log, largest = (torch.cat(part) for part in zip(*parts, strict=True))
+    return maximum, normaliser, mean_log, largest
 
 
-def _sweep(logits: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn logits into e_j in place; return their maximum m, z and sum_j e_j log e_j (0 where not wanted), each [n]."""
-    maximum = logits.amax(-1)
+def _sweep(logits: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turn logits into e_j in place.
+
+    Returns:
+        Their maximum m, z, sum_j e_j log e_j (0 where not wanted) and how many logits equal m, [n] each.
+    """
+    maximum, largest = count_largest(logits)
     logits.sub_(maximum[:, None]).exp_()
     mean_log = torch.special.xlogy(logits, logits).sum(-1) if want_entropy else torch.zeros_like(maximum)
-    return maximum, logits.sum(-1), mean_log
+    return maximum, logits.sum(-1), mean_log, largest
+
+
+def count_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row of logits [n, V] and how many equal it, [n] each."""
+    maximum = logits.amax(-1)
+    # The exponentials would not do: those of two logits that are close enough are both 1.
+    if logits.device.type != "cpu":
+        return maximum, (logits == maximum[:, None]).sum(-1)
+    # The CPU adds floats twice as fast as booleans.
+    equal = torch.eq(logits, maximum[:, None], out=torch.empty_like(logits))
+    return maximum, equal.sum(-1)
 
 
 def _bend(exponentials: Tensor, factor: Tensor, by_entropy: Tensor) -> Tensor:
@@ -297,8 +314,8 @@ class _Recompute(torch.autograd.Function):
                 outputs.keep(rows, _forward_chunk(states[rows], head, targets[rows], how))
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.how = how
-        ctx.mark_non_differentiable(outputs.is_top)
-        return outputs.logprobs, outputs.entropy, outputs.is_top
+        ctx.mark_non_differentiable(outputs.accuracy)
+        return outputs.logprobs, outputs.entropy, outputs.accuracy
 
     @staticmethod
     def backward(ctx: Any, by_logprobs: Tensor, by_entropy: Tensor, _: Tensor) -> tuple[Any, ...]:
@@ -325,11 +342,11 @@ class _Outputs:
         tokens, device = states.shape[0], states.device
         self.logprobs = torch.empty(tokens, dtype=self.dtype, device=device)
         self.entropy = torch.zeros(tokens, dtype=self.dtype, device=device)
-        self.is_top = torch.empty(tokens, dtype=torch.bool, device=device)
+        self.accuracy = torch.empty(tokens, dtype=torch.float32, device=device)
 
     def keep(self, rows: slice, chunk: _Chunk) -> None:
         self.logprobs[rows] = chunk.logprobs
-        self.is_top[rows] = chunk.is_top
+        self.accuracy[rows] = chunk.accuracy
         if chunk.entropy is not None:
             self.entropy[rows] = chunk.entropy
 

@@ -63,7 +63,7 @@ def supervised_sums(scores: Scores, tokens: Tokens) -> dict[str, Tensor]:
     count = float(tokens.weights.numel())
     sums = {
         "nll": ratio(-scores.logprobs.sum(dtype=torch.float64), count),
-        "mean_token_accuracy": ratio(scores.is_top.sum(), count),
+        "mean_token_accuracy": ratio(scores.accuracy.sum(dtype=torch.float64), count),
     }
     if scores.entropy is not None:
         sums["entropy"] = ratio(scores.entropy.sum(dtype=torch.float64), count)

@@ -24,7 +24,7 @@ from holdfast.training.distillation.run import evaluate_distilled
 from holdfast.training.evaluate import evaluate
 from holdfast.training.policy.build import build_policy_evaluation
 from holdfast.training.policy.evaluate import evaluate_policy
-from holdfast.training.policy.reward_columns import check_answers, check_columns
+from holdfast.training.policy.reward_columns import check_answers, check_columns, check_returns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.preference.build import build_preference_evaluation
 from holdfast.training.preference.run import evaluate_preferences
@@ -81,6 +81,7 @@ def _measured(config: TrainingConfig, base: Path, world: World, label: str) -> t
                 policy = build_policy_evaluation(config, base, world, rewards.score, rewards.columns)
                 check_columns(policy, rewards.columns)
                 check_answers(policy, rewards.answers, rewards.unreadable)
+                check_returns(policy, rewards.try_out)
                 return evaluate_policy(policy, label), policy.setting.log.messages
         case DPOConfig():
             return evaluate_preferences(build_preference_evaluation(config, base, world), label), []

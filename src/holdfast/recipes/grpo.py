@@ -33,7 +33,7 @@ from holdfast.training.policy.metrics import (
     of_several_updates,
     rollout_metrics,
 )
-from holdfast.training.policy.reward_columns import check_answers, check_columns
+from holdfast.training.policy.reward_columns import check_answers, check_columns, check_returns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
 from holdfast.training.policy.run import PolicyRun, is_warming_up, restored_afterwards
@@ -49,6 +49,7 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
         run = build_policy_run(config, base, world, rewards.score, live, rewards.columns)
         check_columns(run.evaluation, rewards.columns)
         check_answers(run.evaluation, rewards.answers, rewards.unreadable)
+        check_returns(run.evaluation, rewards.try_out)
         try:
             return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
         finally:

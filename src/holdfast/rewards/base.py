@@ -75,6 +75,8 @@ class SampleOutcome:
     """Of a fault: a clause that follows the name of the reward."""
     is_cut_short: bool = False
     """Whether a timeout is that of all samples together, which says nothing of this one."""
+    is_malformed: bool = False
+    """Whether an error is that of the type or the number of what a function returned."""
 
 
 def is_number(value: float) -> bool:
@@ -103,7 +105,7 @@ def outcome_of(result: object) -> SampleOutcome:
     key = next((key for key in VALUE_KEYS if key in result), None)
     if key is None:
         keys = ", ".join(map(str, result)) or "none"
-        return _error(f"returned a dict without the key reward, overall or score (its keys: {keys})")
+        return _malformed(f"returned a dict without the key reward, overall or score (its keys: {keys})")
     main = _of_value(result[key])
     metrics = result.get("metrics", {})
     named = {str(name): value for name, value in result.items() if name not in {key, "metrics"}}
@@ -113,7 +115,28 @@ def outcome_of(result: object) -> SampleOutcome:
         _finite_only(metrics) if isinstance(metrics, Mapping) else {},
         main.fault,
         main.message,
+        is_malformed=main.is_malformed,
     )
+
+
+def outcomes_of(results: object, count: int) -> list[SampleOutcome]:
+    """Return the outcome of each of several completions from what one call returned for all of them.
+
+    What is not one value for each is an error of all: nobody knows whose values they are.
+    """
+    # Arrays of NumPy and torch turn into lists by `tolist`; naming their types would import both here.
+    tolist = getattr(results, "tolist", None)
+    listed = tolist() if callable(tolist) else results
+    if isinstance(listed, list | tuple) and len(listed) == count:
+        return [outcome_of(result) for result in listed]
+    if isinstance(listed, list | tuple):
+        returned = f"{len(listed)} value" + "s" * (len(listed) != 1)
+    else:
+        returned = _kind_of(results)
+    completions = f"{count} completion" + "s" * (count != 1)
+    return [
+        _malformed(f"returned {returned} for {completions}; a batched reward returns a list with one value for each")
+    ] * count
 
 
 def outcome_of_exception(error: BaseException) -> SampleOutcome:
@@ -137,13 +160,18 @@ def _of_value(value: object) -> SampleOutcome:
         return SampleOutcome(fault="none", message="returned None")
     number = _number(value)
     if number is None:
-        kind = type(value).__name__
-        shown = f" {_cut(repr(value))}" if isinstance(value, str | bytes) else ""
-        return _error(f"returned a {kind}{shown}; a reward is a number, None or a dict")
+        return _malformed(f"returned {_kind_of(value)}; a reward is a number, None or a dict")
     if not is_number(number):
         why = ", and rewards lie within +-1e30" if math.isfinite(number) else ""
         return SampleOutcome(fault="nan", message=f"returned {number}{why}")
     return SampleOutcome(number)
+
+
+def _kind_of(value: object) -> str:
+    """Return what a value is, and text as it is."""
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}" + (f" {_cut(repr(value))}" if isinstance(value, str | bytes) else "")
 
 
 def _number(value: object) -> float | None:
@@ -175,6 +203,10 @@ def _finite_only(values: Mapping[Any, object]) -> dict[str, float]:
 
 def _error(message: str) -> SampleOutcome:
     return SampleOutcome(fault="error", message=message)
+
+
+def _malformed(message: str) -> SampleOutcome:
+    return SampleOutcome(fault="error", message=message, is_malformed=True)
 
 
 def _cut(text: str) -> str:

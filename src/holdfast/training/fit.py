@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -251,11 +252,10 @@ class _Loop:
         numbers = self.line
         if decision.evaluate:
             owe(run, self.line)
-            numbers = self._evaluate()
-            # Evaluating is no part of the next step's time.
-            numbers |= {
-                name: value for name, value in run.setting.log.clock.read().items() if name == "timing/evaluation"
-            }
+            began = time.perf_counter()
+            with run.setting.log.clock.stopped():  # evaluating is no part of the next step's time
+                numbers = self._evaluate()
+            numbers["timing/evaluation"] = time.perf_counter() - began
             self.line |= numbers
             asked = self.requests.pending(run.setting.ranks)
             if asked is not None and (asked.by_signal or stopped is None):

@@ -16,7 +16,7 @@ from holdfast.data.content.counted import unexpected
 from holdfast.errors import HoldfastError
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
-from holdfast.metrics.progress import Lines, Logged, ProgressDisplay, open_progress
+from holdfast.metrics.progress import End, Lines, Logged, ProgressDisplay, open_progress
 from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink, TrackerProcesses
 from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
@@ -39,7 +39,7 @@ _NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "_terminated
 _TOLD_IF_ANY = tuple(f"/reward/{fault}" for fault in FAULTS)
 """Numbers of an evaluation that stand on the screen only where they are not 0."""
 _OF_A_STEP = {f"data/{name}" for name in ("rows", "tokens", "mean_length", "fill", "micro_batches", "order_hash")}
-"""Numbers about data that are a step's own; the others count events, which lines left out must not swallow."""
+"""Numbers about data that are a step's own; the others, and alarms, count events, none of which gets lost."""
 
 
 class Journal:
@@ -63,11 +63,11 @@ class Journal:
         if run.setting.world.log is not None and not run.setting.config.dry_run:
             run.setting.world.log.begin(run.setting.directory / LOGS)
         run.setting.world.failure.listener = self._heard
-        self._health = Health() if run.setting.config.metrics.health.enabled else None
+        self._health = _health_of(run) if run.setting.config.metrics.health.enabled else None
         kind = run.setting.config.metrics.progress if first else "off"
         with private_randomness():  # rich draws from Python's generator while it is imported
             self._screen = self._logged(
-                open_progress(kind, run.trained.total_steps, run.trained.state.step, run.setting.config.verb)
+                open_progress(kind, _end_of(run), run.trained.state.step, run.setting.config.verb)
             )
 
     def _open(self) -> None:
@@ -105,7 +105,7 @@ class Journal:
                     append_text(folder / LOG, text + "\n")
                     return
 
-        return Logged(screen, self._run.trained.total_steps, write, with_messages=launcher is None)
+        return Logged(screen, _end_of(self._run), write, with_messages=launcher is None)
 
     def __enter__(self) -> Journal:
         """Return itself."""
@@ -137,7 +137,9 @@ class Journal:
         self.latest.update(line)
         step = self._run.trained.state.step
         evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
+        alarms = self._health.see(step, line) if "loss" in line and self._health is not None else {}
         if "loss" in line:
+            line = {**line, **{f"health/{alarm}": 1.0 for alarm in alarms}}
             self._write_step(step, line, due=bool(evaluated))
             self._screen.update(step, line)
         else:
@@ -145,7 +147,7 @@ class Journal:
             self._write(step, line)
         self._tell()
         if "loss" in line:
-            self._warn(step, line)
+            self._warn(step, line, alarms)
             self._run.setting.log.batches.clear()
         if evaluated:
             shown = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
@@ -154,7 +156,7 @@ class Journal:
 
     def _write_step(self, step: int, line: Mapping[str, float], *, due: bool) -> None:
         for name, value in line.items():
-            if name.startswith("data/") and name not in _OF_A_STEP:
+            if name.startswith(("data/", "health/")) and name not in _OF_A_STEP:
                 self._events[name] += value
         self._unwritten = step, line
         if due or step % self._run.setting.config.metrics.log_every == 0 or step == self._run.trained.total_steps:
@@ -173,11 +175,10 @@ class Journal:
         for sink in self._sinks:
             sink.write(step, line)
 
-    def _warn(self, step: int, line: Mapping[str, float]) -> None:
+    def _warn(self, step: int, line: Mapping[str, float], alarms: Mapping[str, str]) -> None:
         """Print and note what looks wrong."""
         if self._health is None:
             return
-        alarms = self._health.see(step, line)
         for alarm, sentence in alarms.items():
             batch = self._recorded(step) if alarm in SPIKES else {}
             where = "".join(f" The rows of this batch are in {path}." for path in batch.values())
@@ -274,6 +275,17 @@ class Journal:
         if self._run.setting.world.is_first:
             line = json.dumps({"event": name, "step": self._run.trained.state.step, **values}) + "\n"
             append_text(self._run.setting.directory / directory.EVENTS, line)
+
+
+def _end_of(run: Run) -> End:
+    config = run.setting.config
+    return End(run.trained.total_steps, None if config.dry_run else config.epochs)
+
+
+def _health_of(run: Run) -> Health:
+    scores = run.setting.config.scores
+    text = run.trained.origin.skeleton.config.get_text_config()
+    return Health(None if scores else getattr(text, "vocab_size", None))
 
 
 def _is_shown(name: str, value: float) -> bool:

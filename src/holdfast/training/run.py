@@ -42,28 +42,50 @@ from holdfast.types import Batch, Example
 
 
 class PhaseClock:
-    """Adds up seconds per phase between two readings.
+    """Divides the time between two readings among phases: each second counts once, so they add up to the whole.
 
-    On a GPU the work of a phase may still be queued when it ends; the phases of a whole step add up all the same, since
-    each step waits once for its numbers.
+    A phase within another takes its seconds from it. What lies in no phase is `timing/other`. On a GPU the work of a
+    phase may still be queued when it ends; the phases of a whole step add up all the same, since each step waits once
+    for its numbers.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
+        self._phases = ["other"]
+        """Those that go on, the innermost last."""
+        self._start = self._counted = time.perf_counter()
+
+    def _count(self) -> float:
+        """Give the time since the last change to the innermost phase; return the present time."""
+        now, phase = time.perf_counter(), self._phases[-1]
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._counted
+        self._counted = now
+        return now
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the block towards a phase."""
-        start = time.perf_counter()
+        self._count()
+        self._phases.append(name)
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._count()
+            self._phases.pop()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave the time of the block, and its phases, out of the next reading."""
+        began, seconds = self._count(), dict(self._seconds)
+        try:
+            yield
+        finally:
+            self._start += self._count() - began
+            self._seconds = seconds
 
     def read(self) -> dict[str, float]:
         """Return timing/<phase> and step_time in seconds since the last reading, and start again."""
-        now = time.perf_counter()
+        now = self._count()
         result = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
         result["step_time"] = now - self._start
         self._seconds = {}

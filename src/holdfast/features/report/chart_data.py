@@ -9,7 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from holdfast.features.report.curves import Column
-from holdfast.features.report.metrics import EVALUATION, TIMING, evaluations_of, leading, metric_label
+from holdfast.features.report.metrics import (
+    EVALUATING,
+    EVALUATION,
+    ROUNDING,
+    TIMING,
+    evaluations_of,
+    leading,
+    metric_label,
+)
 from holdfast.features.report.reading import RunRecord
 from holdfast.features.report.samples import ShownSample
 from holdfast.features.report.story import ENTRY_KINDS
@@ -110,15 +118,13 @@ def _phases(run: RunRecord) -> dict[str, Any]:
         for name, column in columns.items()
         if name.startswith(TIMING)
     }
-    rest = [
-        max(0.0, total - sum(values)) for total, values in zip(whole, zip(*parts.values(), strict=True), strict=False)
-    ]
+    of_steps = [values for name, values in parts.items() if TIMING + name != EVALUATING]
+    rest = [total - sum(values) for total, values in zip(whole, zip(*of_steps, strict=True), strict=False)]
     ranked = sorted(parts, key=lambda name: -sum(parts[name]))
     named = [[escaped(name), [rounded(value) for value in parts[name]]] for name in ranked]
-    return {
-        "steps": steps,
-        "parts": [*named, ["rest of the step", [rounded(value) for value in rest]]] if parts else named,
-    }
+    if sum(rest) > ROUNDING * sum(whole):  # an earlier version's phases left some time to none
+        named.append(["rest of the step", [rounded(max(0.0, value)) for value in rest]])
+    return {"steps": steps, "parts": named}
 
 
 def _at(steps: Sequence[int], column: Column) -> list[float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.files import RegularFile, parse_json
+from holdfast.metrics.progress import End
 
 BLOCK = 1 << 20
 
@@ -69,6 +70,11 @@ class Curves:
     """Step of the last line that counts."""
     unread: int = 0
     """Lines that are no JSON objects with a step."""
+
+    def steps_at(self, end: End) -> int | None:
+        """Return how many steps the run will have made at its end, as far as that is known by now."""
+        epochs = self.columns.get("epoch")
+        return end.expected(epochs.steps[-1], epochs.values[-1]) if epochs and epochs.steps else end.steps
 
     def add(self, line: Any) -> None:
         """Take a line of metrics.jsonl."""

@@ -15,9 +15,10 @@ from holdfast.features.report.checkpoints import CheckpointLine, checkpoint_line
 from holdfast.features.report.curves import Curves, LineReader
 from holdfast.features.report.reading import check_is_run
 from holdfast.features.report.samples import ShownSample, sample_of
-from holdfast.features.report.settings import read_configuration
+from holdfast.features.report.settings import end_of, read_configuration
 from holdfast.features.report.story import Mark, marks_of
 from holdfast.files import RegularFile, parse_json, read_json, read_text
+from holdfast.metrics.progress import End
 from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.text.escaping import escaped
 from holdfast.training.directory import EVENTS, IDENTITY
@@ -45,7 +46,7 @@ class Glance:
 
     name: str
     verb: str
-    total: int | None
+    end: End
     state: State
     curves: Curves
     events: Sequence[Mapping[str, Any]] = ()
@@ -59,6 +60,11 @@ class Glance:
     """That the last start began with."""
     active: float | None = None
     """When the log last grew."""
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole run, as far as they are known."""
+        return self.curves.steps_at(self.end)
 
 
 class Follower:
@@ -78,7 +84,7 @@ class Follower:
         self._lines = LineReader(directory / METRICS, last_bytes=FIRST_BYTES)
         self._seen: tuple[object, ...] = ()
         self._storage: str | None = None
-        self.look = Glance(escaped(directory.absolute().name), "", None, State("failed", ""), self._curves)
+        self.look = Glance(escaped(directory.absolute().name), "", End(), State("failed", ""), self._curves)
         self._identify()
 
     def _identify(self) -> None:
@@ -87,8 +93,8 @@ class Follower:
         except (OSError, ValueError, KeyError, TypeError):
             self.look.verb = "run"
         configuration, _ = read_configuration(self._directory)
-        steps, section = configuration.get("steps"), configuration.get("checkpoint")
-        self.look.total = steps if type(steps) is int else None
+        section = configuration.get("checkpoint")
+        self.look.end = end_of(configuration)
         storage = section.get("storage") if isinstance(section, Mapping) else None
         self._storage = storage if isinstance(storage, str) else None
 

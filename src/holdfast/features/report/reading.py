@@ -15,9 +15,10 @@ from holdfast.errors import UserError
 from holdfast.features.report.checkpoints import CheckpointLine, checkpoint_lines
 from holdfast.features.report.curves import Curves, LineReader, do_nothing
 from holdfast.features.report.samples import Samples, read_samples
-from holdfast.features.report.settings import Parent, flat_public, read_configuration, read_parent
+from holdfast.features.report.settings import Parent, end_of, flat_public, read_configuration, read_parent
 from holdfast.features.report.story import Mark, marks_of
 from holdfast.files import NotRegular, read_json, read_text
+from holdfast.metrics.progress import End
 from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.text.escaping import escaped
 from holdfast.training.directory import EVENTS, IDENTITY, MEMORY, PLAN
@@ -48,7 +49,7 @@ class RunRecord:
     verb: str
     run_id: str
     state: State
-    total: int | None
+    end: End
     """Steps of the whole run, where the configuration says so."""
     curves: Curves
     events: Sequence[Mapping[str, Any]]
@@ -62,6 +63,11 @@ class RunRecord:
     planned: PlannedPeaks
     notes: list[str] = field(default_factory=list)
     """What could not be read, in sentences."""
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole run, as far as they are known."""
+        return self.curves.steps_at(self.end)
 
     @property
     def measured_phases(self) -> dict[str, float]:
@@ -104,14 +110,13 @@ def read_run(directory: Path, between: Callable[[], None] = do_nothing) -> RunRe
     storage = checkpoint_section.get("storage") if isinstance(checkpoint_section, Mapping) else None
     checkpoints, note = checkpoint_lines(directory, events, storage if isinstance(storage, str) else None)
     notes += [note] * bool(note)
-    steps = configuration.get("steps")
     return RunRecord(
         directory=directory,
         name=escaped(directory.absolute().name),
         verb=escaped(str(identity.get("verb", "run"))),
         run_id=escaped(str(identity.get("run_id", ""))),
         state=_state(directory, events, curves.last),
-        total=steps if type(steps) is int else None,
+        end=end_of(configuration),
         curves=curves,
         events=events,
         marks=marks_of(curves, events),

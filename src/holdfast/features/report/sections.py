@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
 from holdfast.features.report.html import html_table, section, tag, text
-from holdfast.features.report.metrics import EVALUATION, TIMING, evaluations_of, leading, metric_label
+from holdfast.features.report.metrics import (
+    EVALUATING,
+    EVALUATION,
+    ROUNDING,
+    TIMING,
+    evaluations_of,
+    leading,
+    metric_label,
+)
 from holdfast.features.report.reading import RunRecord
 from holdfast.features.report.settings import NOT_THERE, setting_differences
 from holdfast.features.report.story import Mark
@@ -146,9 +154,13 @@ def times_section(runs: Sequence[RunRecord]) -> str:
         columns = run.curves.columns
         if "step_time" not in columns:
             continue
-        steps, whole = len(columns["step_time"].steps), sum(columns["step_time"].values)
+        steps, in_steps = len(columns["step_time"].steps), sum(columns["step_time"].values)
         phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(TIMING)}
-        phases["rest of the step"] = max(0.0, whole - sum(phases.values()))
+        evaluating = phases.get(EVALUATING, 0.0)
+        whole = in_steps + evaluating
+        rest = whole - sum(phases.values())
+        if rest > ROUNDING * whole:  # a run of an earlier version, whose phases left some time to none
+            phases["rest of the step"] = rest
         for name, seconds in sorted(phases.items(), key=lambda pair: -pair[1]):
             share = f"{seconds / whole:.1%}" if whole else NOT_THERE
             cells = [name.removeprefix(TIMING), f"{1000 * seconds / max(1, steps):,.1f}", share, seconds_words(seconds)]

@@ -15,6 +15,7 @@ from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
 from holdfast.features.trackers.content import public_configuration, public_text
 from holdfast.files import read_json
+from holdfast.metrics.progress import End
 from holdfast.training.directory import IDENTITY
 
 CONFIGURATION = "config.resolved.yaml"
@@ -39,6 +40,12 @@ def read_configuration(directory: Path) -> tuple[dict[str, Any], str]:
         reason = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
         return {}, f"{CONFIGURATION} {reason}, so the page shows no configuration."
     return dict(values), ""
+
+
+def end_of(configuration: Mapping[str, Any]) -> End:
+    """Return what a run with a configuration ends by."""
+    steps, epochs = configuration.get("steps"), configuration.get("epochs")
+    return End(steps if type(steps) is int else None, float(epochs) if type(epochs) in {int, float} else None)
 
 
 def flat_public(values: Mapping[str, Any]) -> dict[str, str]:

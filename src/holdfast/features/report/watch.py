@@ -185,11 +185,15 @@ def _curves(look: Glance, width: int, bars: str) -> Iterator[RenderableType]:
 
 
 def _phases(columns: dict[str, Column], width: int, bars: str) -> Iterator[RenderableType]:
-    means = {
-        name.removeprefix(TIMING): fmean(_finite(column.values[-_LAST_STEPS:]) or [0.0])
-        for name, column in columns.items()
-        if name.startswith(TIMING)
-    }
+    """Yield the seconds of the phases: means over steps, or where not every step has a phase, over those that have."""
+    timed = columns.get("step_time")
+    of_steps = set(timed.steps[-_LAST_STEPS:]) if timed else set()
+    means = {}
+    for name, column in columns.items():
+        if name.startswith(TIMING):
+            label = name.removeprefix(TIMING)
+            label += "" if of_steps.issubset(column.steps[-_LAST_STEPS:]) else ", each"
+            means[label] = fmean(_finite(column.values[-_LAST_STEPS:]) or [0.0])
     if not means:
         return
     largest, room = max(means.values()) or 1.0, max(6, width - 34)

@@ -43,7 +43,7 @@ class ScoreModel(PolicyModel):
     ) -> LossSum | Scores:
         del temperature, entropy
         scores = self._scores(hidden.flatten(0, 1).index_select(0, self._places(batch)))
-        scored = Scores(scores, torch.ones_like(scores, dtype=torch.bool), None)
+        scored = Scores(scores, torch.ones_like(scores), None)
         if objective is None:
             return scored
         tokens = scored_tokens(batch)

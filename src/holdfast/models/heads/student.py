@@ -16,7 +16,15 @@ from torch import Tensor
 
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import HeadSpec
-from holdfast.models.scores import CACHE_ELEMENTS, HeadWeights, WithGradients, add_product, chunk_tokens, logits_of
+from holdfast.models.scores import (
+    CACHE_ELEMENTS,
+    HeadWeights,
+    WithGradients,
+    add_product,
+    chunk_tokens,
+    count_largest,
+    logits_of,
+)
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
 from holdfast.objectives.supervised import Distillation, generalised_jsd, supervised_sums
 from holdfast.types import Batch, LossSum, Scores
@@ -109,7 +117,7 @@ def distilled(  # noqa: PLR0913 - both sides of a comparison
     with torch.no_grad():
         ask(made.look)
     total: Tensor = WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
-    return total, Scores(made.logprobs, made.is_top, made.entropy), made.sums()
+    return total, Scores(made.logprobs, made.accuracy, made.entropy), made.sums()
 
 
 class _Comparison:
@@ -137,7 +145,7 @@ class _Comparison:
         self._wants_gradients = any(part is not None for part in (self._by_hidden, self._by_weight, self._by_bias))
         empty = partial(torch.zeros, targets.shape[0], device=hidden.device)
         self.logprobs, self.divergences, self.teacher_logprobs = (empty(dtype=exact) for _ in range(3))
-        self.is_top, self.agrees = (empty(dtype=torch.bool) for _ in range(2))
+        self.accuracy, self.agrees = empty(), empty(dtype=torch.bool)
         self.entropy = empty(dtype=exact) if entropy else None
 
     def look(self, spec: HeadSpec, hidden: Tensor, head: HeadWeights) -> None:
@@ -168,7 +176,8 @@ class _Comparison:
         own = logits.log_softmax(-1)
         self.logprobs[rows] = own.gather(1, targets).squeeze(1)
         best = logits.argmax(-1)
-        self.is_top[rows] = logits.gather(1, targets).squeeze(1) >= logits.amax(-1)
+        maximum, largest = count_largest(logits)
+        self.accuracy[rows] = torch.where(logits.gather(1, targets).squeeze(1) >= maximum, 1.0 / largest, 0.0)
         self.agrees[rows] = best == taught.argmax(-1)
         self.teacher_logprobs[rows] = taught.gather(1, targets).squeeze(1) - taught.logsumexp(-1)
         if self.entropy is not None:

@@ -63,6 +63,8 @@ class RewardPool:
         self._process: subprocess.Popen[bytes] | None = None
         self.columns: dict[str, tuple[str, ...]] = {}
         """Columns of the row without which a reward scores nothing, by its name; known once started."""
+        self._batched: list[str] = []
+        """Names of the rewards that are called with lists, in their order; known once started."""
         self.log_path = log_dir / f"rewards-{os.uname().nodename}-{os.getpid()}.log"
         """What reward functions print, tracebacks of those that raise included."""
         self.log_is_named = False
@@ -111,6 +113,14 @@ class RewardPool:
             combine(sample, [line[place] for line in outcomes], self._rewards, self._config)
             for place, sample in enumerate(samples)
         ]
+
+    def try_out(self, samples: Sequence[Sample]) -> dict[str, list[SampleOutcome]]:
+        """Return what each function that is called with lists says of samples, by the reward's name.
+
+        Raises:
+            RunStopped: As `score`.
+        """
+        return dict(zip(self._batched, self.outcomes(samples, self._batched), strict=True))
 
     def outcomes(self, samples: Sequence[Sample], only: Collection[str] | None = None) -> list[list[SampleOutcome]]:
         """Return what each reward says of each sample: by reward, then by sample.
@@ -227,7 +237,8 @@ class RewardPool:
                         building = name
                     case {"mistake": str(mistake)}:
                         raise ConfigError(mistake)
-                    case {"ready": columns}:
+                    case {"ready": columns, "batched": batched}:
+                        self._batched = batched
                         self.columns = {str(name): tuple(needed) for name, needed in columns.items()}
                         return
         except BrokenPipeError:

@@ -27,6 +27,7 @@ from holdfast.rewards.base import (
     describe_error,
     outcome_of,
     outcome_of_exception,
+    outcomes_of,
 )
 from holdfast.rewards.functions.signatures import (
     BatchedCall,
@@ -104,10 +105,7 @@ class _Task:
             return
         _seed(self.scorer.name, next(iter(samples.values())))
         try:
-            results = _as_list(call(list(samples.values())))
-            if len(results) != len(samples):
-                raise ValueError(f"{len(results)} results for {len(samples)} completions")  # noqa: TRY301
-            outcomes = [outcome_of(result) for result in results]
+            outcomes = outcomes_of(call(list(samples.values())), len(samples))
         except BaseException as error:  # noqa: BLE001 - as above
             outcomes = [self._failed(error)]
             if len(samples) > 1:
@@ -147,17 +145,6 @@ class _Task:
         if os.getpid() != self.own:
             os._exit(1)  # the user's function forked, and its child came back to us
         framing.write(self.channel, json.dumps(message).encode())
-
-
-def _as_list(results: Any) -> list[Any]:
-    if isinstance(results, list | tuple):
-        return list(results)
-    # Arrays of NumPy and torch turn into lists by `tolist`; naming their types would import both here.
-    tolist = getattr(results, "tolist", None)
-    listed = tolist() if callable(tolist) else None
-    if not isinstance(listed, list):
-        raise TypeError(f"a batched reward returns a list, not a {type(results).__name__}")
-    return listed
 
 
 def _seed(name: str, sample: Sample) -> None:

@@ -18,7 +18,15 @@ import numpy as np
 
 from holdfast.config.sections.reward import Reward, RewardPoolConfig
 from holdfast.errors import ConfigError
-from holdfast.rewards.base import CannotStart, Sample, SampleOutcome, Scored, outcome_of, outcome_of_exception
+from holdfast.rewards.base import (
+    CannotStart,
+    Sample,
+    SampleOutcome,
+    Scored,
+    outcome_of,
+    outcome_of_exception,
+    outcomes_of,
+)
 from holdfast.rewards.combine import combine
 from holdfast.rewards.functions.signatures import (
     BatchedCall,
@@ -59,6 +67,14 @@ class RewardsHere:
             raise ConfigError(str(error)) from error
         self.columns = {section.label: bound.columns for section, bound in zip(sections, self._bound, strict=True)}
         """Columns of the row without which a function cannot be called, by the reward's name."""
+
+    def try_out(self, samples: Sequence[Sample]) -> dict[str, list[SampleOutcome]]:
+        """Return what each function of lists says of samples, by the reward's name."""
+        named = zip((section.label for section in self._sections), self._bound, strict=True)
+        batched = {label: bound for label, bound in named if isinstance(bound, BatchedCall)}
+        return _outside_a_running_loop(
+            lambda: {label: self._outcomes(bound, label, samples) for label, bound in batched.items()}
+        )
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
         """Return the reward of each sample, in their order."""
@@ -102,14 +118,10 @@ def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> SampleOut
 
 
 def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
-    """Call a function with several samples; if that fails, with one after the other, so that the guilty one fails."""
+    """Call a function with several samples; if it raises, with one after the other, so that the guilty one fails."""
     with _randomness_of(name, samples[0]):
         try:
-            results = call(samples)
-            results = results if isinstance(results, list | tuple) else np.asarray(results).tolist()
-            if not isinstance(results, list | tuple) or len(results) != len(samples):
-                raise TypeError(f"a batched reward returns a list of {len(samples)}, not {results!r:.80}")  # noqa: TRY301
-            return [outcome_of(result) for result in results]
+            return outcomes_of(call(samples), len(samples))
         except _FAULTS as error:
             if len(samples) == 1:
                 return [outcome_of_exception(error)]

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import CannotStart
+from holdfast.rewards.functions.signatures import BatchedCall
 from holdfast.rewards.processes import framing, kernel
 from holdfast.rewards.scorers import ReadyReward, build
 from holdfast.rewards.workers.supervisor import Supervisor
@@ -40,7 +41,8 @@ def main() -> None:
     # A collection in a worker would touch, and so copy, every page it shares with its siblings.
     gc.collect()
     gc.freeze()
-    _say(replies, {"ready": {scorer.name: scorer.columns for scorer in scorers}})
+    batched = [scorer.name for scorer in scorers if isinstance(scorer.bound, BatchedCall)]
+    _say(replies, {"ready": {scorer.name: scorer.columns for scorer in scorers}, "batched": batched})
     Supervisor(scorers, setup, requests, replies).run()
 
 

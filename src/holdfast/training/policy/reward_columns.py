@@ -1,17 +1,23 @@
-"""Refuse rewards that look at columns which are not there, or at answers that they cannot read, before step 1."""
+"""Refuse rewards before step 1: for columns that are not there, answers that cannot be read, and what they return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from itertools import product
 
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, DataError
+from holdfast.rewards.base import Sample, SampleOutcome
+from holdfast.training.policy.rollouts import progress_of
 from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.training.setup.rows import OpenedData
-from holdfast.types import Prompt
+from holdfast.types import Finish, Prompt
 
 _FIRST = "the first batch"
 _SHOWN = 60
+_TRIED = 2
+"""Prompts whose completions rewards are tried on."""
 
 
 def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequence[str]]) -> None:
@@ -111,6 +117,51 @@ def check_answers(
                 bad = set(unreadable(reward, list(dict.fromkeys(answers))))
             everyone = policy.setting.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
             _tell_unreadable(policy, f"{place} (column {column})", reward, everyone, is_first=place == _FIRST)
+
+
+def check_returns(
+    policy: PolicyEvaluation, try_out: Callable[[Sequence[Sample]], Mapping[str, Sequence[SampleOutcome]]]
+) -> None:
+    """Call rewards that take lists with two rows of two completions each; all ranks together.
+
+    Ends of the prompts stand for completions. A reward may fail for such texts, or have no number for them: it is
+    refused for the type and the number of what it returns alone.
+
+    Args:
+        policy: Before its first step, or its evaluation.
+        try_out: As `OpenRewards` has it.
+
+    Raises:
+        ConfigError: A reward returned that; the same on all ranks.
+    """
+    config = policy.setting.config
+    assert isinstance(config, GRPOConfig)
+    prompts = next((found for _, found in _read(policy) if found), ())
+    now = progress_of(policy)
+    samples = [
+        Sample(
+            sample_id=number,
+            prompt=prompt.text,
+            completion=prompt.text[-length:],
+            prompt_tokens=prompt.tokens.tolist(),
+            completion_tokens=prompt.tokens[-length:].tolist(),
+            finish=Finish.STOP.value,
+            row=prompt.row,
+            progress=now,
+        )
+        for number, (prompt, length) in enumerate(product(prompts[:_TRIED], (1, 2)))
+    ]
+    samples = samples[: config.rewards.batch_size]  # one call: a rest of one completion would get its one value
+    policy.setting.ranks.on_all_ranks(lambda: _refuse_malformed(try_out(samples) if samples else {}))
+
+
+def _refuse_malformed(outcomes: Mapping[str, Sequence[SampleOutcome]]) -> None:
+    for reward, of_samples in outcomes.items():
+        if all(outcome.is_malformed for outcome in of_samples):
+            raise ConfigError(
+                f"reward {reward}: called with {len(of_samples)} completions before step 1, it "
+                f"{of_samples[0].message}. Correct its return value."
+            )
 
 
 def _tell_unreadable(

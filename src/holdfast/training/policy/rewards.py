@@ -40,6 +40,8 @@ class OpenRewards:
     """Columns of answers that may not be readable, by the name of the reward."""
     unreadable: Callable[[str, Sequence[str]], list[str]] = lambda _, __: []
     """From the name of such a reward and answers to those that it cannot read; no conversation of ranks."""
+    try_out: Callable[[Sequence[Sample]], Mapping[str, Sequence[SampleOutcome]]] = lambda _: {}
+    """What functions that are called with lists say of samples, by the reward's name; no conversation of ranks."""
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         functions = live.rewards
         here = ranks.on_all_ranks(lambda: RewardsHere(functions, config.reward, section))
         ranks.close()
-        yield OpenRewards(here.score, here.columns)
+        yield OpenRewards(here.score, here.columns, try_out=here.try_out)
         return
     section = _limits(config, world)
     named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
@@ -77,7 +79,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
             log.settle(pool)
             return scorer.score(samples)
 
-        yield OpenRewards(score, scorer.columns, answers, scorer.unreadable)
+        yield OpenRewards(score, scorer.columns, answers, scorer.unreadable, scorer.try_out)
         ranks.close()
     finally:
         try:
@@ -159,6 +161,14 @@ class RewardScorer:
         assert self.pool is not None
         (outcomes,) = self.pool.outcomes(samples, only=[label])
         return outcomes
+
+    def try_out(self, samples: Sequence[Sample]) -> dict[str, list[SampleOutcome]]:
+        """Return what each function that is called with lists says of samples, by the reward's name.
+
+        Raises:
+            RunStopped: As `score`.
+        """
+        return {} if self.pool is None else self.pool.try_out(samples)
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
         """Return the reward of each sample, in their order; all ranks call this together, some without samples.

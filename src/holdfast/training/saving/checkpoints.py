@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -354,9 +354,11 @@ class Checkpoints:
         Raises:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
         """
+        there_is_one = self.session.status != "idle"
         try:
-            self._wait_for_save()
-            saved = collect_together(self._run, self.session)
+            with self._run.setting.phase("save_wait") if there_is_one else nullcontext():
+                self._wait_for_save()
+                saved = collect_together(self._run, self.session)
         except CheckpointError as error:
             if not self._config.background:
                 # A thread that was given up may still read what it was to save.
