@@ -17,7 +17,7 @@ ROOMS = {
         other_systems sections tree
         load
         verbs
-        conversion
+        conversion path_kinds
     """,
     "data": """
         tasks
@@ -72,7 +72,7 @@ ROOMS = {
         distillation
     """,
     "cli": """
-        hints run_file
+        hints path_arguments run_file
         after checkpoints
         running
         before requeue
