@@ -18,6 +18,7 @@ ROOMS = {
         merge remedies
         load
         verbs
+        path_kinds
     """,
     "data": """
         tasks
@@ -77,7 +78,7 @@ ROOMS = {
         distillation
     """,
     "cli": """
-        hints run_file
+        hints path_arguments run_file
         after checkpoints
         running
         beforehand looking checkpoint

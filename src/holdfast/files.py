@@ -233,6 +233,18 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
         raise ValueError("its brackets are nested too deeply") from None
 
 
+_LFS = b"version https://git-lfs.github.com/spec/"
+_MOST_LFS_BYTES = 1024
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is the text that git keeps in the place of a file whose contents git-lfs has."""
+    try:
+        return path.stat().st_size <= _MOST_LFS_BYTES and read_bytes(path).startswith(_LFS)
+    except OSError:
+        return False
+
+
 def read_end(path: str | os.PathLike[str], most_bytes: int, start: int = 0) -> str:
     """Return the end of a text, no more of it than stands behind `start`; empty where it cannot be read."""
     try:

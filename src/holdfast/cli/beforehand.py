@@ -6,14 +6,18 @@ from typing import Annotated
 
 import typer
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)]
+from holdfast.cli.path_arguments import takes
+from holdfast.config.path_kinds import PathKind
+
+_RUN_FILE = typer.Argument(
+    metavar="RUN.yaml", help="The run's configuration.", show_default=False, callback=takes(PathKind.RUN_FILE)
+)
+RunFile = Annotated[Path, _RUN_FILE]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[MORE.yaml ...] [a.b=value ...]", help="Files and values that replace the file's."),
 ]
-OptionalRunFile = Annotated[
-    Path | None, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)
-]
+OptionalRunFile = Annotated[Path | None, _RUN_FILE]
 
 
 def doctor(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.cli.path_arguments import takes
+from holdfast.config.path_kinds import MODEL_PATH, PathKind
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +18,11 @@ checkpoint_app = typer.Typer(
     help="Look at a run's checkpoints, verify, export, keep and delete them.", no_args_is_help=True
 )
 
-PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False)]
+_IS_CHECKPOINT = takes(PathKind.CHECKPOINT, PathKind.RUN, PathKind.CHECKPOINTS)
+PathArgument = Annotated[
+    str,
+    typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False, callback=_IS_CHECKPOINT),
+]
 
 TrustCode = Annotated[
     bool,
@@ -117,7 +123,7 @@ def verify(
 @checkpoint_app.command("diff")
 def diff(
     first: PathArgument,
-    second: Annotated[str, typer.Argument(metavar="PATH")],
+    second: Annotated[str, typer.Argument(metavar="PATH", callback=_IS_CHECKPOINT)],
     everything: Annotated[bool, typer.Option("--all", help="Every difference, not only the first.")] = False,
 ) -> None:
     """Print the first tensor or state in which two checkpoints differ; exit 1 if there is one."""
@@ -191,7 +197,13 @@ class ForeignLevelOption(StrEnum):
 
 
 ForeignArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A checkpoint of another system, or its run.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="A checkpoint of another system, or its run.",
+        show_default=False,
+        callback=takes(*(PathKind.FOREIGN_CHECKPOINT, *MODEL_PATH), PathKind.ADAPTER, PathKind.WEIGHTS),
+    ),
 ]
 
 
@@ -204,7 +216,11 @@ def check(
     ] = ForeignLevelOption.tensors,
     base: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The model that its adapters began with, to tell how often they were merged."),
+        typer.Option(
+            metavar="DIR",
+            help="The model that its adapters began with, to tell how often they were merged.",
+            callback=takes(*MODEL_PATH),
+        ),
     ] = None,
 ) -> None:
     """Say whose checkpoint it is, what is in it, what is damaged and what a resume would lose; exit 1 on damage.
@@ -227,14 +243,23 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
     directory: ForeignArgument,
     run: Annotated[
         Path | None,
-        typer.Option("--as", metavar="RUN.yaml", help="Make it a checkpoint of this run, which continues it."),
+        typer.Option(
+            "--as",
+            metavar="RUN.yaml",
+            help="Make it a checkpoint of this run, which continues it.",
+            callback=takes(PathKind.RUN_FILE),
+        ),
     ] = None,
     export_to: Annotated[
         Path | None, typer.Option("--export", metavar="OUT", help="Make it a model directory.")
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --export: configuration and tokenizer, where none lie beside it."),
+        typer.Option(
+            metavar="DIR",
+            help="With --export: configuration and tokenizer, where none lie beside it.",
+            callback=takes(*MODEL_PATH),
+        ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="With --export: of floating-point tensors.")] = Dtype.same,
     data_from_start: Annotated[
@@ -269,7 +294,9 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
 
 @checkpoint_app.command("average")
 def average(
-    checkpoints: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.")],
+    checkpoints: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.", callback=_IS_CHECKPOINT)
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The model directory.")],
     dtype: Annotated[Dtype, typer.Option(help="Of floating-point tensors.")] = Dtype.same,
     trust_remote_code: TrustCode = False,

@@ -6,12 +6,20 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.path_arguments import takes
+from holdfast.config.path_kinds import PathKind
+
 runs_app = typer.Typer(help="Look at the runs in a directory.", no_args_is_help=True)
-RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, whether it goes on or has ended.")]
+_IS_RUN = takes(PathKind.RUN)
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="A run, whether it goes on or has ended.", callback=_IS_RUN)
+]
 
 
 def report(
-    directories: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="One run, or several to compare.")],
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="One run, or several to compare.", callback=_IS_RUN)
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE.html", help="Default: report.html in the run.")
     ] = None,
@@ -30,7 +38,14 @@ def watch(directory: RunDirectory) -> None:
 
 
 def push(
-    export: Annotated[Path, typer.Argument(metavar="EXPORT", help="The directory of an exported model.")],
+    export: Annotated[
+        Path,
+        typer.Argument(
+            metavar="EXPORT",
+            help="The directory of an exported model.",
+            callback=takes(PathKind.EXPORT, PathKind.ADAPTER),
+        ),
+    ],
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="On the hub; made if it is not there.")],
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public; default: private.")] = False,  # noqa: FBT002 - typer's way
     overwrite: Annotated[  # noqa: FBT002 - typer's way
@@ -46,7 +61,14 @@ def push(
 
 @runs_app.command("ls")
 def list_runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where runs are, or one run.")] = Path("runs"),
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[DIR]",
+            help="Where runs are, or one run.",
+            callback=takes(PathKind.RUNS, PathKind.RUN, PathKind.ROWS_DIRECTORY),
+        ),
+    ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
 ) -> None:
     """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
@@ -58,7 +80,7 @@ def list_runs(
 @runs_app.command("compare")
 def compare_runs(
     first: RunDirectory,
-    second: Annotated[Path, typer.Argument(metavar="OTHER_RUN_DIR", help="Another one.")],
+    second: Annotated[Path, typer.Argument(metavar="OTHER_RUN_DIR", help="Another one.", callback=_IS_RUN)],
 ) -> None:
     """Compare two runs: configuration, environment, numbers at equal steps, and the first step that differs."""
     from holdfast.features.report.comparison import compare

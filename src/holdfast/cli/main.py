@@ -21,6 +21,18 @@ from holdfast.cli.beforehand import OptionalRunFile, Overrides, RunFile, doctor,
 from holdfast.cli.checkpoint import TrustCode, checkpoint_app
 from holdfast.cli.hints import HintingGroup
 from holdfast.cli.looking import push, report, runs_app, watch
+from holdfast.cli.path_arguments import (
+    IS_MODEL,
+    IS_ROWS,
+    Configuration,
+    EvaluationTarget,
+    ForeignFile,
+    GenerationTarget,
+    Model,
+    ModelTarget,
+    RecordedRun,
+    Rows,
+)
 from holdfast.errors import HoldfastError, UserError
 from holdfast.interrupts import raise_after_imports
 
@@ -56,10 +68,6 @@ class Damage(StrEnum):
     optimizer = "optimizer"
 
 
-Model = Annotated[
-    str | None, typer.Option("--model", help="With --data, instead of a file: what `holdfast init` would write.")
-]
-Rows = Annotated[str | None, typer.Option("--data", help="Rows: a file, a directory, or a name on the hub.")]
 Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a distillation learns from.")]
 
 
@@ -88,7 +96,9 @@ def init_run(
     verb: Annotated[
         str | None, typer.Argument(metavar="[sft|dpo|reward|grpo|distill]", help="Default: what the rows are for.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A model's directory, or its name on the hub.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's directory, or its name on the hub.", callback=IS_MODEL)
+    ] = None,
     data: Rows = None,
     teacher: Teacher = None,
     output: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
@@ -155,7 +165,7 @@ def serve(run: RunFile, overrides: Overrides = None) -> None:
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],
+    target: EvaluationTarget,
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a model on the run's evaluation sets, and write its completions."""
@@ -192,7 +202,7 @@ def prove(
 
 @app.command()
 def replay(
-    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
+    directory: RecordedRun,
     step: Annotated[int, typer.Option(min=1, help="Which step to make again.")],
 ) -> None:
     """Make one recorded step again, on one CPU process, and compare its loss and gradient; exit 1 if they differ."""
@@ -203,7 +213,7 @@ def replay(
 
 @app.command("explain-mismatch")
 def explain_mismatch(
-    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
+    directory: RecordedRun,
     step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
 ) -> None:
     """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
@@ -214,10 +224,12 @@ def explain_mismatch(
 
 @app.command()
 def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
-    target: Annotated[str, typer.Argument(metavar="EXPORT|CHECKPOINT|RUN", help="Of a run: its newest checkpoint.")],
+    target: GenerationTarget,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="To complete; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user in the model's chat template.")] = False,
-    rows: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines, JSON or parquet.")] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines, JSON or parquet.", callback=IS_ROWS)
+    ] = None,
     column: Annotated[str, typer.Option(help="Of the rows' prompts.")] = "prompt",
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of each completion.", show_default="128, or what the model has room for")
@@ -309,8 +321,8 @@ def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")
 
 @config_app.command("diff")
 def config_diff(
-    first: Annotated[Path, typer.Argument(help="A YAML file, or the directory of a run.")],
-    second: Annotated[Path, typer.Argument(help="Another one.")],
+    first: Configuration,
+    second: Configuration,
 ) -> None:
     """Print the keys in which two runs differ; exit 1 if they do."""
     from holdfast.cli.run_file.inspect import diff_configs
@@ -323,7 +335,7 @@ def config_diff(
 
 @config_app.command("import")
 def config_import(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON that another system reads.")],
+    file: ForeignFile,
     system: Annotated[str, typer.Option("--from", help="trl, easyr1, verl, axolotl or llamafactory.")],
     verb: Annotated[
         str | None, typer.Option("--for", help="The command it is for; default: what the file says.")
@@ -372,9 +384,7 @@ def model_parameters(run: RunFile, overrides: Overrides = None) -> None:
 
 @model_app.command("check")
 def model_check(
-    target: Annotated[
-        str, typer.Argument(metavar="MODEL|RUN.yaml", help="A directory, a config.json, a hub name, or a run's file.")
-    ],
+    target: ModelTarget,
     overrides: Overrides = None,
 ) -> None:
     """Look at a model as a run does before step 1, large ones on a small configuration; exit 1 if it is refused."""

@@ -168,7 +168,24 @@ def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
 
 
 def _close(word: str, candidates: Sequence[str], cutoff: float) -> str | None:
-    return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), None)
+    """Return the candidate that a mistake of the hand explains: one letter in three is wrong at most, or one."""
+    near = difflib.get_close_matches(word, candidates, n=3, cutoff=cutoff)
+    return next((name for name in near if _edits(word, name) <= max(1, len(word) // 3)), None)
+
+
+def _edits(word: str, other: str) -> int:
+    """Return how many letters were inserted, left out, replaced or exchanged with the next."""
+    before: list[int] = []
+    above = list(range(len(other) + 1))
+    for row, letter in enumerate(word, 1):
+        line = [row]
+        for column, there in enumerate(other, 1):
+            least = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != there))
+            if row > 1 and column > 1 and letter == other[column - 2] and word[row - 2] == there:
+                least = min(least, before[column - 2] + 1)
+            line.append(least)
+        before, above = above, line
+    return above[-1]
 
 
 def _short(value: Any) -> str:

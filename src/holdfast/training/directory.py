@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.base import Section
+from holdfast.config.path_kinds import PathKind, recognise
 from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
@@ -55,6 +56,20 @@ def check_writable(directory: Path) -> None:
     """
     with refusing(directory):
         _check_writable(directory)
+
+
+def check_verb(directory: Path, verb: str) -> None:
+    """Refuse a directory with a run of another command.
+
+    Raises:
+        ConfigError: A run of another command is there; the message says how to begin with its model.
+    """
+    at = recognise(directory)
+    if at.kind is PathKind.RUN and at.facts.get("verb", verb) != verb:
+        raise ConfigError(
+            f"{directory} is {at.noun}, and `holdfast {verb}` cannot continue it. Choose another run.name. "
+            f"{at.use(PathKind.MODEL)}"
+        )
 
 
 @contextlib.contextmanager

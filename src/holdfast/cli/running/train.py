@@ -149,10 +149,10 @@ def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
         UserError: A path leads nowhere, or to files that hold no rows.
     """
     try:
-        for section in _sources(verb, config):
-            _check_rows(section, base)
-        for name in _models(config):
-            local_directory(name, base)
+        for key, section in _sources(verb, config):
+            _check_rows(section, base, key)
+        for key, name in _models(config):
+            local_directory(name, base, key)
     except OSError:
         return  # the ranks say what the system has against it
     if config.data.filter is not None:
@@ -164,31 +164,33 @@ def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
             find_script(path, base, key)
 
 
-def _sources(verb: str, config: TrainingConfig) -> Iterator[SourceConfig]:
+def _sources(verb: str, config: TrainingConfig) -> Iterator[tuple[str, SourceConfig]]:
+    """Yield the key and the section of every source that is read."""
     if verb != "eval" or config.data.validation_split > 0:
-        yield from config.data.all_sources()
-    yield from config.evaluation.sets.values()
+        yield from config.data.sources_by_key().items()
+    yield from ((f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items())
 
 
-def _check_rows(section: SourceConfig, base: Path) -> None:
+def _check_rows(section: SourceConfig, base: Path, key: str) -> None:
     if section.path is None:
         return
     path, split = split_off(section.path, base)
-    paths = find_files(path, base)
+    paths = find_files(path, base, f"{key}.path")
     if paths and not is_saved_dataset(paths[0]):
         files_of_split(paths, split, path)
 
 
-def _models(config: TrainingConfig) -> Iterator[str]:
-    """Yield the names of model directories, which may be names of a hub."""
+def _models(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys and values that name model directories, which may be names of a hub."""
     model, lora = config.model, config.model.lora
-    named = [model.path, model.tokenizer, None if lora is None else lora.path]
+    named = [("model.path", model.path), ("model.tokenizer", model.tokenizer)]
+    named += [("model.lora.path", lora.path)] if lora is not None else []
     if isinstance(config, DistillConfig) and isinstance(config.teacher, TeacherConfig):
-        named += [config.teacher.path, config.teacher.tokenizer]
+        named += [("teacher.path", config.teacher.path), ("teacher.tokenizer", config.teacher.tokenizer)]
     if isinstance(config, GRPOConfig):
-        named += [reward.path for reward in config.reward if isinstance(reward, ModelRewardConfig)]
-        named += [config.critic.path] if config.critic is not None else []
-    yield from (name for name in named if name is not None and not name.startswith("builtin:"))
+        named += [("reward.path", reward.path) for reward in config.reward if isinstance(reward, ModelRewardConfig)]
+        named += [("critic.path", config.critic.path)] if config.critic is not None else []
+    yield from ((key, name) for key, name in named if name is not None and not name.startswith("builtin:"))
 
 
 def _own_code(section: Any, key: str) -> Iterator[tuple[str, str]]:

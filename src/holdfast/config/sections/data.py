@@ -205,9 +205,13 @@ class DataConfig(SourceConfig, TextConfig):
 
     def all_sources(self) -> list[SourceConfig]:
         """Return the sources, the in-place one included."""
+        return list(self.sources_by_key().values())
+
+    def sources_by_key(self) -> dict[str, SourceConfig]:
+        """Return the sources by the dotted name of their section."""
         if self.sources:
-            return list(self.sources)
-        return [SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})]
+            return {f"data.sources.{number}": source for number, source in enumerate(self.sources)}
+        return {"data": SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})}
 
 
 class PromptDataConfig(DataConfig):

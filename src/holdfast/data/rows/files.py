@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.config.path_kinds import KEYS, misplaced
 from holdfast.data.rows.arrow_rows import ARROW_SUFFIXES, PARQUET_SUFFIXES, choose_split
 from holdfast.data.rows.json_rows import JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIXES
 from holdfast.errors import DataError
-from holdfast.files import REGULAR, expanded, file_kind
+from holdfast.files import REGULAR, expanded, file_kind, is_lfs_pointer
 
 _KINDS = {
     "JSON": JSON_SUFFIXES,
@@ -59,17 +60,26 @@ def find_local(path: str, base: Path) -> list[Path]:
     return []
 
 
-def find_files(path: str, base: Path) -> list[Path]:
+def find_files(path: str, base: Path, key: str = "data.path") -> list[Path]:
     """Return what `find_local` does; nothing where the hub may have a data set of this name.
 
+    Args:
+        path: As it is written.
+        base: The YAML's directory.
+        key: Of the path.
+
     Raises:
-        DataError: Nothing is here, and no data set of the hub has such a name.
+        DataError: Nothing is here, and no data set of the hub has such a name; or a path holds no rows.
     """
     paths = find_local(path, base)
     if not paths and not is_hub_name(path):
         raise DataError(
-            f"data.path={path} is not there ({tried(path, base)}). A relative path starts here or beside the YAML."
+            f"{key}={path} is not there ({tried(path, base)}). A relative path starts here or beside the YAML."
         )
+    for found in paths:
+        refusal = misplaced(str(found), KEYS["data.path"], key)
+        if refusal is not None:
+            raise DataError(refusal)
     return paths
 
 
@@ -92,8 +102,7 @@ def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[
         split = _CANONICAL.get(split, split)
     files = splits[choose_split(splits, split, path)]
     for file in files:
-        if (kind := file_kind(file)) != REGULAR:
-            raise DataError(f"{file} is {kind}, not a regular file. Rows are read more than once; write a file.")
+        _refuse_without_rows(file)
     unknown = [file for file in files if not file.name.endswith(SUFFIXES)]
     if unknown:
         raise DataError(f"{unknown[0]} is no kind of file we read. {_ends_in()}.")
@@ -104,6 +113,13 @@ def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[
             f"{path} holds both {kinds[0]} and {kinds[1]} files. Name one kind by a glob, as in {path}/*{example}."
         )
     return files
+
+
+def _refuse_without_rows(file: Path) -> None:
+    if (kind := file_kind(file)) != REGULAR:
+        raise DataError(f"{file} is {kind}, not a regular file. Rows are read more than once; write a file.")
+    if is_lfs_pointer(file):
+        raise DataError(misplaced(str(file), KEYS["data.path"], "data.path"))
 
 
 def _ends_in() -> str:

@@ -208,7 +208,9 @@ def columns_of(source: Source) -> tuple[str, ...]:
     raise DataError(f"{source.name} has no rows.")
 
 
-def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers", *, keep_bad: bool = False) -> Source:
+def open_source(
+    source: SourceConfig, base: Path, task_rows: TaskRows = "answers", *, keep_bad: bool = False, key: str = "data"
+) -> Source:
     """Open the rows that a source's configuration names.
 
     Args:
@@ -216,19 +218,20 @@ def open_source(source: SourceConfig, base: Path, task_rows: TaskRows = "answers
         base: The YAML's directory; a relative path is looked up in the current directory first, then here.
         task_rows: What a generated task makes.
         keep_bad: As of `Origin`.
+        key: Of the section.
 
     Raises:
         DataError: Nothing is there, it has no rows, or a row cannot be read.
     """
     try:
-        return _opened(source, base, task_rows, keep_bad=keep_bad)
+        return _opened(source, base, task_rows, keep_bad=keep_bad, key=f"{key}.path")
     except OSError as error:
         raise DataError(
-            f"data.path={source.path} cannot be read: {error}. Check its permissions and the disk."
+            f"{key}.path={source.path} cannot be read: {error}. Check its permissions and the disk."
         ) from error
 
 
-def _opened(source: SourceConfig, base: Path, task_rows: TaskRows, *, keep_bad: bool) -> Source:
+def _opened(source: SourceConfig, base: Path, task_rows: TaskRows, *, keep_bad: bool, key: str) -> Source:
     if source.path is None:
         assert source.synthetic is not None
         task = SyntheticSource(source.synthetic, task_rows)
@@ -236,7 +239,7 @@ def _opened(source: SourceConfig, base: Path, task_rows: TaskRows, *, keep_bad: 
         return origin.by_number(task, task.fingerprint)
     path, split = split_off(source.path, base)
     origin = Origin(source.name or default_name(path), source.path, source.columns, source.max_samples, keep_bad)
-    paths = find_files(path, base)
+    paths = find_files(path, base, key)
     rows: ArrowRows | JsonRows | HubStream
     if not paths:
         rows = open_hub(path, split or "train", source, tried(path, base))

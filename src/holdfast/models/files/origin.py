@@ -94,7 +94,10 @@ def locate(name: str, config: ModelConfig, base: Path, *, weights: bool) -> Path
     Raises:
         ModelError: There is neither such a directory nor such a name on the hub.
     """
-    directory = local_directory(name, base)
+    lora = config.lora
+    is_adapter = lora is not None and name == lora.path
+    key = "model.lora.path" if is_adapter else "model.path" if weights else "model.tokenizer"
+    directory = local_directory(name, base, key)
     if directory is not None:
         refuse_others_than_files(directory)
         return directory.resolve()

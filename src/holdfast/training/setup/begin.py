@@ -19,7 +19,7 @@ from holdfast.objectives.base import Objective
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.directory import check_writable
+from holdfast.training.directory import check_verb, check_writable
 from holdfast.training.engines import layout_of
 from holdfast.training.fingerprints import (
     fingerprint_base_of_adapters,
@@ -82,6 +82,8 @@ def begin(setting: Setting, live: Live) -> Started:
     """
     config, ranks = setting.config, setting.ranks
     ranks.on_first_rank(lambda: check_writable(setting.directory))
+    if "objective" not in config.checkpoint.resume.changed:
+        ranks.on_first_rank(lambda: check_verb(setting.directory, config.verb))
     if config.metrics.sinks:
         ranks.on_all_ranks(lambda: registry.load(registry.TRACKER_CHECK)(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))

@@ -70,18 +70,22 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
         DataError: A source is missing or empty, or two have the same name.
     """
     config, base = setting.config, setting.base
-    sections = config.data.all_sources() if training else []
+    keyed = config.data.sources_by_key() if training else {}
+    sections = list(keyed.values())
     made = task_rows(config)
     if rows is None:
         keep_bad = config.data.on_bad_row == "skip"
-        sources = [open_source(section, base, made, keep_bad=keep_bad) for section in sections]
+        sources = [open_source(section, base, made, keep_bad=keep_bad, key=key) for key, section in keyed.items()]
     else:
         sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
     formats: dict[str, RowFormat] = {
         source.name: section.rows for source, section in zip(sources, sections, strict=False)
     }
     _refuse_same_names([source.name for source in sources])
-    evaluation = {name: open_source(section, base, made) for name, section in config.evaluation.sets.items()}
+    evaluation = {
+        name: open_source(section, base, made, key=f"evaluation.sets.{name}")
+        for name, section in config.evaluation.sets.items()
+    }
     evaluation_formats = {name: section.rows for name, section in config.evaluation.sets.items()}
     if config.data.validation_split > 0:
         sources, held_out = _cut_validation(sources, config.data.validation_split)

@@ -265,7 +265,19 @@ def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
+    _share_columns(settings, origins)
     return Converted(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
+
+
+def _share_columns(settings: dict[str, Any], origins: dict[str, tuple[Line, ...]]) -> None:
+    """Give evaluation sets the names of columns of the training rows: other systems have one name for both."""
+    columns = {key: value for key, value in settings.items() if key.startswith("data.columns")}
+    paths = re.compile(r"evaluation\.sets\.[^.]+\.path")
+    for above in [key.removesuffix(".path") for key in settings if paths.fullmatch(key)]:
+        for key, value in columns.items():
+            target = f"{above}.{key.removeprefix('data.')}"
+            if target not in settings and f"{above}.columns" not in settings:
+                settings[target], origins[target] = value, origins[key]
 
 
 def _fitted(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,316 @@
+"""Paths of the wrong kind, command by command: one paragraph that names what takes the path."""
+
+# ruff: noqa: E501 - screens are written as they are printed
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from holdfast.cli.main import app
+from holdfast.config.load import load_config
+from holdfast.config.path_kinds import KEYS, PathKind, misplaced, recognise
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.rows.files import files_of_split, find_files
+from holdfast.errors import ConfigError, DataError, ModelError, UserError
+from holdfast.models.files.places import local_directory
+from holdfast.training.directory import check_verb
+
+K = PathKind
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+RUN = "steps: 2\nmodel: {path: hf}\ndata: {path: rows.jsonl}\n"
+EASYR1 = (
+    "data: {train_files: a.parquet, val_files: b.parquet, prompt_key: q}\nworker: {actor: {model: {model_path: hf}}}\n"
+)
+PLACES: dict[str, PathKind] = {
+    "runs/run": K.RUN,
+    "runs": K.RUNS,
+    "runs/run/checkpoints": K.CHECKPOINTS,
+    "runs/run/checkpoints/step-00000002": K.CHECKPOINT,
+    "runs/run/checkpoints/step-00000002/manifest.json": K.CHECKPOINT_FILE,
+    "runs/run/exports/final": K.EXPORT,
+    "runs/run/exports/final-adapter": K.ADAPTER,
+    "runs/run/metrics.jsonl": K.RECORD,
+    "runs/run/config.resolved.yaml": K.RUN_FILE,
+    "hf": K.MODEL,
+    "hf/config.json": K.MODEL_CONFIG,
+    "hf/model.safetensors": K.WEIGHTS,
+    "lfs": K.LFS_POINTER,
+    "lfs.jsonl": K.LFS_POINTER,
+    "verl": K.FOREIGN_CHECKPOINT,
+    "run.yaml": K.RUN_FILE,
+    "easyr1.yaml": K.FOREIGN_CONFIG,
+    "trl.yaml": K.FOREIGN_CONFIG,
+    "axolotl.yaml": K.FOREIGN_CONFIG,
+    "llamafactory.yaml": K.FOREIGN_CONFIG,
+    "verl.yaml": K.FOREIGN_CONFIG,
+    "rows.jsonl": K.ROWS,
+    "rows": K.ROWS_DIRECTORY,
+    "train.py": K.SCRIPT,
+    "empty": K.UNKNOWN,
+    "picture.png": K.UNKNOWN,
+    "absent": K.UNKNOWN,
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current directory, with a path of every kind."""
+    model = json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    texts = {
+        "runs/run/run.json": json.dumps({"run_id": "a", "verb": "sft"}),
+        "runs/run/config.resolved.yaml": RUN,
+        "runs/run/metrics.jsonl": '{"step": 1}\n',
+        "runs/run/checkpoints/step-00000002/manifest.json": "{}",
+        "runs/run/checkpoints/step-00000002/dcp/.metadata": "",
+        "runs/run/exports/final/config.json": model,
+        "runs/run/exports/final/holdfast.yaml": RUN,
+        "runs/run/exports/final-adapter/adapter_config.json": "{}",
+        "hf/config.json": model,
+        "hf/model.safetensors": "x" * 2000,
+        "lfs/config.json": model,
+        "lfs/model.safetensors": LFS,
+        "lfs.jsonl": LFS,
+        "verl/model_world_size_1_rank_0.pt": "",
+        "run.yaml": RUN,
+        "easyr1.yaml": EASYR1,
+        "trl.yaml": "model_name_or_path: hf\ndataset_name: d\nper_device_train_batch_size: 4\nmax_steps: 2\n",
+        "axolotl.yaml": "base_model: hf\ndatasets: [{path: a, type: alpaca}]\nmicro_batch_size: 2\nsequence_len: 32\n",
+        "llamafactory.yaml": "model_name_or_path: hf\nstage: sft\nfinetuning_type: full\ntemplate: llama3\n",
+        "verl.yaml": "data: {train_files: a}\nactor_rollout_ref: {model: {path: hf}, rollout: {n: 4}}\n",
+        "rows.jsonl": '{"text": "a"}\n',
+        "rows/a.jsonl": '{"text": "a"}\n',
+        "train.py": "",
+        "picture.png": "",
+        "empty/.keep": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("path", "kind"), PLACES.items())
+def test_every_kind_is_recognised(places: Path, path: str, kind: PathKind) -> None:
+    assert recognise(path).kind is kind
+    assert recognise(places / path).kind is kind
+
+
+def test_the_name_of_the_system_is_found(places: Path) -> None:
+    systems = {path: recognise(path).facts["system"] for path, kind in PLACES.items() if kind is K.FOREIGN_CONFIG}
+
+    assert systems == {f"{name}.yaml": name for name in ("easyr1", "trl", "axolotl", "llamafactory", "verl")}
+
+
+def path_arguments() -> list[tuple[str, str]]:
+    """Return every command with each of its parameters that checks a path."""
+    found = []
+
+    def walk(command: typer.core.TyperGroup, names: tuple[str, ...]) -> None:
+        for name, below in command.commands.items():
+            if hasattr(below, "commands"):
+                walk(below, (*names, name))
+                continue
+            found.extend((" ".join((*names, name)), each.name) for each in below.params if each.callback is not None)
+
+    walk(typer.main.get_command(app), ())
+    return found
+
+
+ARGUMENTS = path_arguments()
+
+
+def ask(command: str, parameter: str, path: str) -> str:
+    """Call what looks at a parameter before a command runs; return the refusal, "" if there is none."""
+    context = group = None
+    for name in command.split():
+        group = typer.main.get_command(app) if group is None else group
+        context = typer.Context(group, parent=context, info_name="holdfast") if context is None else context
+        group = group.commands[name]
+        context = typer.Context(group, parent=context, info_name=name)
+    each = next(each for each in group.params if each.name == parameter)
+    value = [path] if each.multiple or each.nargs == -1 else path
+    try:
+        each.callback(context, each, value)
+    except UserError as error:
+        assert error.exit_code == 2
+        return str(error)
+    return ""
+
+
+def test_every_command_that_takes_a_path_says_which_kinds() -> None:
+    commands = {command for command, _ in ARGUMENTS}
+
+    assert {
+        "plan", "doctor", "report", "watch", "push", "init", "sft", "dpo", "reward", "grpo", "distill", "serve", "eval",
+        "prove", "replay", "explain-mismatch", "generate", "checkpoint ls", "checkpoint path", "checkpoint show",
+        "checkpoint verify", "checkpoint diff", "checkpoint export", "checkpoint check", "checkpoint import",
+        "checkpoint average", "checkpoint prune", "checkpoint pin", "config show", "config diff", "config import",
+        "data preview", "data check", "launch slurm", "launch ray", "model parameters", "model check", "runs ls",
+        "runs compare",
+    } == commands  # fmt: skip
+
+
+def is_answer(text: str, path: str) -> bool:
+    """Return whether a refusal is one paragraph that names the path, and what takes it."""
+    sentence = text.partition(" takes ")[2]
+    names_command = re.search(r"`(holdfast|git lfs|hf) [^`]+`|[a-z.]+=\S", sentence) is not None
+    other = re.search(r"Name (?:its directory, |[^:]*: )(\S+?)[.;]", sentence)
+    names_path = other is not None and Path(other[1].rstrip(".")).exists()
+    begins = re.match(re.escape(path) + " is (a|an|the) ", text) is not None
+    return begins and "\n" not in text and "{" not in text and (names_command or names_path)
+
+
+@pytest.mark.parametrize(("command", "parameter"), ARGUMENTS)
+def test_every_kind_is_taken_or_answered_by_what_takes_it(places: Path, command: str, parameter: str) -> None:
+    refusals = {path: ask(command, parameter, path) for path in PLACES}
+
+    assert all(not refusals[path] for path, kind in PLACES.items() if kind is K.UNKNOWN)
+    assert any(not refusals[path] for path, kind in PLACES.items() if kind is not K.UNKNOWN)
+    assert [(path, text) for path, text in refusals.items() if text and not is_answer(text, path)] == []
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_kind_is_taken_by_a_key_or_answered(places: Path, key: str) -> None:
+    refusals = {path: misplaced(path, KEYS[key], key) or "" for path in PLACES}
+
+    assert [(path, text) for path, text in refusals.items() if text and not is_answer(text, path)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sft easyr1.yaml", "easyr1.yaml is a configuration file of EasyR1, and `holdfast sft` takes the configuration "
+                            "file of a run. `holdfast config import easyr1.yaml --from easyr1 --to RUN.yaml` writes it as "
+                            "one of ours."),
+        ("sft runs/run", "runs/run is the directory of a run of `holdfast sft`, and `holdfast sft` takes the configuration "
+                         "file of a run. `holdfast sft runs/run/config.resolved.yaml` continues it."),
+        ("eval runs/run", "runs/run is the directory of a run of `holdfast sft`, and `holdfast eval` takes an exported "
+                          "model or the configuration file of a run. Name its model: runs/run/exports/final."),
+        ("report run.yaml", "run.yaml is the configuration file of a run, and `holdfast report` takes the directory of a "
+                            "run. Its run is runs/run: `holdfast report runs/run`."),
+        ("config import run.yaml --from trl", "run.yaml is the configuration file of a run, and `holdfast config import` "
+                                              "takes a configuration file of another system or a script. Nothing has to "
+                                              "be imported: `holdfast sft run.yaml` starts it."),
+    ],
+)  # fmt: skip
+def test_what_a_newcomer_types_is_answered_on_the_screen(
+    places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    from holdfast.cli.main import main
+
+    monkeypatch.setattr(sys, "argv", ["holdfast", *words.split()])
+
+    with pytest.raises(SystemExit) as end:
+        main()
+
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("runs/run", "Name its model: runs/run/exports/final."),
+        ("runs/run/checkpoints/step-00000002", "checkpoint.init_from=runs/run/checkpoints/step-00000002 begins a run with "
+                                               "its weights."),
+        ("runs/run/exports/final-adapter", "Name the merged model: runs/run/exports/final."),
+        ("lfs", "is a git-lfs pointer"),
+        ("rows.jsonl", "A run reads it by data.path=rows.jsonl"),
+        ("hf/model.safetensors", "Name the directory that it is in: hf."),
+    ],
+)  # fmt: skip
+def test_a_model_path_of_another_kind_hears_of_what_takes_it(places: Path, path: str, said: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(said)):
+        local_directory(path, places)
+
+
+@pytest.mark.parametrize(("path", "said"), [("lfs.jsonl", "`git lfs pull`"), ("runs/run", "holdfast report"),
+                                            ("hf", "model.path=")])  # fmt: skip
+def test_a_data_path_of_another_kind_hears_of_what_takes_it(places: Path, path: str, said: str) -> None:
+    with pytest.raises(DataError, match=re.escape(said)):
+        find_files(path, places)
+
+
+def test_a_pointer_among_the_files_of_a_directory_is_named(places: Path) -> None:
+    (places / "rows" / "b.jsonl").write_text(LFS)
+
+    with pytest.raises(DataError, match=r"b\.jsonl is a git-lfs pointer"):
+        files_of_split([places / "rows"], None, "rows")
+
+
+def test_a_missing_evaluation_file_is_told_under_its_own_key(places: Path) -> None:
+    with pytest.raises(DataError, match=r"^evaluation\.sets\.v\.path=gone\.jsonl is not there"):
+        find_files("gone.jsonl", places, "evaluation.sets.v.path")
+
+
+def test_a_run_of_another_command_is_named_with_its_model(places: Path) -> None:
+    check_verb(places / "runs" / "run", "sft")
+    check_verb(places / "absent", "dpo")
+
+    with pytest.raises(ConfigError, match=r"run of `holdfast sft`, and `holdfast dpo` cannot continue it\..*final"):
+        check_verb(places / "runs" / "run", "dpo")
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if data:
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    path.write_bytes(bytes(data))
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: draw.randrange(40)])
+
+
+def remove(path: Path, draw: random.Random) -> None:
+    path.unlink()
+
+
+def exchange(path: Path, draw: random.Random) -> None:
+    others = [each for each in Path().rglob("*") if each.is_file()]
+    path.write_bytes(draw.choice(others).read_bytes())
+
+
+def link(path: Path, draw: random.Random) -> None:
+    path.unlink()
+    path.symlink_to(draw.choice(["nowhere", path.name, "/dev/null", "."]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_was_changed_a_path_is_recognised_or_unknown_and_refusals_are_answers(places: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    changes: list[Callable[[Path, random.Random], None]] = [flip, cut, remove, exchange, link]
+    for path in draw.sample(sorted(each for each in Path().rglob("*") if each.is_file()), 6):
+        draw.choice(changes)(path, draw)
+
+    for path in PLACES:
+        for command, parameter in draw.sample(ARGUMENTS, 4):
+            text = ask(command, parameter, path)
+            assert not text or is_answer(text, path), text
+
+
+TYPED = [
+    ("optm", "optim"), ("evalutaion", "evaluation"), ("sead", "seed"), ("lanch", "launch"), ("checkpiont", "checkpoint"),
+    ("paralel", "parallel"), ("modle", "model"), ("dtaa", "data"), ("objetive", "objective"), ("metrcis", "metrics"),
+    ("run_id", None), ("date", "data"), ("verb", None), ("format", None), ("zzz", None),
+    ("optimization", None), ("mode", "model"), ("loss", None), ("notes", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "meant"), TYPED)
+def test_only_a_near_key_is_suggested(places: Path, typed: str, meant: str | None) -> None:
+    (places / "typed.yaml").write_text(RUN + f"{typed}: {{}}\n")
+
+    with pytest.raises(ConfigError) as refused:
+        load_config(places / "typed.yaml", [], SFTConfig)
+
+    suggestion = re.search(r"unknown key; did you mean (\S+)\?", str(refused.value))
+    assert (suggestion and suggestion[1]) == meant
