@@ -58,9 +58,9 @@ Rows = Annotated[str | None, typer.Option("--data", help="Rows: a file, a direct
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
     if asked:
-        from importlib.metadata import version
+        from holdfast.config.versions import versions
 
-        typer.echo(f"holdfast {version('holdfast')}")
+        typer.echo(f"holdfast {versions().get('holdfast', '(not installed as a package)')}")
         raise typer.Exit
 
 
