@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.errors import ConfigError
+import holdfast
+from holdfast.config.sections.model import ModelConfig
+from holdfast.errors import ConfigError, ModelError
 from holdfast.features.plan.doctor import doctor
+from holdfast.features.plan.findings import Check, Finding, findings_of, ok
 from holdfast.features.plan.machine import bad_pairs
 from holdfast.launch.environment import machine_facts
+from holdfast.models.files.origin import load_tokenizer
+from holdfast.models.setup.model import blueprint
 from tests.rollout.served import REWARD, served_tree
 from tests.training.cases import run, tree
 
@@ -89,6 +97,7 @@ def test_a_sound_run_is_ok_and_nothing_is_left(capsys: Any, place: Path) -> None
         "place",
         "ranks",
         "tokenizer",
+        "model",
         "rows",
         "batches",
         "rewards",
@@ -138,7 +147,7 @@ def test_without_code_no_file_of_the_users_is_run(capsys: Any, place: Path) -> N
     code, findings = looked(capsys, written(place, "rewards.py:hangs"), runs_code=False, only="rewards")
 
     assert code == 0
-    assert by_name(findings, "rewards") == ("Ok", "hangs is not run (--no-code)")
+    assert by_name(findings, "rewards") == ("Unknown", "hangs is not run (--no-code)")
     assert not (place / "was-run").exists()
 
 
@@ -344,4 +353,90 @@ def test_a_model_that_an_earlier_run_would_write_is_missing_once(capsys: Any, pl
     grade, words = by_name(findings, "configuration")
     assert grade == "Fail"
     assert words.endswith("The run in runs/first would write it at its end: start that one first.")
-    assert by_name(findings, "plan") == ("Fail", "not looked at, for what configuration says")
+    assert by_name(findings, "plan") == ("Unknown", "not looked at, for what configuration says")
+
+
+def stored_model(place: Path) -> Path:
+    """Return a directory of a small model in several files of weights, and of its tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = place / "stored"
+    values = {name: value for name, value in MODEL["config"].items() if name != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(folder, max_shard_size="20KB")
+    load_tokenizer(ModelConfig.model_validate(MODEL), place).save_pretrained(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def without_weights(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+        file.unlink()
+
+
+def with_a_cut_file(folder: Path) -> None:
+    file = max(folder.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def without_a_shard(folder: Path) -> None:
+    max(folder.glob("*.safetensors")).unlink()
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("damage", [without_weights, with_a_cut_file, without_a_shard])
+def test_weights_that_a_run_would_refuse_fail_with_the_runs_own_words(
+    capsys: Any, place: Path, damage: Callable[[Path], None]
+) -> None:
+    folder = stored_model(place)
+    path = written(place, model={"path": str(folder)})
+    code, findings = looked(capsys, path, "launch.ranks=1", only="model")
+    assert (code, {finding["grade"] for finding in findings}) == (0, {"Ok"}), findings
+    damage(folder)
+
+    code, findings = looked(capsys, path, "launch.ranks=1", only="model")
+
+    with pytest.raises(ModelError) as refusal:
+        blueprint(ModelConfig(path=str(folder)), place, seed=0)
+    assert (code, by_name(findings, "model")) == (1, ("Fail", str(refusal.value)))
+
+
+def test_weights_on_a_hub_are_not_called_sound(capsys: Any, place: Path) -> None:
+    code, findings = looked(capsys, written(place, model={"path": "nobody/has-this"}), only="model")
+
+    grade, text = by_name(findings, "model")
+    assert (code, grade) == (0, "Unknown")
+    assert "not looked at" in text
+
+
+def test_without_metadata_of_our_own_versions_are_unknown(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as metadata\n"
+        "found = metadata.distribution\n"
+        "def distribution(name):\n"
+        "    if name == 'holdfast':\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.distribution = distribution\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(holdfast.__file__).parents[1]}"}
+
+    command = [sys.executable, "-m", "holdfast.cli.main", "doctor", "--only", "versions", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["grade"] == "Unknown"
+    assert finding["text"].startswith("holdfast is not installed as a package")
+
+
+def test_a_check_that_breaks_is_unknown_and_stops_nothing() -> None:
+    def broken() -> Iterator[Finding]:
+        raise ZeroDivisionError("of the check itself")
+        yield
+
+    findings = list(findings_of([Check("first", broken), Check("second", lambda: iter([ok("second", "is there")]))]))
+
+    assert [finding.line() for finding in findings] == [
+        "Unknown  first: could not be looked at: ZeroDivisionError: of the check itself",
+        "Ok       second: is there",
+    ]

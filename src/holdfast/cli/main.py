@@ -73,9 +73,9 @@ Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
     if asked:
-        from importlib.metadata import version
+        from holdfast.config.versions import versions
 
-        typer.echo(f"holdfast {version('holdfast')}")
+        typer.echo(f"holdfast {versions().get('holdfast', '(not installed as a package)')}")
         raise typer.Exit
 
 

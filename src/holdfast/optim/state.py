@@ -21,6 +21,7 @@ from holdfast.optim.groups import PEAK, STEM
 from holdfast.optim.tagged_json import UnknownType, decode, encode
 from holdfast.optim.wrapped import BETWEEN, NotSeparable, Wrapped, placed_like, take_apart
 from holdfast.parallel.shards import local_part, odd_class
+from holdfast.types import host_value
 
 _OF_THE_RUN = frozenset({PEAK, STEM, "name"})
 NOT_CHOSEN = _OF_THE_RUN | {"lr", "initial_lr"}
@@ -256,6 +257,8 @@ def _counting_on_device(optimizer: Optimizer) -> set[int]:
 def _as_built(state: Mapping[str, Any]) -> bool:
     """Return whether a constructor made this state and no step has changed it, as Adagrad's sums of squares."""
     steps = state.get("step")
+    if isinstance(steps, Tensor):
+        steps = host_value(steps.float(), "steps of an optimizer's states, as it was built")
     return steps is not None and float(steps) == 0.0
 
 

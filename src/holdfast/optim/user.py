@@ -211,8 +211,17 @@ def build_user_optimizer(
     kind: Callable[..., Any],
     parameters: Mapping[str, nn.Parameter],
     ranks: RankGroup,
+    *,
+    has_numbers: bool = True,
 ) -> Optimizer:
     """Return an optimizer of the user's class, tried on small parameters first; all ranks call this together.
+
+    Args:
+        config: The section.
+        kind: The class.
+        parameters: All of the model's, by canonical name.
+        ranks: The ranks.
+        has_numbers: Off in a plan, where a trial would compare numbers that are not there.
 
     Raises:
         ConfigError, UnsavableOptimizer: The class, its arguments or its state cannot do what a run needs.
@@ -227,7 +236,8 @@ def build_user_optimizer(
         plan = GroupPlan(REST, True, tuple(small), _TRIAL_LR, config.weight_decay)
         return _made(config, kind, param_groups([plan], small), _TRIAL_LR)
 
-    try_optimizer(build_small, parameters, ranks, f"optim.path {config.path}")
+    if has_numbers:
+        try_optimizer(build_small, parameters, ranks, f"optim.path {config.path}")
     return ranks.on_all_ranks(lambda: _made(config, kind, param_groups(plans, parameters), config.lr))
 
 

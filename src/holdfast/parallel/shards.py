@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,10 +41,11 @@ def odd_class(tensor: Tensor) -> str | None:
     """Return the name of a tensor's class, or of that of its local part, where it may hold more than its numbers show.
 
     Quantised tensors are such: what looks like float32 is integers and scales, which no copy of its values keeps.
+    A plan's tensors without numbers are plain ones.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
-    return None if kind in {Tensor, nn.Parameter} else f"{kind.__module__}.{kind.__qualname__}"
+    return None if kind in {Tensor, nn.Parameter, FakeTensor} else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @torch.no_grad()

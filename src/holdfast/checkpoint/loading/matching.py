@@ -68,6 +68,8 @@ class Target(NamedTuple):
     @property
     def stored_hash(self) -> str | None:
         """Hash of this rank's part, if this very part was saved as a chunk."""
+        if not self.entry.chunks:  # in a plan, whose tensors hold no numbers to compute a place from
+            return None
         place = chunk_of(self.live)
         return next((chunk.hash for chunk in self.entry.chunks if (chunk.offsets, chunk.sizes) == place), None)
 

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, TensorsDiffer
 from holdfast.checkpoint.format.chunks import VerifiedChunks, verified_metadata
 from holdfast.checkpoint.format.dcp import Reader, one_process_is_meant, without_chunks
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import (
-    AVERAGE,
     Snapshot,
     check_random_state,
     chunk_of,
     coordinate_of,
     like,
     mesh_of,
-    model_tensors,
 )
 from holdfast.checkpoint.format.verification import (
     check_names,
@@ -41,26 +38,13 @@ from holdfast.checkpoint.format.verification import (
 )
 from holdfast.checkpoint.loading.companions import (
     Companion,
-    companion_state,
-    own_tensors,
-    plan_companions,
-    targets_of,
 )
 from holdfast.checkpoint.loading.direct import read_parts
+from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
 from holdfast.checkpoint.loading.matching import (
     Declared,
-    LoadPlan,
     Target,
-    plan_averages,
     poisoned,
-    refusal,
-)
-from holdfast.checkpoint.loading.trained import (
-    Hyperparameters,
-    PlannedLoad,
-    optimizer_state,
-    plan_trained,
-    set_optimizer,
 )
 from holdfast.checkpoint.place.hashing import hash_tensor
 from holdfast.checkpoint.place.layout import DCP, RANK, TRAINER, place_file, rank_file
@@ -128,87 +112,18 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     declared = declared or Declared()
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
-    live = _Live(model, parameters, optimizer, averages, companions)
+    live = LiveState(model, parameters, optimizer, averages, companions)
     place = f"{storage.root}/{name}"
-    own, beside = ranks.on_all_ranks(lambda: _planned(live, manifest, declared, hyperparameters, place))
-    tensors = _tensors(own.plan.targets | targets_of(beside), storage, name, manifest, ranks, verify=verified is None)
+    plans = ranks.on_all_ranks(lambda: plan_load(live, manifest, declared, hyperparameters, place))
+    tensors = _tensors(plans.targets, storage, name, manifest, ranks, verify=verified is None)
     small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, model))
         _check_small(f"{storage.root}/{name}", *small[0], manifest, check)
-        if optimizer is not None:
-            states[""] = optimizer_state(tensors, optimizer, parameters, manifest, own.wrapped)
-        for each, theirs in beside.items():
-            states[each] = companion_state(each, (companions or {})[each], theirs, manifest, tensors)
+        states |= states_read(live, plans, manifest, tensors)
     # From here on nothing can fail for a reason of the checkpoint's.
-    _fill(model_tensors(model), parameters, averages or {}, tensors)
-    notes = list(own.plan.deviations)
-    if count := own.plan.unsaved:
-        notes.append(f"{count} frozen tensors are not in the checkpoint and stay as the model came with them")
-    notes += _set_state(optimizer, parameters, states.get(""), own.plan)
-    for each, theirs in beside.items():
-        notes += _set_companion(each, (companions or {})[each], theirs.plan, own_tensors(tensors, each), states[each])
-    return LoadedState(manifest, small[0][1], small[0][0], tuple(notes), tuple(own.plan.deviations))
-
-
-class _Live(NamedTuple):
-    """What a checkpoint is read into."""
-
-    model: nn.Module
-    parameters: Mapping[str, nn.Parameter]
-    optimizer: Optimizer | None
-    averages: Mapping[str, Tensor] | None
-    companions: Mapping[str, Companion] | None
-
-
-def _planned(
-    live: _Live, manifest: Manifest, declared: Declared, hyperparameters: Hyperparameters, where: str
-) -> tuple[PlannedLoad, dict[str, PlannedLoad]]:
-    """Return what the model takes, and what its companions do.
-
-    Raises:
-        CheckpointMismatch: Something does not fit.
-    """
-    own, beside = PlannedLoad(), dict[str, PlannedLoad]()
-    plan_trained(own, live.model, live.parameters, live.optimizer, manifest, declared, hyperparameters)
-    if live.averages is not None:
-        plan_averages(own.plan, live.averages, manifest, declared)
-    if live.companions is not None:
-        beside = plan_companions(own.plan, live.companions, manifest, declared, hyperparameters)
-    if own.plan.refused:
-        raise CheckpointMismatch(refusal(where, own.plan.refused))
-    return own, beside
-
-
-@torch.no_grad()
-def _fill(
-    live: Mapping[str, Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    averages: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Copy what was read; averages that the checkpoint does not have begin at their weights."""
-    for key, staged in tensors.items():
-        if key in live:
-            local_part(live[key]).copy_(local_part(staged))
-    for name, average in averages.items():
-        local_part(average).copy_(local_part(tensors.get(AVERAGE + name, parameters[name].data)))
-
-
-def _set_companion(
-    name: str, companion: Companion, plan: LoadPlan, tensors: Mapping[str, Tensor], state: OptimizerState | None
-) -> list[str]:
-    parameters = sharded_parameters(companion.model)
-    _fill(model_tensors(companion.model), parameters, {}, tensors)
-    return [f"{name}: {note}" for note in _set_state(companion.optimizer, parameters, state, plan)]
-
-
-def _set_state(
-    optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], state: OptimizerState | None, plan: LoadPlan
-) -> list[str]:
-    if optimizer is None or state is None:
-        return []
-    return set_optimizer(optimizer, parameters, state, plan)
+    notes = set_live(live, plans, tensors, states)
+    return LoadedState(manifest, small[0][1], small[0][0], tuple(notes), tuple(plans.own.plan.deviations))
 
 
 def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,7 +16,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import is_first_rank, machine_facts, resolve_ranks, under_torchrun, world_size
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def doctor(
     path: Path | None, overrides: Sequence[str], *, runs_code: bool, as_json: bool, only: Sequence[str] = ()
 ) -> int:
-    """Print what was looked at, one line each; return 1 where something fails.
+    """Print what was looked at, and what was not, one line each; return 1 where something fails.
 
     Raises:
         ConfigError: `only` names a check that there is not.
@@ -61,7 +62,7 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
     from holdfast.cli.run_file.data_check import survey_of
     from holdfast.cli.running.train import check_paths
-    from holdfast.features.plan.findings import Check, fail, ok, warn
+    from holdfast.features.plan.findings import Check, fail, ok, unknown
     from holdfast.features.plan.inputs import Looked, checks_of_run
     from holdfast.features.plan.machine import checks_of_machine
     from holdfast.features.plan.measured import plan_verdict
@@ -85,18 +86,30 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
         check_paths(config.verb, config, base)
         yield ok("configuration", f"{path} is a file for `holdfast {config.verb}`, and what it names is there")
 
-    def fits() -> Iterator[Finding]:
+    @cache
+    def attempted() -> dict[str, Any] | HoldfastError:
         if not runs_code and _names_code(config):
-            yield ok("plan", "not executed (--no-code): the configuration names files of yours")
-            return
+            return NoPlan("not executed (--no-code): the configuration names files of yours")
         try:
-            yield plan_verdict(planned_apart(LoadedConfig(config, base), options_here(config.launch, ranks)))
+            return planned_apart(LoadedConfig(config, base), options_here(config.launch, ranks))
+        except HoldfastError as error:
+            return error
+
+    def planned() -> dict[str, Any]:
+        made = attempted()
+        if isinstance(made, HoldfastError):
+            raise made
+        return made
+
+    def fits() -> Iterator[Finding]:
+        try:
+            yield plan_verdict(planned())
         except NoPlan as error:
-            yield warn("plan", f"none could be made: {error}")
+            yield unknown("plan", str(error))
 
     ranks = world_size() if under_torchrun() else resolve_ranks(config.launch)
     yield Check("configuration", paths)
-    yield from checks_of_run(Looked(config, base, ranks, survey_of, runs_code))
+    yield from checks_of_run(Looked(config, base, ranks, survey_of, planned, runs_code))
     yield Check("plan", fits)
 
 

@@ -1,10 +1,11 @@
-"""Execute two steps of a run as one of its ranks, on devices that compute nothing, and note what they take."""
+"""Execute steps of a run as one of its ranks, on devices that compute nothing, and note what they take."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -15,24 +16,35 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.checkpoint.format.snapshot import Snapshot, hold, staged, tensors_of
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import RandomState, staged
+from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
+from holdfast.checkpoint.loading.matching import Declared
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.features.plan.fake_devices import fake_devices
-from holdfast.features.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS
-from holdfast.features.plan.memory import Ledger, Peak, watched_storages
+from holdfast.features.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
+from holdfast.features.plan.memory import Ledger, watched_storages
 from holdfast.features.plan.origin import without_files
 from holdfast.features.plan.records import Execution, HostValue, Place
+from holdfast.features.plan.saved import (
+    checkpoint_bytes,
+    export_bytes,
+    host_random_state,
+    manifest_of,
+    saved_snapshot,
+    small_bytes,
+)
 from holdfast.features.plan.steps import PlannedStep, planned_step
 from holdfast.features.plan.traffic import TensorObserver, Traffic
 from holdfast.models.files.four_bit import check_library
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World, forget_meshes
+from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
 from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
 from holdfast.types import answered_by
@@ -60,7 +72,9 @@ class _Phases(PhaseClock):
 
 
 def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
-    """Build the run's models, optimizers and batches, and make two steps and a save; nothing is read but shapes.
+    """Build the run's models, optimizers and batches; load a checkpoint, make two steps and a save.
+
+    Nothing is read but shapes.
 
     Args:
         config: The user's own.
@@ -72,7 +86,7 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
     """
     shapes, notes = without_files(config, base)
     _refuse_more_ranks_than_rows(shapes, place.ranks)
-    _import_first(shapes)
+    import_first(shapes)
     counts = _Counts(place)
     with contextlib.ExitStack() as stack:
         free = lambda: max(0, place.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
@@ -90,10 +104,14 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
         stack.enter_context(watched_storages(counts.ledger))
         stack.enter_context(contextlib.redirect_stdout(_Nowhere()))
         step = planned_step(setting, counts.ledger, counts.traffic)
-        counts.ledger.phase = "step"
         with counts.without_numbers(mode):
-            first = _two_steps(counts, step)
-    return _execution(counts, step, first, notes)
+            made = _executed(counts, step)
+            made.notes[:0] = notes
+            made.export_bytes = export_bytes(shapes, step.trained.model, step.trained.origin, made.notes)
+    small = small_bytes(shapes, step.trained.origin)
+    made.checkpoint_bytes += small
+    made.export_bytes += small
+    return made
 
 
 class _AlikeRanks(RankGroup):
@@ -149,6 +167,7 @@ class _Counts:
         self.place, self.ledger = place, Ledger()
         self.traffic = Traffic(lambda: self.ledger.moment)
         self.values: list[HostValue] = []
+        self.random: RandomState = host_random_state()
         self._observer = TensorObserver(self.ledger, self.traffic, self.answer)
 
     @contextlib.contextmanager
@@ -165,19 +184,60 @@ class _Counts:
         return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
 
 
-def _two_steps(counts: _Counts, step: PlannedStep) -> dict[tuple[str, str], Peak]:
-    """Make a first step, and one that comes after others, with a save; return the peaks until the end of the first."""
+def _executed(counts: _Counts, step: PlannedStep) -> Execution:
+    """Resume, make the first step after it, and one that comes after others, with a save; note what each takes."""
+    ledger = counts.ledger
+    loaded = dict(ledger.peaks)
+    manifest = _learned(counts, step)
+    ledger.restart()
+    if manifest.optimizer is not None:  # weights alone cannot be resumed from
+        ledger.phase = RESUME
+        _load(ledger, step, manifest)
+        _name_states(ledger, step)
+    ledger.phase = "step"
     _make(step)
-    _name_states(counts.ledger, step)
-    first = dict(counts.ledger.peaks)
-    counts.ledger.restart()
+    _name_states(ledger, step)
+    resumed = dict(ledger.peaks) if manifest.optimizer is not None else {}
+    ledger.restart()
     counts.traffic.restart()
     counts.values.clear()
     _make(step)
-    _save(counts.ledger, step)
+    size = _save(counts, step)
     for phase, factor in step.repeats.items():
         counts.traffic.scale(phase, factor)
-    return first
+    return _execution(counts, step, Execution(counts.place, step.trained.plan, loaded, resumed, checkpoint_bytes=size))
+
+
+def _learned(counts: _Counts, step: PlannedStep) -> Manifest:
+    """Return the manifest of a checkpoint; optimizers are left as they were built.
+
+    What an optimizer keeps is learned from a step of its own: a step on tensors without numbers changes none.
+    """
+    counts.ledger.phase = "optimizer"
+    built = [set(trained.optimizer.state) for trained in step.all_trained]
+    for trained in step.all_trained:
+        for parameter in sharded_parameters(trained.model).values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        trained.optimizer.step()
+        trained.optimizer.zero_grad(set_to_none=True)
+    manifest = manifest_of(saved_snapshot(step.run, counts.random))
+    for trained, kept in zip(step.all_trained, built, strict=True):
+        for parameter in [each for each in trained.optimizer.state if each not in kept]:
+            del trained.optimizer.state[parameter]
+    return manifest
+
+
+def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
+    """Do what `load_state` does with what it has read; this rank's part of all tensors is in host memory then."""
+    trained, companions = step.trained, step.run.beside
+    averages = {} if trained.averages is None else trained.averages.tensors
+    parameters = sharded_parameters(trained.model)
+    live = LiveState(trained.model, parameters, trained.optimizer, averages, companions)
+    plans = plan_load(live, manifest, Declared(), "live", "a planned checkpoint")
+    with ledger.scope(CHECKPOINT):
+        read = {key: target.staging() for key, target in plans.targets.items()}
+    with ledger.scope(OPTIMIZER):
+        set_live(live, plans, read, states_read(live, plans, manifest, read))
 
 
 def _make(step: PlannedStep) -> None:
@@ -185,28 +245,24 @@ def _make(step: PlannedStep) -> None:
     step.setting.log.batches.clear()  # as the journal does once a step is written down
 
 
-def _execution(
-    counts: _Counts, step: PlannedStep, first: dict[tuple[str, str], Peak], notes: Sequence[str]
-) -> Execution:
-    return Execution(
-        place=counts.place,
-        plan=step.trained.plan,
-        first=first,
+def _execution(counts: _Counts, step: PlannedStep, made: Execution) -> Execution:
+    """Add what was counted of the later step."""
+    return replace(
+        made,
         steady=dict(counts.ledger.peaks),
         host_values=counts.values,
         messages={key: (note.count, note.bytes) for key, note in counts.traffic.messages.items()},
         flops=dict(counts.traffic.flops),
-        checkpoint_bytes=step.checkpoint_bytes,
         micro_batches=step.micro_batches,
         tokens=step.tokens,
         parameters=step.trained.plan.parameters,
         made=dict(counts.ledger.made),
         read=_read(counts.ledger, step),
-        notes=[*notes, *step.notes],
+        notes=[*step.notes],
     )
 
 
-def _import_first(config: TrainingConfig) -> None:
+def import_first(config: TrainingConfig) -> None:
     """Let other packages look for a GPU, and compute their tables, while tensors have numbers and nothing is pretended.
 
     What they would find later are stand-ins: kernels of theirs are not there. transformers imports torchao where it is
@@ -245,10 +301,10 @@ def _name_states(ledger: Ledger, step: PlannedStep) -> None:
         ledger.name(states_of(trained), OPTIMIZER)
 
 
-def states_of(trained: Trained, *, averages: bool = True) -> list[Tensor]:
+def states_of(trained: Trained) -> list[Tensor]:
     """Return the tensors of a model's optimizer, and averages beside them."""
     states = [value for state in trained.optimizer.state.values() for value in state.values()]
-    beside = [*trained.averages.tensors.values()] if averages and trained.averages is not None else []
+    beside = [] if trained.averages is None else [*trained.averages.tensors.values()]
     return [value for value in (*states, *beside) if isinstance(value, Tensor)]
 
 
@@ -259,22 +315,13 @@ def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
     return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
 
-def _save(ledger: Ledger, step: PlannedStep) -> None:
-    """Copy a snapshot of every model to the host, as a save does before training goes on."""
+def _save(counts: _Counts, step: PlannedStep) -> int:
+    """Copy a snapshot of every model to the host, as a save does before training goes on; return its bytes on disk."""
+    ledger = counts.ledger
     before, ledger.phase = ledger.phase, "save"
-    buffers: list[dict[str, Tensor]] = []
-    for trained in step.all_trained:
-        averages = {} if trained.averages is None else trained.averages.tensors
-        frozen = trained.setting.config.checkpoint.frozen == "save"
-        tensors = tensors_of(hold(trained.model, frozen=frozen, averages=averages))
-        tensors |= {f"optimizer {number}": value for number, value in enumerate(states_of(trained, averages=False))}
-        snapshot = Snapshot(tensors, frozenset(), {}, None, {}, {}, {}, ())
-        buffers.append({})
+    snapshot = saved_snapshot(step.run, counts.random)
+    if step.setting.config.checkpoint.background:
         with ledger.scope(CHECKPOINT):
-            staged(snapshot, buffers[-1])
-        step.checkpoint_bytes += sum(_whole_bytes(tensor) for tensor in snapshot.tensors.values())
+            staged(snapshot, {})
     ledger.phase = before
-
-
-def _whole_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).element_size()
+    return checkpoint_bytes(snapshot.tensors.values(), counts.place.ranks, counts.random)

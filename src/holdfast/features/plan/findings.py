@@ -10,13 +10,17 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.files import NotRegular
-from holdfast.text.escaping import escaped_paragraph
+from holdfast.text.escaping import error_words, escaped_paragraph
 
 
 class Grade(StrEnum):
-    """How a thing stands; one that fails would stop the run, or make it another than is asked for."""
+    """How a thing stands.
+
+    One that fails would stop the run, or make it another than is asked for; of what is unknown nothing was looked at.
+    """
 
     ok = "Ok"
+    unknown = "Unknown"
     warn = "Warn"
     fail = "Fail"
 
@@ -34,7 +38,7 @@ class Finding:
         """Return what is printed."""
         stop = "" if self.text.endswith((".", "!", "?")) else "."
         fix = f"{stop} {self.fix}" if self.fix else ""
-        return f"{self.grade.value:<4}  {self.name}: {escaped_paragraph(self.text)}{fix}"
+        return f"{self.grade.value:<7}  {self.name}: {escaped_paragraph(self.text)}{fix}"
 
     def as_plain(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -59,6 +63,11 @@ def ok(name: str, text: str) -> Finding:
     return Finding(Grade.ok, name, text)
 
 
+def unknown(name: str, text: str, fix: str = "") -> Finding:
+    """Return that a thing was not looked at, or could not be; it stops nothing."""
+    return Finding(Grade.unknown, name, text, fix)
+
+
 def warn(name: str, text: str, fix: str = "") -> Finding:
     """Return that a run starts, and something about it may not be meant."""
     return Finding(Grade.warn, name, text, fix)
@@ -70,7 +79,7 @@ def fail(name: str, text: str, fix: str = "") -> Finding:
 
 
 def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Look at one thing after the other; what refuses a run, or cannot be looked at, is a failure by its own words."""
+    """Look at one thing after the other; what would refuse a run fails, and what cannot be looked at is unknown."""
     refused: dict[str, str] = {}
     for check in checks:
         try:
@@ -79,9 +88,12 @@ def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
             words = str(error)
             earlier = next((name for sentence, name in refused.items() if words.startswith(sentence)), None)
             refused.setdefault(words, check.name)
-            yield fail(check.name, words if earlier is None else f"not looked at, for what {earlier} says")
-        except OSError as error:
-            yield fail(check.name, f"{type(error).__name__}: {error}")
+            if earlier is None:
+                yield fail(check.name, words)
+            else:
+                yield unknown(check.name, f"not looked at, for what {earlier} says")
+        except Exception as error:  # noqa: BLE001 - a fault of the check says nothing of the run
+            yield unknown(check.name, f"could not be looked at: {error_words(error)}")
 
 
 def since(start: float) -> str:

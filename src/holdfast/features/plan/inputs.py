@@ -25,8 +25,8 @@ from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.data.content.counted import unexpected
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.survey import Survey
-from holdfast.errors import ConfigError, UserError
-from holdfast.features.plan.findings import RANKS, Check, Finding, Grade, fail, ok, since, warn
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.features.plan.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
 from holdfast.features.plan.machine import (
     look_at_devices,
     look_at_place,
@@ -35,11 +35,10 @@ from holdfast.features.plan.machine import (
     storage_of_run,
 )
 from holdfast.features.plan.measured import look_at_plan
+from holdfast.features.plan.model_files import MODEL, look_at_weights
 from holdfast.files import size_words
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
 from holdfast.models.files.origin import load_tokenizer
-from holdfast.models.names import named_parameters
-from holdfast.models.setup.model import blueprint, storage_of
 from holdfast.parallel.mesh import mesh_shape
 from holdfast.rewards.base import Sample
 from holdfast.training.directory import checkpoint_place, run_directory
@@ -54,8 +53,6 @@ _SAMPLES = 2
 _SLOW_SECONDS = 1.0
 """Of a reward for one sample."""
 _SHOWN = 6
-_ADAM_BYTES = 8
-"""Two float32 moments of a trained element."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,8 @@ class Looked:
     base: Path
     ranks: int
     survey: Callable[[TrainingConfig, Path, int], Survey]
+    planned: Callable[[], Mapping[str, Any]]
+    """Makes the plan of the run, once; raises a HoldfastError where there is none."""
     runs_code: bool = True
 
     @property
@@ -160,12 +159,12 @@ def look_at_rewards(run: Looked) -> Iterator[Finding]:
     named = [reward for reward in run.config.reward if not isinstance(reward, ModelRewardConfig)]
     for reward in run.config.reward:
         if isinstance(reward, ModelRewardConfig):
-            yield ok("rewards", f"{reward.label} is a model, which is not loaded here")
+            yield unknown("rewards", f"{reward.label} is a model, which is not loaded here")
     if not run.runs_code:
         left = [reward for reward in named if isinstance(reward, UserRewardConfig | CodeConfig)]
         named = [reward for reward in named if reward not in left]
         for reward in left:
-            yield ok("rewards", f"{reward.label} is not run (--no-code)")
+            yield unknown("rewards", f"{reward.label} is not run (--no-code)")
     samples = _samples(run)
     for reward in named:
         yield from _try_reward(run, reward, samples)
@@ -275,7 +274,9 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
     names = _names(listed)
     if section.model is not None and names and section.model not in names:
         return fail("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])}", f"{key}.model is {section.model}.")
-    return ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN]) or 'models'} ({since(start)})")
+    if not names:
+        return unknown("endpoints", f"{key}: {url} answers ({since(start)}), and does not say which models it serves")
+    return ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])} ({since(start)})")
 
 
 def _names(listed: Any) -> list[str]:
@@ -305,7 +306,7 @@ def look_at_resume(run: Looked) -> Iterator[Finding]:
         elif changed:
             yield warn("resume", f"{words}, with other values than it had: {', '.join(changed[:_SHOWN])}")
         else:
-            yield ok("resume", words)
+            yield ok("resume", f"{words}; its files have the names and sizes of its manifest, and were not read")
         return
     if damaged:
         yield fail("resume", f"no checkpoint can be read: {damaged[0]}", "See `holdfast checkpoint verify`.")
@@ -328,23 +329,12 @@ def changed_keys(run: Looked) -> list[str]:
 
 
 def bytes_of_checkpoints(run: Looked) -> int | None:
-    """Return what all checkpoints that are kept take, and two more, by a formula: weights, and two moments if trained.
-
-    None where the model's configuration is not here.
-    """
-    config = run.config
+    """Return what all checkpoints that are kept take, and two more, as planned; None where there is no plan."""
     try:
-        origin = blueprint(config.model, run.base, seed=config.seed, scorer=config.scores)
-    except (UserError, OSError):
-        return None  # another check says why
-    trained, frozen = storage_of(config.model)
-    parts = [(value.numel(), value.requires_grad) for value in named_parameters(origin.model).values()]
-    saved = [part for part in parts if part[1] or config.model.lora is None]
-    one = sum(
-        numel * ((trained if is_trained else frozen).itemsize + (_ADAM_BYTES if is_trained else 0))
-        for numel, is_trained in saved
-    )
-    keep = config.checkpoint.keep
+        one = int(run.planned()["checkpoint_bytes"])
+    except (HoldfastError, OSError):
+        return None  # the check of the plan says why
+    keep = run.config.checkpoint.keep
     return one * (keep.last + sum(best.count for best in keep.best) + 2)
 
 
@@ -370,6 +360,7 @@ def checks_of_run(run: Looked) -> list[Check]:
         Check("place", place),
         Check(RANKS, ranks),
         Check("tokenizer", lambda: look_at_tokenizer(run)),
+        Check(MODEL, lambda: look_at_weights(run.config, run.base, runs_code=run.runs_code)),
         Check("rows", lambda: look_at_first_rows(run)),
     ]
     if isinstance(run.config, GRPOConfig):

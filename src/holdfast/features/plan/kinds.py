@@ -39,4 +39,4 @@ PHASES = {
 """What a step is in -> the row of the table that it belongs to."""
 ORDER = ("load", "rollout", "scoring", "forward", "backward", "optimizer", "save")
 RESUME = "resume"
-"""Loading a checkpoint and the first step after it: the states of the optimizer are there from the start."""
+"""The phase in which a checkpoint is loaded, and the row of the table for that and the first step after it."""

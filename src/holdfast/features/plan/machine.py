@@ -28,7 +28,7 @@ from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storag
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, UserError
-from holdfast.features.plan.findings import RANKS, Check, Finding, fail, ok, since, warn
+from holdfast.features.plan.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
 from holdfast.files import size_words
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
@@ -61,11 +61,26 @@ def _installed(name: str) -> str | None:
         return None
 
 
+def _requirements() -> list[Requirement] | None:
+    """Return what Holdfast's own metadata asks for; None where it has none, as in a checkout on the import path."""
+    try:
+        return [Requirement(text) for text in requires("holdfast") or ()]
+    except PackageNotFoundError:
+        return None
+
+
 def look_at_versions() -> Iterator[Finding]:
     """Compare what is installed with what Holdfast asks for, and with pairs that are known not to work."""
+    decisive = ", ".join(f"{name} {number}" for name, number in versions().items() if name != "platform")
+    needed = _requirements()
+    if needed is None:
+        text = f"holdfast is not installed as a package, so what it asks for is not compared; {decisive}"
+        yield unknown("versions", text, "Install it: pip install -e . in its directory.")
+        yield from bad_pairs(_installed)
+        return
     wrong = [
         f"{requirement.name} {_installed(requirement.name) or 'is not installed'} (needed: {requirement.specifier})"
-        for requirement in map(Requirement, requires("holdfast") or ())
+        for requirement in needed
         if requirement.marker is None and not requirement.specifier.contains(_installed(requirement.name) or "0")
     ]
     if wrong:
@@ -74,8 +89,7 @@ def look_at_versions() -> Iterator[Finding]:
     pairs = list(bad_pairs(_installed))
     yield from pairs
     if not wrong and not pairs:
-        decisive = {name: number for name, number in versions().items() if name != "platform"}
-        yield ok("versions", ", ".join(f"{name} {number}" for name, number in decisive.items()))
+        yield ok("versions", decisive)
 
 
 def bad_pairs(installed: Callable[[str], str | None]) -> Iterator[Finding]:
@@ -229,6 +243,8 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         yield warn("place", f"{words}, which is slow", "Set checkpoint.background: true, or choose another run.dir.")
     else:
         yield ok("place", words)
+    if needed_bytes is None:
+        yield unknown("place", "whether checkpoints have room there: no plan says how large they are")
 
 
 def _remove(storage: Storage, folder: str) -> None:

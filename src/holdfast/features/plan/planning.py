@@ -101,11 +101,18 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
         )
         if not output.exists():
             reason = (done.stderr.strip() or "it says nothing").splitlines()[-1]
-            raise NoPlan(f"The process that executes the plan ended with code {done.returncode}: {reason}")
+            message = f"No plan could be made: the process that executes it ended with code {done.returncode}: {reason}"
+            raise NoPlan(message)
         answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     if "error" in answer:
         error = HoldfastError(answer["error"])
         error.exit_code = answer["exit_code"]
         raise error
     plan_made: dict[str, Any] = answer["plan"]
+    if options.device is None and name != "cpu":
+        plan_made["notes"].insert(
+            0,
+            f"device: nothing names one, so {name} is planned for, whatever this machine has; --device names another, "
+            "and --device cpu (or launch.device: cpu) plans for this machine's CPU",
+        )
     return plan_made

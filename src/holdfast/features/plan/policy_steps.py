@@ -29,6 +29,7 @@ from holdfast.training.policy.experience import pack_rollout, score_rollout, wit
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import (
+    CRITIC,
     PolicyEvaluation,
     PolicyRun,
     Sampler,
@@ -94,9 +95,9 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     run = PolicyRun(common=common, evaluation=evaluation, reference=reference)
     if config.critic is not None:
         add_critic(run, config.critic, Live())
-        critic = common.companions["critic"]
+        critic = common.companions[CRITIC]
         follow_model(step.ledger, critic.model)
-        step.companions.append(critic)
+        step.companions[CRITIC] = critic
         step.watch(critic.model)
     return run
 
@@ -256,6 +257,9 @@ class PlannedEngine:
         self._engine.update_weights = lambda tensors, version: take(counted(tensors), version)  # type: ignore[method-assign]
         try:
             sampler.publish(step.trained)
+            # The first publish gives the copy its memory, in parameters that were not there before.
+            copy = named_parameters(self._engine._replica.model).values()
+            self._ledger.name([parameter.data for parameter in copy], ROLLOUT_WEIGHTS)
         finally:
             self._engine.update_weights = take  # type: ignore[method-assign]
 

@@ -51,17 +51,21 @@ class Execution:
 
     place: Place
     plan: ShardPlan
-    first: dict[tuple[str, str], Peak] = field(default_factory=dict)
-    """(phase, device type) -> peak, from loading to the end of the first step of a new run"""
+    loaded: dict[tuple[str, str], Peak] = field(default_factory=dict)
+    """(phase, device type) -> peak, until models and optimizers are built"""
+    resumed: dict[tuple[str, str], Peak] = field(default_factory=dict)
+    """Likewise of the load of a checkpoint and the first step after it; empty where checkpoints hold weights alone."""
     steady: dict[tuple[str, str], Peak] = field(default_factory=dict)
-    """Likewise of a step that comes after others, and of a save; a step after a resume is one."""
+    """Likewise of a step that comes after others, and of a save."""
     host_values: list[HostValue] = field(default_factory=list)
     """Of the later step."""
     messages: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """(phase, kind) -> number and bytes that this rank sends, of the later step"""
     flops: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
-    """Of all ranks together, in a checkpoint."""
+    """Of all ranks together, in the files of a checkpoint."""
+    export_bytes: int = 0
+    """In the files of everything that is written at the end of the run."""
     micro_batches: int = 1
     """Of this rank, in one update."""
     tokens: int = 0
@@ -112,12 +116,13 @@ def plain_plan(made: Execution, device: Device | None, memory: int) -> dict[str,
         "tokens_per_micro_batch": made.tokens,
         "phases": {row: _plain(peak) for row, peak in phases.items()},
         "clock_phases": clock_phases(made),
-        "host": {row: _plain(peak) for row, peak in rows_of(made.steady, "cpu").items()} if kind != "cpu" else {},
+        "host": {row: _plain(peak) for row, peak in _host_rows(made).items()} if kind != "cpu" else {},
         "peak_bytes": total,
         "allowance_bytes": spare,
         "fits": total + spare <= memory and not made.uncounted,
         "uncounted": made.uncounted,
         "checkpoint_bytes": made.checkpoint_bytes,
+        "export_bytes": made.export_bytes,
         "flops": _summed(made.flops),
         "messages": _messages(made),
         "host_values": [vars(value) for value in made.host_values],
@@ -129,10 +134,19 @@ def plain_plan(made: Execution, device: Device | None, memory: int) -> dict[str,
 def phases_of(made: Execution) -> dict[str, Peak]:
     """Return the rows of the table: a step that comes after others, loading, and a step after a resume."""
     kind = made.place.device
-    steady, first = rows_of(made.steady, kind), rows_of(made.first, kind)
-    phases = {"load": first["load"], **steady} if "load" in first else steady
-    steps = [peak for row, peak in phases.items() if row not in {"load", "save"}]
-    return {**phases, RESUME: max(steps, key=lambda peak: peak.total, default=Peak())}
+    steady, loaded = rows_of(made.steady, kind), rows_of(made.loaded, kind)
+    phases = {"load": loaded["load"], **steady} if "load" in loaded else steady
+    return phases | _resume_row(made, kind)
+
+
+def _host_rows(made: Execution) -> dict[str, Peak]:
+    return rows_of(made.steady, "cpu") | _resume_row(made, "cpu")
+
+
+def _resume_row(made: Execution, device: str) -> dict[str, Peak]:
+    """Return the largest peak of a resume on a type of device, as a row."""
+    peaks = [peak for (_, place), peak in made.resumed.items() if place == device]
+    return {RESUME: max(peaks, key=lambda peak: peak.total)} if peaks else {}
 
 
 def _units(made: Execution) -> list[dict[str, Any]]:
@@ -153,7 +167,7 @@ def clock_phases(made: Execution) -> dict[str, int]:
     """Return the peak of each phase under the name that a run's clock gives it: to it both passes are one phase."""
     peaks = {phase: peak.total for (phase, place), peak in made.steady.items() if place == made.place.device}
     passes = [peaks.pop(name) for name in ("forward", "backward") if name in peaks]
-    if loaded := made.first.get(("load", made.place.device)):
+    if loaded := made.loaded.get(("load", made.place.device)):
         peaks["load"] = loaded.total
     return peaks | ({"forward_backward": max(passes)} if passes else {})
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from holdfast.config.load import from_mapping
@@ -25,18 +26,24 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.features.plan.devices import Device, device_named
-from holdfast.features.plan.execute import execute
+from holdfast.features.plan.execute import execute, import_first
 from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
 from holdfast.features.plan.memory import Peak
 from holdfast.features.plan.origin import without_files
 from holdfast.features.plan.records import Execution, Place, plain_plan
+from holdfast.features.plan.saved import (
+    checkpoint_bytes,
+    export_bytes,
+    host_random_state,
+    learned_states,
+    saved_weights,
+    small_bytes,
+)
 from holdfast.models.check.shrink import layers_in
 from holdfast.models.setup.model import Blueprint, blueprint, set_storage, storage_of
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.setup.model import make_plan, policy_model
 
-_STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 6.0, "adamw_8bit": 2.1, "adamw_4bit": 1.1, "adamw_fp8": 2.1, "muon": 4.0}
-"""Of an optimizer per trained parameter; sgd has none without momentum."""
 _KEPT = {"none": 34.0, "selective": 18.0, "full": 2.0}
 """Bytes that a block keeps for each number of the hidden state of a token (Korthikanti et al., arXiv:2205.05198)."""
 
@@ -168,25 +175,33 @@ def _by_formulas(config: TrainingConfig, base: Path, place: Place, reason: str) 
         UserError: The model cannot be planned.
     """
     shapes, notes = without_files(config, base)
+    import_first(shapes)
     origin = blueprint(shapes.model, base, seed=shapes.seed, scorer=shapes.scores)
     set_storage(origin.model, *storage_of(shapes.model))
     policy = policy_model(shapes, origin, None)
     plan = make_plan(shapes, policy, max(1, place.ranks // shapes.parallel.replicate), place.torch_device.type)
     tokens = min(shapes.data.tokens_per_micro_batch, shapes.data.batch_size * shapes.data.max_length)
-    parts = _parts(shapes, origin, plan, tokens)
+    is_full = shapes.checkpoint.contents == "full"
+    states = learned_states(shapes, policy)
+    if states is None:
+        states = {"moments": torch.empty(2 * plan.trainable, device="meta")}
+        notes.append("optim.path: its states are taken as two moments in float32, since nothing was executed")
+    parts = _parts(shapes, origin, plan, tokens, sum(each.nbytes for each in states.values()))
     loaded = {PARAMETERS: parts[PARAMETERS]}
     peaks = {
         ("load", place.device): Peak(sum(loaded.values()), loaded),
         ("backward", place.device): Peak(sum(parts.values()), parts),
     }
-    states = shapes.optim.kind
-    whole = plan.parameters * storage_of(shapes.model)[0].itemsize
+    saved = [*saved_weights(shapes, policy).values(), *(states.values() if is_full else ())]
+    small = small_bytes(shapes, origin)
     return Execution(
         place=place,
         plan=plan,
-        first=peaks,
+        loaded=peaks,
         steady=peaks,
-        checkpoint_bytes=int(whole + plan.trainable * _STATE_BYTES.get(states, 4.0)),
+        resumed=peaks if is_full else {},
+        checkpoint_bytes=checkpoint_bytes(saved, place.ranks, host_random_state()) + small,
+        export_bytes=export_bytes(shapes, policy, origin, notes) + small,
         tokens=tokens,
         parameters=plan.parameters,
         flops={"backward": (6 * plan.trainable + 4 * (plan.parameters - plan.trainable)) * tokens},
@@ -207,8 +222,8 @@ def _uncounted(config: TrainingConfig) -> str:
             return ""
 
 
-def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: int) -> dict[str, int]:
-    """Return bytes by kind at the peak of a backward pass."""
+def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: int, states: int) -> dict[str, int]:
+    """Return bytes by kind at the peak of a backward pass; `states` are those of all ranks."""
     text: Any = origin.skeleton.config.get_text_config()
     width, layers, vocabulary = int(text.hidden_size), layers_in(origin.skeleton), int(text.vocab_size)
     computed, stored = (2 if plan.compute_dtype == "bfloat16" else 4), storage_of(config.model)[0].itemsize
@@ -226,7 +241,7 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
         PARAMETERS: plan.shard_bytes,
         GATHERED: computed * sum(units[:3]) if plan.sharded and plan.shard > 1 else 0,
         GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
-        OPTIMIZER: 0 if plan.cpu_offload else int(_STATE_BYTES.get(config.optim.kind, 4.0) * trained),
+        OPTIMIZER: 0 if plan.cpu_offload else states // plan.shard,
         ACTIVATIONS: int(kept * tokens * width),
         HEAD: head,
     }

@@ -27,7 +27,7 @@ from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.training.distillation.build import objective_of_rows
 from holdfast.training.engines import layout_of
-from holdfast.training.other_models.reference import build_reference, scored
+from holdfast.training.other_models.reference import build_reference, following_of, scored
 from holdfast.training.other_models.teacher import Teacher, teacher_configuration
 from holdfast.training.preference.build import pair_layout
 from holdfast.training.preference.run import (
@@ -36,7 +36,7 @@ from holdfast.training.preference.run import (
     divergence,
     with_divergence,
 )
-from holdfast.training.run import Setting, ShardedModel, Trained
+from holdfast.training.run import Run, Setting, ShardedModel, Trained
 from holdfast.training.setup.begin import Live, trained_of
 from holdfast.training.setup.losses import preference_objective, supervised_objective
 from holdfast.training.setup.model import build_policy, image_side_of
@@ -55,12 +55,11 @@ class PlannedStep:
     ledger: Ledger
     traffic: Traffic
     trained: Trained
-    companions: list[Trained] = field(default_factory=list)
-    """Models that are trained beside it."""
+    companions: dict[str, Trained] = field(default_factory=dict)
+    """Models that are trained beside it, by what goes before the names of their tensors in checkpoints."""
     make: Callable[[], object] = lambda: None
     repeats: dict[str, int] = field(default_factory=dict)
     """Phase -> how often a step goes through what was executed once."""
-    checkpoint_bytes: int = 0
     micro_batches: int = 1
     tokens: int = 0
     read_by_rollout: float = 0.0
@@ -70,7 +69,21 @@ class PlannedStep:
     @property
     def all_trained(self) -> list[Trained]:
         """The model, and those that are trained beside it."""
-        return [self.trained, *self.companions]
+        return [self.trained, *self.companions.values()]
+
+    @property
+    def run(self) -> Run:
+        """What of a run its checkpoints ask for; it measures nothing, and has no rows."""
+        absent: Any = None
+        return Run(
+            trained=self.trained,
+            evaluation=absent,
+            stream=absent,
+            source_names=(),
+            observers=(),
+            identity={},
+            companions=self.companions,
+        )
 
     def watch(self, model: Any, kind: str | None = None) -> None:
         """Count a model's parameters as a kind, and its forward passes as micro-batches."""
@@ -225,6 +238,7 @@ def reference_of(step: PlannedStep, section: ReferenceConfig | ServerReferenceCo
     reference = build_reference(step.trained, Live(), section, why=why)
     if hasattr(reference, "parameters"):
         step.watch(reference, REFERENCE)
+    step.trained.following = following_of(reference, section)
     return reference
 
 

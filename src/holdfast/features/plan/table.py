@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.features.plan.devices import GIB
 from holdfast.features.plan.kinds import KINDS, ORDER, PHASES, RESUME
+from holdfast.files import size_words
 
 _SHORT = {
     "parameters": "params",
@@ -41,7 +42,7 @@ def table(plan: Mapping[str, Any]) -> list[str]:
         *_work_lines(plan),
         "",
         *([f"the host waits {_several(len(plan['host_values']), 'time')}: {'; '.join(waits)}"] if waits else []),
-        f"a checkpoint takes {plan['checkpoint_bytes'] / GIB:.1f} GiB",
+        f"a checkpoint takes {size_words(plan['checkpoint_bytes'])}, an export {size_words(plan['export_bytes'])}",
         *(f"note: {note}" for note in plan["notes"]),
         *verdict_lines(plan),
     ]
@@ -52,7 +53,7 @@ def _memory_lines(plan: Mapping[str, Any]) -> list[str]:
     lines = [_line("GiB at the peak", ["total", *(_SHORT[kind] for kind in kinds)])]
     for row, phase in plan["phases"].items():
         cells = [f"{phase['total'] / GIB:.2f}", *(_cell(phase["parts"].get(kind, 0)) for kind in kinds)]
-        lines.append(_line("load + step, resumed" if row == RESUME else row, cells))
+        lines.append(_line(_title(row), cells))
     return lines
 
 
@@ -89,7 +90,11 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
 
 def _host_lines(plan: Mapping[str, Any]) -> list[str]:
     peaks = [(row, phase) for row, phase in plan["host"].items() if phase["total"] >= 2**26]
-    return [f"on the host, {row}: {phase['total'] / GIB:.2f} GiB" for row, phase in peaks]
+    return [f"on the host, {_title(row)}: {phase['total'] / GIB:.2f} GiB" for row, phase in peaks]
+
+
+def _title(row: str) -> str:
+    return "load + step, resumed" if row == RESUME else row
 
 
 def _counted(words: Iterable[str]) -> list[str]:

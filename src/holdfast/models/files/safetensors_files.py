@@ -248,6 +248,22 @@ def tensor_bytes(header: Header) -> int:
     return math.prod(header.shape) * header.dtype.itemsize  # torch's own product overflows
 
 
+def file_bytes(headers: Mapping[str, Header]) -> int:
+    """Return the size of a file without notes that `write_file` makes of tensors."""
+    return 8 + len(_header_text(headers, None)) + sum(map(tensor_bytes, headers.values()))
+
+
+def _header_text(headers: Mapping[str, Header], notes: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
+    position = 0
+    for name, header in headers.items():
+        end = position + tensor_bytes(header)
+        entries[name] = {"dtype": _CODES[header.dtype], "shape": list(header.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
 def write_file(
     file: IO[bytes] | RawIOBase,
     headers: Mapping[str, Header],
@@ -265,14 +281,7 @@ def write_file(
     Raises:
         ValueError: A tensor has another name, size or dtype than planned.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
-    position = 0
-    for name, header in headers.items():
-        end = position + tensor_bytes(header)
-        entries[name] = {"dtype": _CODES[header.dtype], "shape": list(header.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text = _header_text(headers, notes)
     with _Behind(file) as behind:
         behind.write(len(text).to_bytes(8, "little") + text)
         for name, header in headers.items():

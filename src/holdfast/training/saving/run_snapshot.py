@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.export.model import write_assets
 from holdfast.checkpoint.export.small_files import ExportFailed, check_readable
 from holdfast.checkpoint.export.stored import ADAPTERS, PARENT, STORED_HEADERS, headers_json
-from holdfast.checkpoint.format.snapshot import LiveTensors, Outline, Snapshot, hold, outline, take, with_companions
+from holdfast.checkpoint.format.snapshot import (
+    LiveTensors,
+    Outline,
+    RandomState,
+    Snapshot,
+    hold,
+    outline,
+    take,
+    with_companions,
+)
 from holdfast.checkpoint.saving.rehearsal import RehearsalFailed, TrainedState
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.models.adapters.files import AdapterSource
@@ -68,11 +77,21 @@ class Contents:
 
     def outline(self) -> Outline:
         """Return shape, dtype and trained flag of every tensor, by name."""
-        return outline(self._with_beside(take(self.tensors, self.optimizer)))
+        return outline(self.tensors_alone())
 
-    def _with_beside(self, own: Snapshot) -> Snapshot:
+    def tensors_alone(self, random_then: RandomState | None = None) -> Snapshot:
+        """Return what is saved of the model, of its optimizer and of those trained beside it, without the run's state.
+
+        Args:
+            random_then: Stands for the random state; default: as it is now.
+        """
+        return self._with_beside(take(self.tensors, self.optimizer, random_then=random_then), random_then)
+
+    def _with_beside(self, own: Snapshot, random_then: RandomState | None = None) -> Snapshot:
+        companions = self.beside().items()
         return with_companions(
-            own, {name: take(tensors, optimizer) for name, (tensors, optimizer) in self.beside().items()}
+            own,
+            {name: take(tensors, optimizer, random_then=random_then) for name, (tensors, optimizer) in companions},
         )
 
 

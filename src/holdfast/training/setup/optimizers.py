@@ -171,7 +171,8 @@ def optimizer_of(
     config, ranks = setting.config.optim, setting.ranks
     if isinstance(config, UserOptimizerConfig):
         kind = ranks.on_all_ranks(lambda: _class_at(config.path, setting))
-        return build_user_optimizer(config, kind, parameters, ranks)
+        has_numbers = setting.without_numbers is None
+        return build_user_optimizer(config, kind, parameters, ranks, has_numbers=has_numbers)
     vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
     return ranks.on_all_ranks(lambda: build_optimizer(config, parameters, vocabulary, stacks))
 
