@@ -141,13 +141,18 @@ def serve(run: RunFile, overrides: Overrides = None) -> None:
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN.yaml|EXPORT", help="A run's file, or an exported model.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN.yaml|MODEL", help="A run's file, an exported model, or with --data any model.")
+    ],
     overrides: Overrides = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Rows to evaluate a model on: a file, a directory, a name on the hub.")
+    ] = None,
 ) -> None:
-    """Evaluate a model on the run's evaluation sets, and write its completions."""
-    from holdfast.cli.running.train import train_from
+    """Evaluate a model on the run's evaluation sets or on rows, and write its completions."""
+    from holdfast.cli.running.train import evaluate as evaluate_model
 
-    raise typer.Exit(train_from("eval", target, overrides or []))
+    raise typer.Exit(evaluate_model(target, overrides or [], data))
 
 
 @app.command()
@@ -200,7 +205,12 @@ def explain_mismatch(
 
 @app.command()
 def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
-    target: Annotated[str, typer.Argument(metavar="EXPORT|CHECKPOINT|RUN", help="Of a run: its newest checkpoint.")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL|CHECKPOINT|RUN...", help="Of a run: its newest checkpoint. Several: side by side."
+        ),
+    ],
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="To complete; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user in the model's chat template.")] = False,
     rows: Annotated[str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines, JSON or parquet.")] = None,
@@ -214,12 +224,14 @@ def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Complete prompts with a trained model, by plain transformers; without a prompt, a line of standard input."""
+    """Complete prompts with models, by plain transformers; without a prompt, a line of standard input."""
     from holdfast.cli.after.generate import generate as complete
     from holdfast.cli.after.plain_generation import CompletionRequest
 
     decoding = (max_new_tokens, temperature, top_p, seed)
-    complete(target, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)
+    complete(
+        targets, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json
+    )
 
 
 @app.command("demo")
