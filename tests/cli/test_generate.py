@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.cli.commands import in_a_terminal
 from tests.cli.conftest import HOLDFAST, write_rows
@@ -153,13 +154,101 @@ def test_a_terminal_is_not_waited_for(place: Path) -> None:
     assert "holdfast generate needs a prompt" in shown
 
 
+def plain_model(place: Path, *, name: str = "plain") -> Path:
+    """Return a directory as others publish it, with nothing of ours beside the weights, which are others."""
+    directory = Path(shutil.copytree(place / "runs/run/exports/final", place / name))
+    for file in ("holdfast_export.json", "holdfast.yaml", "README.md"):
+        (directory / file).unlink()
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def in_a_hub_cache(directory: Path, cache: Path) -> dict[str, str]:
+    """Lay a directory into a cache of the hub as OWNER/plain; return the environment that names the cache."""
+    revision = "0" * 40
+    repository = cache / "models--owner--plain"
+    shutil.copytree(directory, repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(revision)
+    return {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+
+
+def test_a_plain_directory_is_completed_as_transformers_does(warm: WarmPython, place: Path) -> None:
+    directory = plain_model(place)
+
+    done = generated(warm, place, "plain", "--prompt", "add 3=", "--max-new-tokens", "9", "--json")
+    shown = generated(warm, place, "plain", "--prompt", "add 3=", "--max-new-tokens", "9")
+
+    assert done.code == 0, done.err
+    answer = json.loads(done.out)
+    assert (answer["path"], answer["run"], answer["run_id"], answer["step"]) == ("plain", "", "", None)
+    assert answer["completions"][0]["tokens"] == by_transformers(directory, "add 3=", 9, do_sample=False)
+    assert shown.out.splitlines()[0] == "plain: no export of a run"
+
+
+def test_a_name_on_the_hub_is_completed_as_transformers_does(place: Path) -> None:
+    environment = os.environ | in_a_hub_cache(plain_model(place), place / "cache")
+    command = [HOLDFAST, "generate", "owner/plain", "--prompt", "add 3=", "--max-new-tokens", "9", "--json"]
+
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["path"] == "owner/plain"
+    assert answer["completions"][0]["tokens"] == by_transformers(place / "plain", "add 3=", 9, do_sample=False)
+
+
+def test_base_and_trained_complete_rows_side_by_side(warm: WarmPython, place: Path) -> None:
+    directory = plain_model(place)
+    write_rows(place / "asked.jsonl", [{"prompt": "add 3="}, {"prompt": "sub 11"}])
+    ask = ("plain", "runs/run", "--rows", "asked.jsonl", "--max-new-tokens", "9")
+
+    as_json, shown = generated(warm, place, *ask, "--json"), generated(warm, place, *ask)
+
+    assert (as_json.code, shown.code) == (0, 0), as_json.err + shown.err
+    base, trained = json.loads(as_json.out)["models"]
+    assert (base["path"], base["step"]) == ("plain", None)
+    assert (trained["run"], trained["step"]) == ("run", 4)
+    for number, prompt in enumerate(("add 3=", "sub 11")):
+        expected = [
+            by_transformers(path, prompt, 9, do_sample=False) for path in (directory, place / "runs/run/exports/final")
+        ]
+        assert expected[0] != expected[1]
+        assert [model["completions"][number]["tokens"] for model in (base, trained)] == expected
+        line = next(line for line in shown.out.splitlines() if prompt in line)
+        texts = [model["completions"][number]["completion"] for model in (base, trained)]
+        assert [cell.strip() for cell in line.split("│")[1:-1]] == [prompt, *(text.strip() for text in texts)]
+
+
+def test_of_several_models_each_prompt_fits_all_or_nothing_is_loaded(warm: WarmPython, place: Path) -> None:
+    directory = plain_model(place)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+
+    done = generated(warm, place, "runs/run", "plain", "--prompt", "add 123456=")
+
+    refused(done, "plain: Prompt 1 of 1 is too long: its 11 tokens do not fit into the 8 positions of the model")
+
+
+def test_a_plain_model_without_a_weight_is_refused_and_not_filled_with_random_values(
+    warm: WarmPython, place: Path
+) -> None:
+    directory = plain_model(place)
+    weights = load_file(directory / "model.safetensors")
+    weights.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+    done = generated(warm, place, "plain", "--prompt", "add 3=")
+
+    refused(done, "plain has no values for model.layers.0.mlp.up_proj.weight, which a LlamaForCausalLM needs")
+
+
 def test_paths_that_are_nothing_to_load_are_refused_in_a_paragraph(warm: WarmPython, place: Path) -> None:
     (place / "empty").mkdir()
-    shutil.copytree(place / "runs/run/exports/final", place / "plain")
-    for name in ("holdfast_export.json", "holdfast.yaml"):
-        (place / "plain" / name).unlink()
 
-    for target in ("nowhere", "run.yaml", "empty", "plain"):
+    for target in ("nowhere", "./nowhere", "run.yaml", "empty"):
         refused(generated(warm, place, target, "--prompt", "a"), f"{target} is none of what can be loaded: an export")
     shutil.rmtree(place / "runs/run/checkpoints")
     refused(generated(warm, place, "runs/run", "--prompt", "a"), "runs/run")

@@ -77,8 +77,8 @@ def test_a_folder_that_is_no_export_is_refused_by_its_name(warm: WarmPython, tmp
 
     assert (done.code, done.err) == (
         2,
-        "folder has no holdfast.yaml, so it is no export of Holdfast. Evaluate it with a run's file: `holdfast eval "
-        "RUN.yaml model.path=folder`.\n",
+        "folder has no holdfast.yaml, so it is no export of Holdfast and names no rows. Evaluate it with rows, "
+        "`holdfast eval folder --data ROWS.jsonl`, or with a run's file, `holdfast eval RUN.yaml model.path=folder`.\n",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.training.setup.gradient_check import rounded_otherwise
+from holdfast.models.check.rounding import rounded_otherwise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

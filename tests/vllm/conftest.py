@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,14 +126,22 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Give two servers of vLLM, whose extension takes faults."""
-    folder = tmp_path_factory.mktemp("fleet")
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-    config = from_mapping(tree_of(urls), GRPOConfig)
+    with serving(tree_of, tmp_path_factory.mktemp("fleet"), count=2) as servers:
+        yield servers
+
+
+@contextmanager
+def serving(
+    tree: Callable[[Sequence[str]], dict[str, Any]], folder: Path, *, count: int = 1, dtype: str = "float32"
+) -> Iterator[Fleet]:
+    """Start servers for the model of a tree, whose extension takes faults."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
+    config = from_mapping(tree(urls), GRPOConfig)
     (folder / "model").mkdir()
     write_assets(folder / "model", blueprint(config.model, folder, seed=0), torch.float32)
     shutil.copyfile(Path(__file__).with_name("faulty_extension.py"), folder / "faulty_extension.py")
     section = VLLMEngineConfig(url=urls, start=True, python=PYTHON)
-    served = Served(section, folder / "model", "policy", "float32", 256, True, folder, "faulty_extension.Extension")
+    served = Served(section, folder / "model", "policy", dtype, 256, True, folder, "faulty_extension.Extension")
     with Servers(served) as servers:
         yield Fleet(servers, folder, urls)
 
@@ -167,18 +176,24 @@ class Policy:
         return model.eval()
 
 
+def policy_for(tree: dict[str, Any], world: World) -> Policy:
+    """Return the policy of a tree; whoever asks closes its engine."""
+    config = from_mapping(tree, GRPOConfig)
+    sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
+    engine = open_engine(sharded, config.rollout)
+    assert isinstance(engine, ServedEngine)
+    return Policy(sharded, engine)
+
+
 @pytest.fixture
 def policy_of(world: World, fleet: Fleet) -> Iterator[Callable[..., Policy]]:
     """Give what builds a policy that samples from servers; it is closed with the test, and faults are taken away."""
     opened: list[ServedEngine] = []
 
     def build(urls: Sequence[str] | None = None, **sections: Any) -> Policy:
-        config = from_mapping(tree_of(urls or fleet.urls, **sections), GRPOConfig)
-        sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
-        engine = open_engine(sharded, config.rollout)
-        assert isinstance(engine, ServedEngine)
-        opened.append(engine)
-        return Policy(sharded, engine)
+        policy = policy_for(tree_of(urls or fleet.urls, **sections), world)
+        opened.append(policy.engine)
+        return policy
 
     yield build
     fleet.heal()

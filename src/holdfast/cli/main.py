@@ -27,7 +27,7 @@ from holdfast.cli.path_arguments import (
     Configuration,
     EvaluationTarget,
     ForeignFile,
-    GenerationTarget,
+    GenerationTargets,
     Model,
     ModelTarget,
     RecordedRun,
@@ -167,11 +167,14 @@ def serve(run: RunFile, overrides: Overrides = None) -> None:
 def evaluate(
     target: EvaluationTarget,
     overrides: Overrides = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Rows to evaluate a model on: a file, a directory, a name on the hub.")
+    ] = None,
 ) -> None:
-    """Evaluate a model on the run's evaluation sets, and write its completions."""
-    from holdfast.cli.running.train import train_from
+    """Evaluate a model on the run's evaluation sets or on rows, and write its completions."""
+    from holdfast.cli.running.train import evaluate as evaluate_model
 
-    raise typer.Exit(train_from("eval", target, overrides or []))
+    raise typer.Exit(evaluate_model(target, overrides or [], data))
 
 
 @app.command()
@@ -224,7 +227,7 @@ def explain_mismatch(
 
 @app.command()
 def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
-    target: GenerationTarget,
+    targets: GenerationTargets,
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="To complete; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user in the model's chat template.")] = False,
     rows: Annotated[
@@ -240,12 +243,14 @@ def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Complete prompts with a trained model, by plain transformers; without a prompt, a line of standard input."""
+    """Complete prompts with models, by plain transformers; without a prompt, a line of standard input."""
     from holdfast.cli.after.generate import generate as complete
     from holdfast.cli.after.plain_generation import CompletionRequest
 
     decoding = (max_new_tokens, temperature, top_p, seed)
-    complete(target, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json)
+    complete(
+        targets, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json
+    )
 
 
 @app.command("demo")

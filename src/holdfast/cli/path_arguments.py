@@ -44,18 +44,18 @@ RecordedRun = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.", callback=takes(PathKind.RUN))
 ]
 EvaluationTarget = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="RUN.yaml|EXPORT",
-        help="A run's file, or an exported model.",
+        metavar="RUN.yaml|MODEL",
+        help="A run's file, an exported model, or with --data any model.",
         callback=takes(PathKind.EXPORT, PathKind.RUN_FILE, *MODEL_PATH),
     ),
 ]
-GenerationTarget = Annotated[
-    str,
+GenerationTargets = Annotated[
+    list[str],
     typer.Argument(
-        metavar="EXPORT|CHECKPOINT|RUN",
-        help="Of a run: its newest checkpoint.",
+        metavar="MODEL|CHECKPOINT|RUN...",
+        help="Of a run: its newest checkpoint. Several: side by side.",
         callback=takes(PathKind.EXPORT, PathKind.RUN, PathKind.CHECKPOINT, PathKind.CHECKPOINTS, *MODEL_PATH),
     ),
 ]

@@ -1,7 +1,8 @@
-"""`holdfast generate`: completions of a model that a run made, by plain transformers over an export.
+"""`holdfast generate`: completions of models, by plain transformers over an export or any Hugging Face directory.
 
-An export is read as it lies there. Of a checkpoint an export is made in a temporary directory, as `holdfast checkpoint
-export` makes it. Every prompt is looked at before a weight is read, and every refusal is one paragraph.
+A directory is read as it lies there, and a hub name is downloaded. Of a checkpoint an export is made in a temporary
+directory, as `holdfast checkpoint export` makes it. Every prompt is tokenised for every model before a weight is read,
+and every refusal is one paragraph.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli.after.plain_generation import (
     Completion,
     CompletionRequest,
+    Prepared,
     load_model,
     load_words,
     tokenised_prompts,
@@ -32,61 +34,114 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.inspect.tensors import StoredCheckpoint
 
 _SHOWN = 60
-_NONE_OF_THEM = "none of what can be loaded: an export, a checkpoint, or a run with a checkpoint"
+_NONE_OF_THEM = (
+    "none of what can be loaded: an export, a checkpoint, a run with a checkpoint, a Hugging Face directory, or a name "
+    "on the hub"
+)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model directory that can be loaded, and what it is of."""
+    """A model directory that can be loaded, and the run it is of."""
 
     directory: Path
     run_id: str
     run: str
     step: int | None
-    """None of an export of an early version, which says nothing of itself."""
+    """None of an export of an early version, which says nothing of itself, and of a model that no run made."""
     of: str
-    """Path that was named or chosen."""
+    """Path or hub name that was named or chosen."""
 
     @property
     def words(self) -> str:
         """Return run and step for a reader."""
-        if self.step is None:
+        if self.step is None and (self.directory / EXPORTED_CONFIG).exists():
             return f"{self.of}: an export that does not say of which run"
+        if self.step is None:
+            return f"{self.of}: no export of a run"
         return f"{self.of}: run {self.run}{f' ({self.run_id})' if self.run_id else ''}, step {self.step}"
 
 
-def generate(target: str, request: CompletionRequest, *, as_json: bool) -> None:
-    """Print what is loaded, and a completion per prompt.
+def generate(targets: Sequence[str], request: CompletionRequest, *, as_json: bool) -> None:
+    """Print what is loaded, and a completion per prompt; of several models, side by side.
 
     Raises:
-        UserError: The target is none that can be loaded, its weights are damaged, or a prompt cannot be completed.
+        UserError: A target is none that can be loaded, its weights are damaged, or a prompt cannot be completed.
     """
     try:
         prompts = _prompts(request)
         with ExitStack() as stack:
             # Loaders tell of what they do where completions are read by scripts.
             with redirect_stdout(sys.stderr):
-                source = stack.enter_context(_source(target, trust_remote_code=request.trust_remote_code))
-                config, tokenizer = load_words(source.directory, trust_remote_code=request.trust_remote_code)
-                ready = tokenised_prompts(config, tokenizer, prompts, request)
-                complete = load_model(source.directory, tokenizer, request)
-            completions = map(complete, ready)
-            if as_json:
-                head = {"path": source.of, "run": source.run, "run_id": source.run_id, "step": source.step}
-                print(json.dumps({**head, "completions": [vars(each) for each in completions]}, indent=2), flush=True)
+                sources = [stack.enter_context(_source(target, request)) for target in targets]
+                tokenised = [_tokenised(source, prompts, request, len(sources)) for source in sources]
+            if len(sources) == 1:
+                _print_one(sources[0], _completions(sources[0], tokenised[0], request), as_json=as_json)
             else:
-                _print_text(source, completions)
+                # One model at a time is in memory.
+                written = [list(_completions(*pair, request)) for pair in zip(sources, tokenised, strict=True)]
+                _print_several(sources, written, as_json=as_json)
     except UserError:
         raise
     except HoldfastError as error:  # damage, which for other commands is not a mistake of the user's
         raise UserError(str(error)) from error
 
 
-def _print_text(source: ModelSource, completions: Iterator[Completion]) -> None:
+def _tokenised(
+    source: ModelSource, prompts: Sequence[str], request: CompletionRequest, models: int
+) -> tuple[Any, list[Prepared]]:
+    """Return a model's tokenizer, and the prompts as the model reads them; a refusal names which of several models."""
+    config, tokenizer = load_words(source.directory, trust_remote_code=request.trust_remote_code)
+    try:
+        return tokenizer, tokenised_prompts(config, tokenizer, prompts, request)
+    except UserError as error:
+        if models == 1:
+            raise
+        raise UserError(f"{source.of}: {error}") from error
+
+
+def _completions(
+    source: ModelSource, tokenised: tuple[Any, list[Prepared]], request: CompletionRequest
+) -> Iterator[Completion]:
+    """Load a model, and yield its completions as they are written."""
+    tokenizer, ready = tokenised
+    with redirect_stdout(sys.stderr):
+        complete = load_model(source.directory, tokenizer, request)
+    return map(complete, ready)
+
+
+def _as_object(source: ModelSource, completions: Iterable[Completion]) -> dict[str, Any]:
+    head = {"path": source.of, "run": source.run, "run_id": source.run_id, "step": source.step}
+    return {**head, "completions": [vars(completion) for completion in completions]}
+
+
+def _print_one(source: ModelSource, completions: Iterator[Completion], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_object(source, completions), indent=2), flush=True)
+        return
     print(escaped(source.words), flush=True)
-    for each in completions:
-        print(f"--- {escaped(_short(each.prompt))}", flush=True)
-        print(escaped_paragraph(each.completion), flush=True)
+    for completion in completions:
+        print(f"--- {escaped(_short(completion.prompt))}", flush=True)
+        print(escaped_paragraph(completion.completion), flush=True)
+
+
+def _print_several(sources: Sequence[ModelSource], written: Sequence[Sequence[Completion]], *, as_json: bool) -> None:
+    """Print a table with a line per prompt and a column per model."""
+    if as_json:
+        models = [_as_object(*pair) for pair in zip(sources, written, strict=True)]
+        print(json.dumps({"models": models}, indent=2), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("prompt", show_lines=True)
+    for source in sources:
+        table.add_column(Text(escaped(source.words)), overflow="fold")
+    for completions in zip(*written, strict=True):
+        prompt = Text(escaped(_short(completions[0].prompt)))
+        table.add_row(prompt, *(Text(escaped_paragraph(completion.completion)) for completion in completions))
+    Console().print(table)
 
 
 def _short(text: str) -> str:
@@ -153,16 +208,15 @@ def _rows(files: Sequence[Path]) -> Iterator[Mapping[str, Any]]:
 
 
 @contextmanager
-def _source(target: str, *, trust_remote_code: bool) -> Iterator[ModelSource]:
-    """Find a model directory, or make one of a checkpoint for the length of a block; its weights are verified."""
+def _source(target: str, request: CompletionRequest) -> Iterator[ModelSource]:
+    """Find a model directory, or make one of a checkpoint for the length of a block; a run's weights are verified."""
     from holdfast.checkpoint.export.stored import export_stored
     from holdfast.checkpoint.keep import find
 
-    if (source := _export(Path(target))) is not None:
+    source = _export(Path(target)) or _plain(target, request)
+    if source is not None:
         yield source
         return
-    if "://" not in target and not Path(target).is_dir():
-        raise UserError(f"{target} is {_NONE_OF_THEM}: it is no directory.")
     try:
         stored = find.one(target)
     except HoldfastError as error:
@@ -175,9 +229,31 @@ def _source(target: str, *, trust_remote_code: bool) -> Iterator[ModelSource]:
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-generate-") as folder:
         place = Path(folder) / "export"
-        export_stored([stored], place, trust_remote_code=trust_remote_code)
+        export_stored([stored], place, trust_remote_code=request.trust_remote_code)
         about = _about(place)
         yield ModelSource(place, manifest.run_id, "" if about is None else about.run, manifest.step, str(stored.path))
+
+
+def _plain(target: str, request: CompletionRequest) -> ModelSource | None:
+    """Return a Hugging Face directory, downloaded where a hub's name was given; None for what only a run writes.
+
+    Raises:
+        UserError: There is neither such a directory nor such a name on the hub.
+    """
+    from holdfast.config.sections.model import ModelConfig
+    from holdfast.models.files.origin import locate
+
+    path = Path(target)
+    if "://" in target or (path.is_dir() and (_looks_like_ours(path) or not (path / "config.json").exists())):
+        return None
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{target} is {_NONE_OF_THEM}: it is no directory.")
+    section = ModelConfig(path=target, trust_remote_code=request.trust_remote_code)
+    try:
+        directory = locate(target, section, Path.cwd(), weights=True)
+    except ModelError as error:
+        raise error if path.is_dir() else UserError(f"{target} is {_NONE_OF_THEM}. {error}") from error
+    return ModelSource(directory, "", "", None, target)
 
 
 def _looks_like_ours(place: Path) -> bool:

@@ -184,9 +184,15 @@ def _loaded(directory: Path, request: CompletionRequest) -> Any:
     trust = {} if hasattr(transformers, name) else {"trust_remote_code": request.trust_remote_code}
     try:
         with refusals(f"transformers cannot load {directory}"):
-            model = kind.from_pretrained(directory, dtype="auto", **trust)
+            model, loading = kind.from_pretrained(directory, dtype="auto", output_loading_info=True, **trust)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"transformers cannot load {directory}: {' '.join(str(error).split())[:500]}") from error
+    # transformers fills what no file holds with random values, and warns.
+    if missing := sorted(loading["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise ModelError(
+            f"{directory} has no values for {missing[0]}{more}, which a {name} needs. Fetch its weights again."
+        )
     if not model.can_generate():
         raise ModelError(f"{directory} holds a {name}, which writes no text.")
     return model

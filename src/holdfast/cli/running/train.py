@@ -83,19 +83,31 @@ def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[Train
         raise ConfigError(f"{path} looks like a file for `holdfast {meant}`; for `holdfast {verb}`:\n{error}") from None
 
 
-def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
-    """Run a verb on a run's file or on an exported model."""
-    if not target.is_dir():
-        loaded = load_run(target, overrides)
-        return start(verb, loaded)
-    path = target / EXPORTED_CONFIG
-    if not path.exists():
+def evaluate(target: str, overrides: Sequence[str], data: str | None = None) -> int:
+    """Evaluate by a run's file, or an export by what its run said, or any model on rows; return the exit code.
+
+    Raises:
+        ConfigError: A model is no export, and no rows are named; or rows are named beside a file that names some.
+    """
+    path = Path(target)
+    if data is not None:
+        if path.is_file():
+            raise ConfigError(
+                f"{target} is a file, which names its evaluation sets itself. Give a model's directory or hub name "
+                f"with --data, or leave --data out."
+            )
+        return start("eval", LoadedConfig(_on_rows(target, data, overrides), Path.cwd()))
+    if not path.is_dir():
+        return start("eval", load_run(path, overrides))
+    file = path / EXPORTED_CONFIG
+    if not file.exists():
         raise ConfigError(
-            f"{target} has no {EXPORTED_CONFIG}, so it is no export of Holdfast. Evaluate it with a run's file: "
-            f"`holdfast eval RUN.yaml model.path={target}`."
+            f"{target} has no {EXPORTED_CONFIG}, so it is no export of Holdfast and names no rows. Evaluate it with "
+            f"rows, `holdfast eval {target} --data ROWS.jsonl`, or with a run's file, `holdfast eval RUN.yaml "
+            f"model.path={target}`."
         )
     here = [
-        f"model.path={target.resolve()}",
+        f"model.path={path.resolve()}",
         "model.config=null",
         "model.tokenizer=null",
         "model.image_processor=null",
@@ -104,8 +116,20 @@ def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
         "model.lora=null",
         "model.trust_remote_code=false",  # whoever wrote the export has no say in that
     ]
-    loaded = load_run(path, [*here, *overrides])
-    return start(verb, loaded)
+    return start("eval", load_run(file, [*here, *overrides]))
+
+
+def _on_rows(model: str, data: str, overrides: Sequence[str]) -> TrainingConfig:
+    """Return what `holdfast init` would write for a model and rows, with all rows as the evaluation set."""
+    from holdfast.cli.run_file.first_file import suggest
+
+    tree = suggest(None, model, data, Path.cwd(), "eval").tree
+    verb, section = tree.pop("verb"), tree["data"]
+    section.pop("validation_split", None)
+    tree["model"].pop("lora", None)  # nothing is trained
+    columns = {name: section[name] for name in ("path", "columns") if name in section}
+    tree["evaluation"] = {"sets": {"rows": columns}}
+    return from_mapping(tree, ROOTS[verb], "the suggestion", overrides)
 
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:

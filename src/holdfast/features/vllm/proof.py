@@ -3,6 +3,10 @@
 Equality of sampled tokens would show little, and what a server tells of a prompt never reads its cache of keys and
 values; so the 20 most probable tokens of every place are compared, and one generated token behind a prompt that is
 longer than a block of the cache.
+
+Two implementations of one model differ by rounding, which grows with depth and with how far logits are from flat. So
+where a server differs by more than twins of a small model do, the trainer's own forward pass is repeated with other
+roundings, and the server may differ by a small multiple of what that changes.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from holdfast.features.vllm.answers import TopRow
 from holdfast.features.vllm.buckets import Inspected
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
+from holdfast.models.check.rounding import rounded_otherwise
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.training.run import ShardedModel
@@ -35,7 +40,11 @@ _LENGTHS = (24, 64)
 _BEYOND_BLOCK = 32
 _ROWS = 64
 """Places whose logits are there at a time."""
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+_FLOOR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""In nats; what differs by less needs no measurement of rounding."""
+_ROUNDINGS = 6.0
+"""So many times what rounding changes in the trainer a server may differ."""
+_ROUNDING_PASSES = 2
 _LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Of one layer, relative to its largest output."""
 _MOST_NAMED = 4
@@ -68,7 +77,7 @@ class Prover:
     """Compares servers with the trainer after a push; all ranks have one.
 
     Args:
-        tolerance: Largest difference in nats; None for that of the dtype.
+        tolerance: Largest difference in nats; None: it is measured.
         block: TokenIds of a block of the servers' caches.
         longest: TokenIds of their contexts.
     """
@@ -77,6 +86,8 @@ class Prover:
         self._tolerance = tolerance
         self.lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
         """Tokens of the fixed sequences."""
+        self.limit = 0.0
+        """Of the last proof, in nats; on rank 0."""
         self._before: dict[str, Sequence[Sequence[TopRow]]] = {}
 
     def prove(
@@ -96,18 +107,19 @@ class Prover:
         dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
         sequences = _sequences(sharded, self.lengths)
         answers = ranks.on_first_rank(lambda: _ask(servers, sequences))
-        differences: dict[str, list[Tensor]] = {url: [] for url in answers}
-        look = partial(_compare, answers, sharded, differences) if is_first else _ignore
-        with without_dropout(sharded.model):
-            sharded.model.show_predictors(_batch(sharded, sequences), look)
-        proofs = self._measured(dtype, answers, differences, sequences) if is_first else []
-        limit = self._tolerance or _TOLERANCE[dtype]
-        wrong = ranks.agree([proof.url for proof in proofs if not proof.difference <= limit])  # NaN is wrong too
+        logprobs = _score(sharded, sequences, answers)
+        proofs = self._measured(dtype, answers, logprobs, sequences) if is_first else []
+        self.limit = self._tolerance or _FLOOR[dtype]
+        wrong = ranks.agree(_beyond(proofs, self.limit))
+        if wrong and self._tolerance is None:
+            rounding = _rounding(sharded, sequences, answers, logprobs)
+            self.limit = max(self.limit, _ROUNDINGS * rounding)
+            wrong = ranks.agree(_beyond(proofs, self.limit))
         if wrong:
             suspects = inspect(wrong)
             with ranks.together():
                 if is_first:
-                    raise RunStopped(_words(wrong, proofs, limit, _names(suspects, dtype)))
+                    raise RunStopped(_words(wrong, proofs, self.limit, _names(suspects, dtype)))
         self._before = dict(answers)
         return proofs
 
@@ -115,18 +127,22 @@ class Prover:
         self,
         dtype: torch.dtype,
         answers: ServerAnswers,
-        differences: Mapping[str, list[Tensor]],
+        logprobs: Mapping[str, Tensor],
         sequences: Sequence[TokenIds],
     ) -> list[Proof]:
         ends = torch.as_tensor(np.cumsum([len(sequence) for sequence in sequences]) - 1)
         proofs = []
-        for url, parts in differences.items():
-            rows = torch.cat(parts)  # [N, 20]
+        for url, ours in logprobs.items():
+            rows = (ours - _values(answers[url])).abs()  # [N, 20]
             of_prompts = torch.ones(len(rows), dtype=torch.bool)
             of_prompts[ends] = False
             before = _apart(answers[url], self._before[url]) if url in self._before else float("inf")
             proofs.append(Proof(url, _measure(rows, dtype), _measure(rows[of_prompts], dtype), before))
         return proofs
+
+
+def _beyond(proofs: Sequence[Proof], limit: float) -> list[str]:
+    return [proof.url for proof in proofs if not proof.difference <= limit]  # NaN is beyond every limit
 
 
 def _measure(differences: Tensor, dtype: torch.dtype) -> float:
@@ -176,7 +192,7 @@ def _words(wrong: Sequence[str], proofs: Sequence[Proof], limit: float, names: s
         why = f"all bytes arrived as they were sent, so what went wrong lies behind the transfer; {names}"
     return (
         f"After a push of weights servers say other log-probabilities than the trainer: {where}{others}; at most "
-        f"{limit:g} is allowed (rollout.engine.tolerance). {why[0].upper()}{why[1:]}. Nothing was sampled from them. "
+        f"{limit:.2g} is allowed (rollout.engine.tolerance). {why[0].upper()}{why[1:]}. Nothing was sampled from them. "
         "Start the servers again; the same command goes on from the last checkpoint."
     )
 
@@ -229,24 +245,65 @@ def _batch(sharded: ShardedModel, sequences: Sequence[TokenIds]) -> Batch:
     return to_device(batch, sharded.setting.world.device)
 
 
-def _compare(
+def _rows(sequences: Sequence[Sequence[TopRow]]) -> list[TopRow]:
+    return [row for rows in sequences for row in rows]
+
+
+def _tokens(rows: Sequence[TopRow]) -> Tensor:
+    # A row may have one token more: the prompt's own, where it is not among the most probable ones.
+    return torch.tensor([list(row)[:_TOP] for row in rows])
+
+
+def _values(sequences: Sequence[Sequence[TopRow]]) -> Tensor:
+    """Return a server's log-probabilities, [N, 20]."""
+    return torch.tensor([list(row.values())[:_TOP] for row in _rows(sequences)], dtype=torch.float64)
+
+
+def _score(sharded: ShardedModel, sequences: Sequence[TokenIds], answers: ServerAnswers) -> dict[str, Tensor]:
+    """Return the trainer's log-probabilities [N, 20] of the servers' tokens by address, on rank 0."""
+    parts: dict[str, list[Tensor]] = {url: [] for url in answers}
+    look = partial(_gather, answers, sharded, parts) if sharded.setting.world.is_first else _ignore
+    with without_dropout(sharded.model):
+        sharded.model.show_predictors(_batch(sharded, sequences), look)
+    return {url: torch.cat(values) for url, values in parts.items() if values}
+
+
+def _rounding(
+    sharded: ShardedModel,
+    sequences: Sequence[TokenIds],
+    answers: ServerAnswers,
+    logprobs: Mapping[str, Tensor],
+) -> float:
+    """Return by how much other roundings change the trainer's log-probabilities, the same on all ranks."""
+    dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
+    device, ranks = sharded.setting.world.device, sharded.setting.ranks
+    largest = 0.0
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for seed in range(_ROUNDING_PASSES):
+            torch.manual_seed(seed)
+            # Compiled blocks do not see hooks that come later.
+            with torch.compiler.set_stance("force_eager"), rounded_otherwise(sharded.model, torch.finfo(dtype).eps):
+                moved = _score(sharded, sequences, answers)
+            sizes = [_measure((moved[url] - values).abs(), dtype) for url, values in logprobs.items()]
+            largest = max([largest, *sizes])
+    return ranks.agree(largest)
+
+
+def _gather(
     answers: ServerAnswers,
     sharded: ShardedModel,
-    differences: dict[str, list[Tensor]],
+    logprobs: dict[str, list[Tensor]],
     hidden: Tensor,
     head: HeadWeights,
 ) -> None:
     """Take the trainer's log-probabilities of the servers' tokens, a few places at a time."""
-    flat = {url: [row for rows in sequences for row in rows] for url, sequences in answers.items()}
+    flat = {url: _rows(sequences) for url, sequences in answers.items()}
     for start in range(0, len(hidden), _ROWS):
         part = slice(start, start + _ROWS)
         logits, _ = logits_of(hidden[part], head, sharded.model.head_spec)
-        logprobs = logits.log_softmax(-1).cpu()
+        scores = logits.log_softmax(-1).cpu()
         for url, rows in flat.items():
-            # A row may have one token more: the prompt's own, where it is not among the most probable ones.
-            tokens = torch.tensor([list(row)[:_TOP] for row in rows[part]])
-            values = torch.tensor([list(row.values())[:_TOP] for row in rows[part]], dtype=torch.float64)
-            differences[url].append((logprobs.gather(1, tokens).double() - values).abs())
+            logprobs[url].append(scores.gather(1, _tokens(rows[part])).double())
 
 
 def _ignore(hidden: Tensor, head: HeadWeights) -> None:

@@ -140,7 +140,8 @@ class ServedEngine(VLLMEngine, PublishedEngine):
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
                 f"weights pushed to {len(servers)} of {len(self.servers)} servers and proved in "
-                f"{time.perf_counter() - start:.1f} s: log-probabilities differ by {worst:.1e}",
+                f"{time.perf_counter() - start:.1f} s: log-probabilities differ by {worst:.1e} (limit "
+                f"{self._prover.limit:.1e})",
                 flush=True,
             )
 

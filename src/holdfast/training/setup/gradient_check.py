@@ -23,17 +23,16 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ModelError
 from holdfast.models.check.forward import Sides, documents, upstream
+from holdfast.models.check.rounding import rounded_otherwise
 from holdfast.models.check.witness import as_files_say
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.objectives.supervised import NegativeLogLikelihood
@@ -312,50 +311,3 @@ def _leaving_nothing(policy: PolicyModel, device: torch.device) -> Iterator[None
         for value in sharded_parameters(policy).values():
             value.grad = None
         policy.train()
-
-
-class _Moved(torch.autograd.Function):
-    """Move values forwards, and their gradient backwards, each by random parts of at most `part`."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, part: float) -> Tensor:
-        ctx.part = part
-        return _moved(values, part)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _moved(gradient, ctx.part), None
-
-
-def _moved(values: Tensor, part: float) -> Tensor:
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return (wide * (1 + part * (2 * torch.rand_like(wide) - 1))).to(values.dtype)
-
-
-@contextmanager
-def rounded_otherwise(model: nn.Module, part: float) -> Iterator[None]:
-    """Move what each module with parameters of its own returns, and the gradient of that, within the block.
-
-    What rounding alone makes of a gradient depends on depth, weights and the parameter, so it is measured, as Monte
-    Carlo arithmetic does (Parker, Monte Carlo arithmetic, UCLA CSD-970002, 1997).
-
-    A backward pass belongs inside too: blocks that are recomputed call their modules again. Draws are torch's.
-
-    Args:
-        model: Sharded or not.
-        part: Largest relative change.
-    """
-
-    def moved(values: Tensor) -> Any:
-        return _Moved.apply(values, part) if values.is_floating_point() else values  # type: ignore[no-untyped-call]
-
-    def move(_: nn.Module, __: object, output: Any) -> Any:
-        return tree_map_only(Tensor, moved, output)
-
-    modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    hooks = [module.register_forward_hook(move) for module in modules]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

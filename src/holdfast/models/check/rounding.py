@@ -1,0 +1,59 @@
+"""What rounding alone makes of a model's numbers, measured: every module's output is moved by about as much.
+
+It depends on depth, weights and the input, so no limit for it can be written down; it is found as Monte Carlo
+arithmetic does (Parker, Monte Carlo arithmetic, UCLA CSD-970002, 1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+class _Moved(torch.autograd.Function):
+    """Move values forwards, and their gradient backwards, each by random parts of at most `part`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, part: float) -> Tensor:
+        ctx.part = part
+        return _moved(values, part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _moved(gradient, ctx.part), None
+
+
+def _moved(values: Tensor, part: float) -> Tensor:
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return (wide * (1 + part * (2 * torch.rand_like(wide) - 1))).to(values.dtype)
+
+
+@contextmanager
+def rounded_otherwise(model: nn.Module, part: float) -> Iterator[None]:
+    """Move what each module with parameters of its own returns, and the gradient of that, within the block.
+
+    A backward pass belongs inside too: blocks that are recomputed call their modules again. Draws are torch's.
+
+    Args:
+        model: Sharded or not.
+        part: Largest relative change.
+    """
+
+    def moved(values: Tensor) -> Any:
+        return _Moved.apply(values, part) if values.is_floating_point() else values  # type: ignore[no-untyped-call]
+
+    def move(_: nn.Module, __: object, output: Any) -> Any:
+        return tree_map_only(Tensor, moved, output)
+
+    modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    hooks = [module.register_forward_hook(move) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
