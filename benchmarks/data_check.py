@@ -58,7 +58,7 @@ def tokenise_alone(run: Path) -> None:
 
 
 def check(run: Path) -> None:
-    from holdfast.cli.run_file.data_check import check_data
+    from holdfast.cli.commands.data.survey import check_data
 
     with contextlib.redirect_stdout(io.StringIO()):
         check_data(run, [], as_json=False)

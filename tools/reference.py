@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
@@ -159,21 +158,12 @@ def config_page() -> str:
     return NOTE + "\n".join(parts)
 
 
-def commands(app: typer.Typer, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the words of every command."""
-    for command in app.registered_commands:
-        assert command.callback is not None
-        yield (*above, command.name or command.callback.__name__)
-    for group in app.registered_groups:
-        assert group.typer_instance is not None
-        yield from commands(group.typer_instance, (*above, str(group.name)))
-
-
 def cli_page() -> str:
     runner = CliRunner()
     about = inspect.getdoc(command_line) or ""
     parts = [f"# Command line reference\n\n{about}\n"]
-    for words in commands(command_line.app):
+    for name in command_line.COMMANDS:
+        words = name.split()
         shown = runner.invoke(
             command_line.app, [*words, "--help"], prog_name="holdfast", env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}
         )
@@ -188,7 +178,7 @@ def keys_page(name: str) -> str:
     """Return every key of another system: what it is here, and what differs."""
     table = load_key_table(name)
     lines = [
-        NOTE.replace("docstrings in src/holdfast", "tables in src/holdfast/config/other_systems"),
+        NOTE.replace("docstrings in src/holdfast", "tables in src/holdfast/features/rescue/systems"),
         f"# Keys of {table.title}\n",
         f"By the table of {table.version}: what each key is here. A value without a note means the same in both.\n",
         "| key there | here | |",

@@ -159,7 +159,7 @@ def test_two_reads_that_are_wrong_in_different_ways_put_nothing_aside(run: Path)
 
 
 def test_looking_never_renames(run: Path) -> None:
-    from holdfast.cli.checkpoints.views import listing, verification
+    from holdfast.cli.commands.checkpoint.views import listing, verification
 
     damage(run / "step-00000003")
     storage = LocalStorage(run)

@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.keep.retention import steps
 from holdfast.checkpoint.place.object_lease import ObjectLease, machine
 from holdfast.checkpoint.place.storage import Storage, open_storage
-from holdfast.cli.checkpoints.views import pruned
+from holdfast.cli.commands.checkpoint.views import pruned
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, save_after

@@ -95,7 +95,7 @@ def test_a_second_job_on_a_place_of_checkpoints_is_refused_on_all_ranks(pools: A
 
 PRUNES = """
 from holdfast.checkpoint.errors import DirectoryTaken
-from holdfast.cli.checkpoints.views import pruned
+from holdfast.cli.commands.checkpoint.views import pruned
 
 def prunes(event):
     if event.step == 3:

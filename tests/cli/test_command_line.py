@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.cli.main import app
+from holdfast import registry
+from holdfast.cli.main import COMMANDS, GROUPS
 from tests.cli.conftest import HOLDFAST, write_run
 from tests.cli.warm import Done, run_and_list_imports
 from tests.config.test_schema import SNAPSHOT
@@ -39,9 +40,23 @@ def test_help_imports_the_files_of_commands_and_typer_alone(tmp_path: Path) -> N
         assert f"\n  {verb} " in done.out
 
 
+def test_every_listed_command_has_a_function_and_a_group() -> None:
+    for name, command in COMMANDS.items():
+        assert registry.load(command.path).__doc__
+        assert command.help.endswith(".")
+        assert " " not in name or name.split()[0] in GROUPS
+
+
+def test_what_the_registry_names_is_there() -> None:
+    paths = [value for name, value in vars(registry).items() if name.isupper()]
+    paths = [path for value in paths for path in (value.values() if isinstance(value, dict) else [value])]
+
+    assert all(callable(registry.load(path)) for path in paths)
+    assert len(paths) > 8
+
+
 def test_no_annotation_of_a_command_is_a_string_that_typer_evaluates() -> None:
-    apps = [app, *(group.typer_instance for group in app.registered_groups)]
-    commands = [command.callback for each in apps for command in each.registered_commands]
+    commands = [registry.load(command.path) for command in COMMANDS.values()]
     annotations = [value for command in commands for value in command.__annotations__.values()]
 
     assert len(commands) > 30

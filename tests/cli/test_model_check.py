@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.run_file.inspect import check
+from holdfast.cli.commands.model import check
 from holdfast.errors import ConfigError
 from tests.models.directories import config_of, write_directory
 

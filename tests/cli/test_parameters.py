@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.run_file.inspect import parameters
+from holdfast.cli.commands.model import parameters
 from holdfast.errors import ModelError
 from tests.cli.conftest import write_run
 from tests.tiny import COMMON

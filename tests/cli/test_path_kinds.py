@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from holdfast.cli.main import app
+from holdfast.cli.main import COMMANDS, app
 from holdfast.config.load import load_config
 from holdfast.config.path_kinds import KEYS, PathKind, misplaced, recognise
 from holdfast.config.verbs.training import SFTConfig
@@ -113,14 +113,11 @@ def path_arguments() -> list[tuple[str, str]]:
     """Return every command with each of its parameters that checks a path."""
     found = []
 
-    def walk(command: typer.core.TyperGroup, names: tuple[str, ...]) -> None:
-        for name, below in command.commands.items():
-            if hasattr(below, "commands"):
-                walk(below, (*names, name))
-                continue
-            found.extend((" ".join((*names, name)), each.name) for each in below.params if each.callback is not None)
-
-    walk(typer.main.get_command(app), ())
+    for command in COMMANDS:
+        group: Any = typer.main.get_command(app)
+        for name in command.split():
+            group = group.get_command(None, name)
+        found.extend((command, each.name) for each in group.params if each.callback is not None)
     return found
 
 
@@ -133,7 +130,7 @@ def ask(command: str, parameter: str, path: str) -> str:
     for name in command.split():
         group = typer.main.get_command(app) if group is None else group
         context = typer.Context(group, parent=context, info_name="holdfast") if context is None else context
-        group = group.commands[name]
+        group = group.get_command(None, name)
         context = typer.Context(group, parent=context, info_name=name)
     each = next(each for each in group.params if each.name == parameter)
     value = [path] if each.multiple or each.nargs == -1 else path

@@ -50,7 +50,7 @@ def test_checking_a_configuration_imports_neither_torch_nor_transformers() -> No
         "import sys, pkgutil, importlib, holdfast.config as config, holdfast.types, holdfast.errors\n"
         "for module in pkgutil.iter_modules(config.__path__, 'holdfast.config.'):\n"
         "    importlib.import_module(module.name)\n"
-        "import holdfast.cli.main, holdfast.cli.running.train, holdfast.cli.run_file.inspect, holdfast.launch.local\n"
+        "import holdfast.cli.main, holdfast.cli.commands.train, holdfast.cli.commands.config, holdfast.launch.local\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules}\n"
         "             & {'torch', 'transformers', 'datasets', 'numpy', 'safetensors'}))\n"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.run_file.inspect import schema
+from holdfast.cli.commands.config import schema
 from holdfast.config.load import from_mapping
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS

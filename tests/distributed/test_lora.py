@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
 from holdfast.checkpoint.keep import find
-from holdfast.cli.checkpoint import checkpoint_app
+from holdfast.cli.main import app
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
@@ -174,7 +174,7 @@ def test_adapters_of_a_checkpoint_alone_are_the_run_s_export_and_peft_computes_w
     pools(2).run(run, saved(tmp_path, llama, 2, frozen=frozen))
 
     done = CliRunner().invoke(
-        checkpoint_app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")]
+        app, ["checkpoint", "export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")]
     )
 
     assert done.exit_code == 0, done.output
@@ -260,7 +260,7 @@ def test_what_is_trained_whole_beside_adapters_is_in_the_adapter_directory_and_i
     assert all(not torch.equal(there[f"{name}.weight"], first[f"{name}.weight"]) for name in whole)
 
     done = CliRunner().invoke(
-        checkpoint_app, ["export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")]
+        app, ["checkpoint", "export", str(tmp_path / "r"), "--adapter", "-o", str(tmp_path / "again")]
     )
     assert done.exit_code == 0, done.output
     for path in place.iterdir():

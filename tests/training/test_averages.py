@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from holdfast.checkpoint.errors import NoCheckpoint
 from holdfast.checkpoint.keep import find
-from holdfast.cli.checkpoint import checkpoint_app
+from holdfast.cli.main import app
 from holdfast.errors import ConfigError
 from holdfast.metrics.sink import read_metrics
 from holdfast.optim.averages import Averages
@@ -160,7 +160,7 @@ def test_weights_of_16_bits_are_averaged_in_float32_and_come_back_untouched() ->
 def exported(place: Path, *words: str) -> dict[str, bytes]:
     """Return the files of what `holdfast checkpoint export` makes of a run's newest checkpoint."""
     output = place / "exported"
-    done = CliRunner().invoke(checkpoint_app, ["export", str(place / "r"), "-o", str(output), *words])
+    done = CliRunner().invoke(app, ["checkpoint", "export", str(place / "r"), "-o", str(output), *words])
     if done.exception is not None:
         raise done.exception
     return {file.name: file.read_bytes() for file in output.iterdir()}

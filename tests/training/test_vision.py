@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from holdfast.checkpoint.export.stored import export_stored
 from holdfast.checkpoint.keep import find
-from holdfast.cli.run_file.inspect import preview
+from holdfast.cli.commands.data.preview import preview
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.config.sections.model import ModelConfig

@@ -92,9 +92,7 @@ def test_a_run_that_is_killed_goes_on_and_samples_from_its_own_weights_alone(
     first = start(tmp_path / "run.yaml")
     reaches(first, directory, 5)
     ranks = [
-        each
-        for each in psutil.Process(first.pid).children(recursive=True)
-        if "holdfast.cli.running.worker" in each.cmdline()
+        each for each in psutil.Process(first.pid).children(recursive=True) if "holdfast.launch.rank" in each.cmdline()
     ]
     os.kill(ranks[-1].pid, signal.SIGKILL)
     broken = first.communicate(timeout=120)[0]

@@ -11,64 +11,74 @@ if __name__ == "__main__":  # `python -m`; the program `holdfast` begins in entr
     end_at_once(3, "Ctrl-C: stopped before anything was started.\n")
 
 import sys
-from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from holdfast.cli.beforehand import OptionalRunFile, Overrides, RunFile, doctor, env, plan
-from holdfast.cli.checkpoint import TrustCode, checkpoint_app
-from holdfast.cli.hints import HintingGroup
-from holdfast.cli.looking import push, report, runs_app, watch
-from holdfast.cli.path_arguments import (
-    IS_MODEL,
-    IS_ROWS,
-    Configuration,
-    EvaluationTarget,
-    ForeignFile,
-    GenerationTargets,
-    Model,
-    ModelTarget,
-    RecordedRun,
-    Rows,
-)
+from holdfast.cli.groups import Listed, command_line
 from holdfast.errors import HoldfastError, UserError
 from holdfast.interrupts import raise_after_imports
 
-_DASH_H = {"help_option_names": ["-h", "--help"]}
+_CORE, _FEATURES = "holdfast.cli.commands", "holdfast.features"
 
-app = typer.Typer(
-    cls=HintingGroup,
-    context_settings=_DASH_H,
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-config_app = typer.Typer(cls=HintingGroup, help="Look at a run's configuration.", no_args_is_help=True)
-data_app = typer.Typer(cls=HintingGroup, help="Look at a run's data.", no_args_is_help=True)
-launch_app = typer.Typer(cls=HintingGroup, help="Run on several machines: by Slurm, or by Ray.", no_args_is_help=True)
-model_app = typer.Typer(cls=HintingGroup, help="Look at a run's model.", no_args_is_help=True)
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(config_app, name="config")
-app.add_typer(data_app, name="data")
-app.add_typer(launch_app, name="launch")
-app.add_typer(model_app, name="model")
-app.add_typer(runs_app, name="runs")
-for look in (plan, doctor, env, report, watch, push):
-    app.command()(look)
-
-
-class Damage(StrEnum):
-    """What `prove --break` damages."""
-
-    rng = "rng"
-    cursor = "cursor"
-    optimizer = "optimizer"
-
-
-Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a distillation learns from.")]
+COMMANDS = {
+    "init": Listed(f"{_CORE}.init:init_run", "Write a first configuration from what a model and the first rows show."),
+    "sft": Listed(f"{_CORE}.train:sft", "Supervised fine-tuning."),
+    "dpo": Listed(f"{_CORE}.train:dpo", "Training on preferences between answers: DPO and its kin."),
+    "reward": Listed(f"{_CORE}.train:reward", "Training of a reward model on preferences between answers."),
+    "grpo": Listed(f"{_CORE}.train:grpo", "Reinforcement learning from rewards of sampled completions."),
+    "distill": Listed(f"{_CORE}.train:distill", "Distillation of a teacher into a student."),
+    "eval": Listed(f"{_CORE}.eval:evaluate", "Evaluate a model on the run's evaluation sets or on rows."),
+    "generate": Listed(f"{_CORE}.generate:generate", "Complete prompts with models, by plain transformers."),
+    "demo": Listed(f"{_CORE}.demo:run_demo", "Show the main job on two ranks, one of which is killed on the way."),
+    "doctor": Listed(f"{_FEATURES}.plan.commands:doctor", "Look at what a run needs before it starts."),
+    "plan": Listed(f"{_FEATURES}.plan.commands:plan", "Say what a run takes on devices, and what to turn."),
+    "env": Listed(f"{_FEATURES}.plan.commands:env", "Print what a bug report needs; no secrets."),
+    "prove": Listed(f"{_FEATURES}.forensics.commands:prove", "Kill a run, resume it, and compare it bit for bit."),
+    "replay": Listed(f"{_FEATURES}.forensics.commands:replay", "Make one recorded step again."),
+    "explain-mismatch": Listed(
+        f"{_FEATURES}.forensics.commands:explain_mismatch", "Say why sampler and trainer differ in log-probabilities."
+    ),
+    "report": Listed(f"{_FEATURES}.report.commands:report", "Write one page about a run, or about several."),
+    "watch": Listed(f"{_FEATURES}.report.commands:watch", "Show a run in the terminal while it goes on."),
+    "serve": Listed(f"{_FEATURES}.vllm.commands:serve", "Start the servers of vLLM that a run samples from."),
+    "push": Listed(f"{_CORE}.push:push", "Upload an exported model to the Hugging Face hub, privately."),
+    "version": Listed(f"{_CORE}.version:version", "Print the versions that decide a run's numbers."),
+    "checkpoint ls": Listed(f"{_CORE}.checkpoint:list_checkpoints", "List a run's checkpoints, oldest first."),
+    "checkpoint path": Listed(f"{_CORE}.checkpoint:print_path", "Print the path of one checkpoint, for scripts."),
+    "checkpoint show": Listed(f"{_CORE}.checkpoint:show", "Print what a checkpoint says of itself."),
+    "checkpoint verify": Listed(f"{_CORE}.checkpoint:verify", "Compare checkpoints with their manifests."),
+    "checkpoint diff": Listed(f"{_CORE}.checkpoint:diff", "Print where two checkpoints differ first."),
+    "checkpoint export": Listed(f"{_CORE}.checkpoint:export", "Write a model directory that transformers loads."),
+    "checkpoint check": Listed(f"{_FEATURES}.rescue.commands:check", "Look at a checkpoint of another system."),
+    "checkpoint import": Listed(
+        f"{_FEATURES}.rescue.commands:import_checkpoint", "Make another system's checkpoint one of ours, or a model."
+    ),
+    "checkpoint average": Listed(f"{_CORE}.checkpoint:average", "Write the mean of several checkpoints' weights."),
+    "checkpoint prune": Listed(f"{_CORE}.checkpoint:prune", "Delete older checkpoints."),
+    "checkpoint pin": Listed(f"{_CORE}.checkpoint:pin", "Keep a checkpoint whatever retention says."),
+    "config show": Listed(f"{_CORE}.config:config_show", "Print the whole tree, defaults included."),
+    "config schema": Listed(f"{_CORE}.config:config_schema", "Print the tree's JSON schema, for editors and agents."),
+    "config diff": Listed(f"{_CORE}.config:config_diff", "Print the keys in which two runs differ."),
+    "config import": Listed(f"{_FEATURES}.rescue.commands:config_import", "Write another system's file as ours."),
+    "data preview": Listed(f"{_CORE}.data:data_preview", "Print one row as tokens; trained ones are coloured."),
+    "data check": Listed(f"{_CORE}.data:data_check", "Read all rows as the run will, before any weight."),
+    "launch slurm": Listed(f"{_FEATURES}.cluster.commands:run_by_slurm", "Print or submit a batch job for Slurm."),
+    "launch ray": Listed(f"{_FEATURES}.cluster.commands:run_by_ray", "Run on a Ray cluster."),
+    "model parameters": Listed(f"{_CORE}.model:model_parameters", "Print every parameter, and whether it is trained."),
+    "model check": Listed(f"{_CORE}.model:model_check", "Look at a model as a run does before step 1."),
+    "runs ls": Listed(f"{_CORE}.runs:list_runs", "List runs, the one that was active last first."),
+    "runs compare": Listed(f"{_FEATURES}.report.commands:compare_runs", "Compare two runs."),
+}
+"""Command to the function that is it, whose file is imported when the command is called, and a line of help."""
+GROUPS = {
+    "checkpoint": "Look at a run's checkpoints, verify, export, keep and delete them.",
+    "config": "Look at a run's configuration.",
+    "data": "Look at a run's data.",
+    "launch": "Run on several machines: by Slurm, or by Ray.",
+    "model": "Look at a run's model.",
+    "runs": "Look at the runs in a directory.",
+}
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
@@ -79,7 +89,6 @@ def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's way
         raise typer.Exit
 
 
-@app.callback()
 def before_all(
     version: Annotated[  # noqa: ARG001, FBT002 - typer's way
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print Holdfast's own version.")
@@ -91,311 +100,7 @@ def before_all(
     hush()
 
 
-@app.command("init")
-def init_run(
-    verb: Annotated[
-        str | None, typer.Argument(metavar="[sft|dpo|reward|grpo|distill]", help="Default: what the rows are for.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A model's directory, or its name on the hub.", callback=IS_MODEL)
-    ] = None,
-    data: Rows = None,
-    teacher: Teacher = None,
-    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
-) -> None:
-    """Write a first configuration from what a model and the first rows show, with the reasons."""
-    from holdfast.cli.run_file.first_file import write_first_file
-
-    write_first_file(verb, model, data, output, teacher)
-
-
-@app.command()
-def sft(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
-    """Supervised fine-tuning."""
-    from holdfast.cli.running.train import train
-
-    raise typer.Exit(train("sft", run, overrides or [], model, data))
-
-
-@app.command()
-def dpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
-    """Training on preferences between answers: DPO and its kin."""
-    from holdfast.cli.running.train import train
-
-    raise typer.Exit(train("dpo", run, overrides or [], model, data))
-
-
-@app.command()
-def reward(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
-    """Training of a reward model on preferences between answers."""
-    from holdfast.cli.running.train import train
-
-    raise typer.Exit(train("reward", run, overrides or [], model, data))
-
-
-@app.command()
-def grpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
-    """Reinforcement learning from rewards of sampled completions: GRPO and its kin."""
-    from holdfast.cli.running.train import train
-
-    raise typer.Exit(train("grpo", run, overrides or [], model, data))
-
-
-@app.command()
-def distill(
-    run: OptionalRunFile = None,
-    overrides: Overrides = None,
-    model: Model = None,
-    data: Rows = None,
-    teacher: Teacher = None,
-) -> None:
-    """Distillation of a teacher into a student, on rows or on what the student writes."""
-    from holdfast.cli.running.train import train
-
-    raise typer.Exit(train("distill", run, overrides or [], model, data, teacher))
-
-
-@app.command()
-def serve(run: RunFile, overrides: Overrides = None) -> None:
-    """Start the servers of vLLM that a run samples from, until Ctrl-C or SIGTERM; weights come from the run."""
-    from holdfast.features.vllm.serving import serve as serve_run
-
-    raise typer.Exit(serve_run(run, overrides or []))
-
-
-@app.command("eval")
-def evaluate(
-    target: EvaluationTarget,
-    overrides: Overrides = None,
-    data: Annotated[
-        str | None, typer.Option("--data", help="Rows to evaluate a model on: a file, a directory, a name on the hub.")
-    ] = None,
-) -> None:
-    """Evaluate a model on the run's evaluation sets or on rows, and write its completions."""
-    from holdfast.cli.running.train import evaluate as evaluate_model
-
-    raise typer.Exit(evaluate_model(target, overrides or [], data))
-
-
-@app.command()
-def prove(
-    run: RunFile,
-    overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=2, help="Updates of each run.")] = 12,
-    kill_at: Annotated[int, typer.Option(min=2, help="The update in which a rank is killed.")] = 7,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the rank and the phase.")] = 0,
-    break_: Annotated[
-        Damage | None, typer.Option("--break", help="Damage the resumed state: the proof must then fail.")
-    ] = None,
-) -> None:
-    """Kill a run, resume it, and compare it bit for bit with one that was not killed; exit 1 if they differ."""
-    from holdfast.features.forensics.proving import prove as prove_run
-
-    raise typer.Exit(
-        prove_run(
-            run,
-            overrides or [],
-            steps=steps,
-            kill_at=kill_at,
-            seed=seed,
-            break_=None if break_ is None else break_.value,
-        )
-    )
-
-
-@app.command()
-def replay(
-    directory: RecordedRun,
-    step: Annotated[int, typer.Option(min=1, help="Which step to make again.")],
-) -> None:
-    """Make one recorded step again, on one CPU process, and compare its loss and gradient; exit 1 if they differ."""
-    from holdfast.features.forensics.proving import replay as replay_step
-
-    raise typer.Exit(replay_step(directory, step))
-
-
-@app.command("explain-mismatch")
-def explain_mismatch(
-    directory: RecordedRun,
-    step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
-) -> None:
-    """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
-    from holdfast.features.forensics.proving import explain
-
-    raise typer.Exit(explain(directory, step))
-
-
-@app.command()
-def generate(  # noqa: PLR0913, PLR0917 - each is an option of the command
-    targets: GenerationTargets,
-    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="To complete; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask as a user in the model's chat template.")] = False,
-    rows: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Prompts: JSON lines, JSON or parquet.", callback=IS_ROWS)
-    ] = None,
-    column: Annotated[str, typer.Option(help="Of the rows' prompts.")] = "prompt",
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of each completion.", show_default="128, or what the model has room for")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most probable token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Draw among the most probable ones.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draws.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
-    trust_remote_code: TrustCode = False,
-) -> None:
-    """Complete prompts with models, by plain transformers; without a prompt, a line of standard input."""
-    from holdfast.cli.after.generate import generate as complete
-    from holdfast.cli.after.plain_generation import CompletionRequest
-
-    decoding = (max_new_tokens, temperature, top_p, seed)
-    complete(
-        targets, CompletionRequest(prompt or [], rows, column, chat, *decoding, trust_remote_code), as_json=as_json
-    )
-
-
-@app.command("demo")
-def run_demo(
-    directory: Annotated[Path, typer.Option("--dir", help="Where everything is written.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(min=0, help="Of both runs.")] = 0,
-) -> None:
-    """Show the main job on two ranks: SFT, GRPO, a rank killed on the way, resume, verification, export."""
-    from holdfast.cli.running.demo import demo
-
-    raise typer.Exit(demo(directory, seed))
-
-
-@app.command()
-def version() -> None:
-    """Print the versions that decide a run's numbers."""
-    from holdfast.config.versions import versions
-
-    for name, number in versions().items():
-        typer.echo(f"{name} {number}")
-
-
-@launch_app.command("slurm")
-def run_by_slurm(  # noqa: PLR0913, PLR0917 - each is an option of the command
-    run: RunFile,
-    overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs and ranks of each.", show_default="launch.ranks, and no GPUs")
-    ] = None,
-    time: Annotated[str | None, typer.Option(help="Limit, such as 12:00:00.", show_default="the partition's")] = None,
-    interface: Annotated[str | None, typer.Option(help="Network interface over which the machines talk.")] = None,
-    to_submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch instead of printing it.")] = False,
-) -> None:
-    """Print a batch job for Slurm that requeues itself until the run is done, or submit it."""
-    from holdfast.features.cluster.submission import Ask, launch_slurm
-
-    launch_slurm(run, overrides or [], Ask(nodes, gpus_per_node, time, interface), to_submit=to_submit)
-
-
-@launch_app.command("ray")
-def run_by_ray(  # noqa: PLR0913, PLR0917 - each is an option of the command
-    run: RunFile,
-    overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, on all machines together.")] = 1,
-    gpus_per_rank: Annotated[int, typer.Option(min=0, help="0: ranks compute on CPUs.")] = 0,
-    address: Annotated[
-        str | None, typer.Option(help="Of a cluster; auto: the one that runs here.", show_default="Ray decides")
-    ] = None,
-) -> None:
-    """Run on a Ray cluster, an actor a rank, and end with the run's exit code."""
-    from holdfast.features.cluster.ray import RayAsk
-    from holdfast.features.cluster.submission import launch_on_ray
-
-    raise typer.Exit(launch_on_ray(run, overrides or [], RayAsk(ranks, gpus_per_rank, address)))
-
-
-@config_app.command("show")
-def config_show(run: RunFile, overrides: Overrides = None) -> None:
-    """Print the whole tree, defaults included."""
-    from holdfast.cli.run_file.inspect import show_config
-
-    typer.echo(show_config(run, overrides or []), nl=False)
-
-
-@config_app.command("schema")
-def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")] = "sft") -> None:
-    """Print the tree's JSON schema, for editors and agents."""
-    from holdfast.cli.run_file.inspect import schema
-
-    typer.echo(schema(verb))
-
-
-@config_app.command("diff")
-def config_diff(
-    first: Configuration,
-    second: Configuration,
-) -> None:
-    """Print the keys in which two runs differ; exit 1 if they do."""
-    from holdfast.cli.run_file.inspect import diff_configs
-
-    lines = diff_configs(first, second)
-    for line in lines:
-        typer.echo(line)
-    raise typer.Exit(1 if lines else 0)
-
-
-@config_app.command("import")
-def config_import(
-    file: ForeignFile,
-    system: Annotated[str, typer.Option("--from", help="trl, easyr1, verl, axolotl or llamafactory.")],
-    verb: Annotated[
-        str | None, typer.Option("--for", help="The command it is for; default: what the file says.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Of the run, where batches there count rows of one device.")] = 1,
-    to: Annotated[Path | None, typer.Option(metavar="RUN.yaml", help="Where to write it; default: print it.")] = None,
-) -> None:
-    """Write another system's file as ours, key by key with what differs; exit 1 if it needs a hand before it loads."""
-    from holdfast.features.rescue.config_import import import_config
-
-    raise typer.Exit(import_config(file, system, verb, ranks, to))
-
-
-@data_app.command("preview")
-def data_preview(
-    run: RunFile,
-    overrides: Overrides = None,
-    row: Annotated[int, typer.Option(min=0, help="Which row of the first source, from 0.")] = 0,
-) -> None:
-    """Print one row as tokens; trained ones are coloured."""
-    from holdfast.cli.run_file.inspect import preview
-
-    preview(run, overrides or [], row)
-
-
-@data_app.command("check")
-def data_check(
-    run: RunFile,
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,  # noqa: FBT002 - typer's way
-) -> None:
-    """Read all rows as the run will, before any weight; exit 1 if it would stop at one of them."""
-    from holdfast.cli.run_file.data_check import check_data
-
-    raise typer.Exit(check_data(run, overrides or [], as_json=as_json))
-
-
-@model_app.command("parameters")
-def model_parameters(run: RunFile, overrides: Overrides = None) -> None:
-    """Print every parameter's name, shape, and whether it is trained."""
-    from holdfast.cli.run_file.inspect import parameters
-
-    for line in parameters(run, overrides or []):
-        typer.echo(line)
-
-
-@model_app.command("check")
-def model_check(
-    target: ModelTarget,
-    overrides: Overrides = None,
-) -> None:
-    """Look at a model as a run does before step 1, large ones on a small configuration; exit 1 if it is refused."""
-    from holdfast.cli.run_file.inspect import check
-
-    raise typer.Exit(check(target, overrides or []))
+app = command_line(COMMANDS, GROUPS, before_all)
 
 
 def main() -> None:

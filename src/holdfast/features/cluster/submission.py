@@ -9,12 +9,12 @@ from pathlib import Path
 
 import typer
 
-from holdfast.cli.running.train import check_paths
 from holdfast.config.verbs.roots import load_run, verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.features.cluster.ray import RayAsk, launch_ray
 from holdfast.features.cluster.slurm import Job, batch_script, check_cluster, submit
 from holdfast.launch.environment import resolve_ranks
+from holdfast.launch.start import check_paths
 from holdfast.training.directory import run_directory
 
 

@@ -60,13 +60,13 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
 
 
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
-    from holdfast.cli.run_file.data_check import survey_of
-    from holdfast.cli.running.train import check_paths
+    from holdfast.cli.commands.data.survey import survey_of
     from holdfast.features.plan.findings import Check, fail, ok, unknown
     from holdfast.features.plan.inputs import Looked, checks_of_run
     from holdfast.features.plan.machine import checks_of_machine
     from holdfast.features.plan.measured import plan_verdict
     from holdfast.features.plan.planning import NoPlan, options_here, planned_apart
+    from holdfast.launch.start import check_paths
 
     if path is None:
         yield from checks_of_machine(LaunchConfig())

@@ -54,7 +54,9 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
     for name in ("sft", "grpo"):
         if (directory / name / "run.json").exists():
             shutil.rmtree(directory / name)
-        (directory / f"{name}.yaml").write_text(files("holdfast.cli.running").joinpath(f"demo_{name}.yaml").read_text())
+        (directory / f"{name}.yaml").write_text(
+            files("holdfast.cli.commands.demo").joinpath(f"demo_{name}.yaml").read_text()
+        )
     device, where = device_for(cuda_devices())
     common = (f"run.dir={directory}", f"seed={seed}", f"launch.device={device}", *overrides)
     print(f"{RANKS} ranks on {where}")
@@ -67,7 +69,7 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
     _run("checkpoint", "verify", str(run))
     _say("4/5  the export, loaded by plain transformers")
     export = run / "exports" / "final"
-    accuracy = _output("-m", "holdfast.cli.after.plain_completion", str(export), "100").split()[-1]
+    accuracy = _output("-m", "holdfast.cli.commands.generate.plain_completion", str(export), "100").split()[-1]
     print(f"right answers to 100 new questions: {accuracy}")
     _say("5/5  summary")
     for line in _summary(run, f"{killed}) at step {kill_at}", float(accuracy), time.monotonic() - began):
@@ -123,7 +125,7 @@ def _run_and_kill(kill_at: int, *arguments: str) -> int:
 def _ranks(launcher: int) -> list[psutil.Process]:
     """Return the ranks below a launcher, by rank: they are started in order."""
     children = psutil.Process(launcher).children(recursive=True)
-    ranks = [child for child in children if "holdfast.cli.running.worker" in child.cmdline()]
+    ranks = [child for child in children if "holdfast.launch.rank" in child.cmdline()]
     return sorted(ranks, key=lambda child: int(child.environ().get("RANK", "0")))
 
 

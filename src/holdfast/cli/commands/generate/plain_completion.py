@@ -1,4 +1,4 @@
-"""Complete generated questions by plain transformers: `python -m holdfast.cli.after.plain_completion DIRECTORY COUNT`.
+"""Complete generated questions by plain transformers: `python -m holdfast.cli.commands.generate.plain_completion DIRECTORY COUNT`.
 
 Nothing of Holdfast's models or engines takes part; what loads here loads anywhere.
 """

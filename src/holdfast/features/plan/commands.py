@@ -1,23 +1,11 @@
-"""Commands that look at a run before it starts: whether it fits, whether it would start. `main` adds them."""
+"""`holdfast plan`, `doctor` and `env`: a run before it starts."""
 
-# As `main`, without `from __future__ import annotations`.
-from pathlib import Path
+# As cli/main.py, without `from __future__ import annotations`.
 from typing import Annotated
 
 import typer
 
-from holdfast.cli.path_arguments import takes
-from holdfast.config.path_kinds import PathKind
-
-_RUN_FILE = typer.Argument(
-    metavar="RUN.yaml", help="The run's configuration.", show_default=False, callback=takes(PathKind.RUN_FILE)
-)
-RunFile = Annotated[Path, _RUN_FILE]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[MORE.yaml ...] [a.b=value ...]", help="Files and values that replace the file's."),
-]
-OptionalRunFile = Annotated[Path | None, _RUN_FILE]
+from holdfast.cli.arguments import OptionalRunFile, Overrides, RunFile
 
 
 def doctor(

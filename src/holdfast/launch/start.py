@@ -7,129 +7,30 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from holdfast import registry
-from holdfast.cli.running.worker import work
 from holdfast.config.base import Section
-from holdfast.config.load import EXPORTED_CONFIG, LoadedConfig, from_mapping, load_config
+from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.data import SourceConfig
 from holdfast.config.sections.metrics import UserTrackerConfig
 from holdfast.config.sections.reward import ModelRewardConfig, UserRewardConfig
 from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import ROOTS, engine_of, load_run, sections_of, verb_of
+from holdfast.config.verbs.roots import ROOTS, engine_of
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
-from holdfast.errors import ConfigError, RunStopped
+from holdfast.errors import RunStopped
 from holdfast.launch.environment import is_first_rank, resolve_ranks, srun_task, under_torchrun
 from holdfast.launch.local import launch_local
+from holdfast.launch.rank import work
 from holdfast.models.files.places import local_directory
 from holdfast.training.directory import count_starts, run_directory
 from holdfast.training.observe import find_script
-
-
-def train(  # noqa: PLR0913, PLR0917 - each is an option of a command
-    verb: str,
-    path: Path | None,
-    overrides: Sequence[str],
-    model: str | None = None,
-    data: str | None = None,
-    teacher: str | None = None,
-) -> int:
-    """Run a verb, on a file or on what `holdfast init` would write for a model and rows; return its exit code.
-
-    Raises:
-        ConfigError: There is neither, or both.
-    """
-    if path is not None and not any((model, data, teacher)):
-        return start(verb, _load(verb, path, overrides))
-    # Without a file the first override stands in its place.
-    values = [*([] if path is None else [str(path)]), *overrides]
-    is_taught = verb == DistillConfig.verb
-    named = [model, data, *([teacher] if is_taught else [])]
-    if model is None or data is None or None in named or any("=" not in value for value in values):
-        learns_from = " --teacher TEACHER" if is_taught else ""
-        raise ConfigError(
-            f"`holdfast {verb}` takes a file, `holdfast {verb} RUN.yaml`, or a model and rows instead of one: "
-            f"`holdfast {verb} --model MODEL{learns_from} --data ROWS.jsonl steps=100`."
-        )
-    from holdfast.cli.run_file.first_file import suggest
-
-    tree = suggest(verb, (model, teacher), data, Path.cwd(), verb).tree
-    del tree["verb"]
-    return start(verb, LoadedConfig(from_mapping(tree, ROOTS[verb], "the suggestion", values), Path.cwd()))
-
-
-def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfig]:
-    """Read a verb's file; where it is wrong for this verb and looks like another's, say so first.
-
-    Raises:
-        ConfigError: As `load`.
-    """
-    try:
-        return load_config(path, overrides, ROOTS[verb])
-    except ConfigError as error:
-        try:
-            meant = verb_of(sections_of(path, overrides))
-        except ConfigError:
-            raise error from None
-        if meant == verb:
-            raise
-        raise ConfigError(f"{path} looks like a file for `holdfast {meant}`; for `holdfast {verb}`:\n{error}") from None
-
-
-def evaluate(target: str, overrides: Sequence[str], data: str | None = None) -> int:
-    """Evaluate by a run's file, or an export by what its run said, or any model on rows; return the exit code.
-
-    Raises:
-        ConfigError: A model is no export, and no rows are named; or rows are named beside a file that names some.
-    """
-    path = Path(target)
-    if data is not None:
-        if path.is_file():
-            raise ConfigError(
-                f"{target} is a file, which names its evaluation sets itself. Give a model's directory or hub name "
-                f"with --data, or leave --data out."
-            )
-        return start("eval", LoadedConfig(_on_rows(target, data, overrides), Path.cwd()))
-    if not path.is_dir():
-        return start("eval", load_run(path, overrides))
-    file = path / EXPORTED_CONFIG
-    if not file.exists():
-        raise ConfigError(
-            f"{target} has no {EXPORTED_CONFIG}, so it is no export of Holdfast and names no rows. Evaluate it with "
-            f"rows, `holdfast eval {target} --data ROWS.jsonl`, or with a run's file, `holdfast eval RUN.yaml "
-            f"model.path={target}`."
-        )
-    here = [
-        f"model.path={path.resolve()}",
-        "model.config=null",
-        "model.tokenizer=null",
-        "model.image_processor=null",
-        "model.freeze=[]",
-        "model.unfreeze=[]",
-        "model.lora=null",
-        "model.trust_remote_code=false",  # whoever wrote the export has no say in that
-    ]
-    return start("eval", load_run(file, [*here, *overrides]))
-
-
-def _on_rows(model: str, data: str, overrides: Sequence[str]) -> TrainingConfig:
-    """Return what `holdfast init` would write for a model and rows, with all rows as the evaluation set."""
-    from holdfast.cli.run_file.first_file import suggest
-
-    tree = suggest(None, model, data, Path.cwd(), "eval").tree
-    verb, section = tree.pop("verb"), tree["data"]
-    section.pop("validation_split", None)
-    tree["model"].pop("lora", None)  # nothing is trained
-    columns = {name: section[name] for name in ("path", "columns") if name in section}
-    tree["evaluation"] = {"sets": {"rows": columns}}
-    return from_mapping(tree, ROOTS[verb], "the suggestion", overrides)
 
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
@@ -154,7 +55,7 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
-        command = [sys.executable, "-m", "holdfast.cli.running.worker", verb, str(file), str(loaded.base)]
+        command = [sys.executable, "-m", "holdfast.launch.rank", verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
         servers = registry.load(registry.SERVERS)(loaded) if engine_of(loaded.config) is not None else nullcontext()
         with servers:

@@ -1,32 +1,22 @@
-"""`holdfast checkpoint`: look at checkpoints, prove them whole, turn them into models, keep and delete them."""
+"""`holdfast checkpoint`: look at checkpoints, prove them whole, make models of them, keep and delete them."""
 
-# As `main`, without `from __future__ import annotations`.
+# As cli/main.py, without `from __future__ import annotations`.
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from holdfast.cli.path_arguments import takes
-from holdfast.config.path_kinds import MODEL_PATH, PathKind
+from holdfast.cli.arguments import Dtype, TrustCode, takes, torch_dtype
+from holdfast.config.path_kinds import PathKind
 from holdfast.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch import dtype as TorchDtype
-
-checkpoint_app = typer.Typer(
-    help="Look at a run's checkpoints, verify, export, keep and delete them.", no_args_is_help=True
-)
-
 _IS_CHECKPOINT = takes(PathKind.CHECKPOINT, PathKind.RUN, PathKind.CHECKPOINTS)
+
+
 PathArgument = Annotated[
     str,
     typer.Argument(metavar="PATH", help="A run, a checkpoint, or a URL.", show_default=False, callback=_IS_CHECKPOINT),
-]
-
-TrustCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code that lies in the checkpoint, if its model needs it."),
 ]
 
 
@@ -51,27 +41,17 @@ class ExportForm(StrEnum):
     torch = "torch"
 
 
-class Dtype(StrEnum):
-    """Of exported floating-point tensors."""
-
-    same = "same"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-@checkpoint_app.command("ls")
 def list_checkpoints(
     run: PathArgument,
     metric: Annotated[list[str] | None, typer.Option(help="Show this metric; may be repeated.")] = None,
 ) -> None:
     """List a run's checkpoints, oldest first, with the metrics of their steps."""
-    from holdfast.cli.checkpoints.views import listing
+    from holdfast.cli.commands.checkpoint.views import listing
 
     for line in listing(run, metric or []):
         typer.echo(line)
 
 
-@checkpoint_app.command("path")
 def print_path(
     run: PathArgument,
     best: Annotated[str | None, typer.Option(metavar="METRIC", help="The best by a metric of its own step.")] = None,
@@ -95,16 +75,14 @@ def print_path(
     typer.echo(f"{storage.root}/{find.best(storage, best, mode)[0]}")
 
 
-@checkpoint_app.command("show")
 def show(checkpoint: PathArgument) -> None:
     """Print what a checkpoint says of itself: contents, sizes, mesh, versions, metrics, tensors."""
-    from holdfast.cli.checkpoints.views import description
+    from holdfast.cli.commands.checkpoint.views import description
 
     for line in description(checkpoint):
         typer.echo(line)
 
 
-@checkpoint_app.command("verify")
 def verify(
     path: PathArgument,
     level: Annotated[
@@ -112,7 +90,7 @@ def verify(
     ] = InspectionLevel.tensors,
 ) -> None:
     """Compare a checkpoint, or every one of a run, with its manifest; exit 1 and name the tensor if it is damaged."""
-    from holdfast.cli.checkpoints.views import verification
+    from holdfast.cli.commands.checkpoint.views import verification
 
     lines, whole = verification(path, level.value)
     for line in lines:
@@ -120,7 +98,6 @@ def verify(
     raise typer.Exit(0 if whole else 1)
 
 
-@checkpoint_app.command("diff")
 def diff(
     first: PathArgument,
     second: Annotated[str, typer.Argument(metavar="PATH", callback=_IS_CHECKPOINT)],
@@ -147,7 +124,6 @@ def diff(
     raise typer.Exit(1 if difference_count else 0)
 
 
-@checkpoint_app.command("export")
 def export(  # noqa: PLR0913 - each is an option of the command
     checkpoint: PathArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory, or file with --format torch.")],
@@ -174,14 +150,14 @@ def export(  # noqa: PLR0913 - each is an option of the command
         )
     stored = find.one(checkpoint)
     if adapter:
-        export_stored_adapter(stored, output, dtype=_dtype(dtype), averaged=ema)
+        export_stored_adapter(stored, output, dtype=torch_dtype(dtype), averaged=ema)
     elif form is ExportForm.torch:
         write_torch_file(stored, output)
     else:
         export_stored(
             [stored],
             output,
-            dtype=_dtype(dtype),
+            dtype=torch_dtype(dtype),
             largest_file_bytes=shard_bytes,
             trust_remote_code=trust_remote_code,
             averaged=ema,
@@ -189,110 +165,6 @@ def export(  # noqa: PLR0913 - each is an option of the command
     typer.echo(f"{stored.path} is exported to {output}")
 
 
-class ForeignLevelOption(StrEnum):
-    """How closely another system's checkpoint is looked at."""
-
-    headers = "headers"
-    tensors = "tensors"
-
-
-ForeignArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DIR",
-        help="A checkpoint of another system, or its run.",
-        show_default=False,
-        callback=takes(*(PathKind.FOREIGN_CHECKPOINT, *MODEL_PATH), PathKind.ADAPTER, PathKind.WEIGHTS),
-    ),
-]
-
-
-@checkpoint_app.command("check")
-def check(
-    directory: ForeignArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known as JSON.")] = False,
-    level: Annotated[
-        ForeignLevelOption, typer.Option(help="headers alone, or every number of the tensors.")
-    ] = ForeignLevelOption.tensors,
-    base: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="The model that its adapters began with, to tell how often they were merged.",
-            callback=takes(*MODEL_PATH),
-        ),
-    ] = None,
-) -> None:
-    """Say whose checkpoint it is, what is in it, what is damaged and what a resume would lose; exit 1 on damage.
-
-    The last line is the verdict: whole, damaged, or cannot be told, where nothing says whether it is as it was written.
-
-    Reads verl, EasyR1, accelerate, transformers' Trainer, TRL, Lightning, torchtitan, plain DCP and Hugging Face.
-    Nothing is written, and nothing that a pickle asks for is run.
-    """
-    from holdfast.features.rescue import views as foreign_views
-
-    checkpoint = foreign_views.checked(directory, level.value, base)
-    for line in [foreign_views.as_json(checkpoint)] if as_json else foreign_views.lines(checkpoint):
-        typer.echo(line)
-    raise typer.Exit(1 if checkpoint.of_kind("damage") else 0)
-
-
-@checkpoint_app.command("import")
-def import_checkpoint(  # noqa: PLR0913 - a command's options
-    directory: ForeignArgument,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--as",
-            metavar="RUN.yaml",
-            help="Make it a checkpoint of this run, which continues it.",
-            callback=takes(PathKind.RUN_FILE),
-        ),
-    ] = None,
-    export_to: Annotated[
-        Path | None, typer.Option("--export", metavar="OUT", help="Make it a model directory.")
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="With --export: configuration and tokenizer, where none lie beside it.",
-            callback=takes(*MODEL_PATH),
-        ),
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="With --export: of floating-point tensors.")] = Dtype.same,
-    data_from_start: Annotated[
-        bool, typer.Option("--data-from-start", help="With --as: begin the rows anew, whatever position it states.")
-    ] = False,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="With --as: the step, where the checkpoint does not state it.")
-    ] = None,
-    trust_rank_order: Annotated[
-        bool,
-        typer.Option(
-            "--trust-rank-order",
-            help="Take every rank's file for the one that its name says, where nothing in it does.",
-        ),
-    ] = False,
-) -> None:
-    """Make another system's checkpoint one of ours, or a model directory; its own files stay as they are."""
-    from holdfast.features.rescue.views import export_checked, import_checked
-
-    if (run is None) == (export_to is None):
-        raise ConfigError("Give one of --as RUN.yaml, for a run that continues it, and --export OUT, for a model.")
-    if export_to is not None:
-        report = export_checked(directory, export_to, model, _dtype(dtype), trust_rank_order=trust_rank_order)
-    else:
-        from holdfast.features.rescue.importing.importing import Wishes
-
-        assert run is not None
-        report = import_checked(directory, run, Wishes(data_from_start, step, trust_rank_order))
-    for line in report:
-        typer.echo(line)
-
-
-@checkpoint_app.command("average")
 def average(
     checkpoints: Annotated[
         list[str], typer.Argument(metavar="PATH...", help="Checkpoints of one model.", callback=_IS_CHECKPOINT)
@@ -306,11 +178,10 @@ def average(
     from holdfast.checkpoint.keep import find
 
     stored = [find.one(path) for path in checkpoints]
-    export_stored(stored, output, dtype=_dtype(dtype), trust_remote_code=trust_remote_code)
+    export_stored(stored, output, dtype=torch_dtype(dtype), trust_remote_code=trust_remote_code)
     typer.echo(f"the mean of {len(stored)} checkpoints is in {output}")
 
 
-@checkpoint_app.command("prune")
 def prune(
     run: PathArgument,
     keep_last: Annotated[
@@ -328,25 +199,18 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
 ) -> None:
     """Delete older checkpoints; pinned ones, the newest verified one and what the run resumed from stay."""
-    from holdfast.cli.checkpoints.views import pruned
+    from holdfast.cli.commands.checkpoint.views import pruned
 
     for line in pruned(run, keep_last, keep_every, keep_best or [], mode, dry_run=dry_run):
         typer.echo(line)
 
 
-@checkpoint_app.command("pin")
 def pin(
     run: PathArgument,
     step: Annotated[int, typer.Argument(min=0, help="The step to keep.")],
     remove: Annotated[bool, typer.Option("--remove", help="Let retention delete it again.")] = False,
 ) -> None:
     """Keep a checkpoint whatever retention says."""
-    from holdfast.cli.checkpoints.views import pinned
+    from holdfast.cli.commands.checkpoint.views import pinned
 
     typer.echo(pinned(run, step, remove=remove))
-
-
-def _dtype(choice: Dtype) -> "TorchDtype | None":
-    import torch
-
-    return None if choice is Dtype.same else getattr(torch, choice.value)

@@ -1,13 +1,17 @@
-"""Arguments that are paths: each says which kinds of paths its command takes."""
+"""Arguments that several commands take; those that are paths say which kinds of paths."""
 
 # As `main`, without `from __future__ import annotations`.
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.config.path_kinds import KEYS, MODEL_PATH, PathKind, check_path
+
+if TYPE_CHECKING:
+    from torch import dtype as TorchDtype
 
 
 def takes(*kinds: PathKind) -> Callable[[typer.Context, Any], Any]:
@@ -79,3 +83,37 @@ Configuration = Annotated[
     Path,
     typer.Argument(help="A YAML file, or the directory of a run.", callback=takes(PathKind.RUN_FILE, PathKind.RUN)),
 ]
+
+_RUN_FILE = typer.Argument(
+    metavar="RUN.yaml", help="The run's configuration.", show_default=False, callback=takes(PathKind.RUN_FILE)
+)
+RunFile = Annotated[Path, _RUN_FILE]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[MORE.yaml ...] [a.b=value ...]", help="Files and values that replace the file's."),
+]
+OptionalRunFile = Annotated[Path | None, _RUN_FILE]
+IS_RUN = takes(PathKind.RUN)
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="A run, whether it goes on or has ended.", callback=IS_RUN)
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that lies in the checkpoint, if its model needs it."),
+]
+Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a distillation learns from.")]
+
+
+class Dtype(StrEnum):
+    """Of exported floating-point tensors."""
+
+    same = "same"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def torch_dtype(choice: Dtype) -> "TorchDtype | None":
+    """Return torch's own; None for tensors that stay as they are."""
+    import torch
+
+    return None if choice is Dtype.same else getattr(torch, choice.value)

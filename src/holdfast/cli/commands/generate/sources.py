@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.after.plain_generation import (
+from holdfast.cli.commands.generate.plain_generation import (
     Completion,
     CompletionRequest,
     Prepared,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from holdfast.cli.run_file.first_columns import (
+from holdfast.cli.commands.init.first_columns import (
     LOOKED_AT,
     FirstFile,
     choose_columns,

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from holdfast.cli.run_file.inspect import images_of, longest_prompt
+from holdfast.cli.commands.data.preview import images_of, longest_prompt
 from holdfast.config.sections.reward import MathConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.config.base import leaves
-from holdfast.config.load import from_mapping
 from holdfast.config.verbs.distill import DistillConfig, DistillRolloutConfig
 from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import ROOTS, load_run
-from holdfast.config.verbs.training import SFTConfig, TrainingConfig, as_plain
-from holdfast.config.yaml12 import to_yaml
-from holdfast.errors import ConfigError, DataError
-from holdfast.files import expanded
-from holdfast.text.escaping import escaped_paragraph
+from holdfast.config.verbs.roots import load_run
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,34 +25,6 @@ if TYPE_CHECKING:
 
 _OPEN, _CLOSE = "⟦", "⟧"
 """Around what is trained, where there are no colours."""
-
-
-def show_config(path: Path, overrides: Sequence[str]) -> str:
-    """Return the whole tree as YAML."""
-    return to_yaml(as_plain(load_run(path, overrides).config))
-
-
-def schema(verb: str) -> str:
-    """Return a verb's JSON schema.
-
-    Raises:
-        ConfigError: There is no such verb.
-    """
-    if verb not in ROOTS:
-        raise ConfigError(f"There is no verb {verb!r} with a configuration; there are {', '.join(ROOTS)}.")
-    return json.dumps(ROOTS[verb].model_json_schema(), indent=2)
-
-
-def diff_configs(first: Path, second: Path) -> list[str]:
-    """Return one line per key in which two trees differ; a run's directory stands for what was resolved for it."""
-    files = (path / "config.resolved.yaml" if path.is_dir() else path for path in (first, second))
-    left, right = (dict(leaves(as_plain(load_run(file, []).config))) for file in files)
-    lines = []
-    for key in sorted(set(left) | set(right)):
-        a, b = left.get(key, "(absent)"), right.get(key, "(absent)")
-        if a != b and key != "run.name":
-            lines.append(f"{key}: {a} -> {b}")
-    return lines
 
 
 def preview(path: Path, overrides: Sequence[str], row: int) -> None:
@@ -189,72 +152,3 @@ def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide |
     directory = None if model.path is None else locate(model.path, model, base, weights=False)
     bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
     return image_side(processor, tokenizer, raw_config, **bounds, videos=video_options(data, directory))
-
-
-def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield one line per parameter."""
-    from holdfast.models.names import named_parameters
-    from holdfast.models.setup.model import blueprint
-
-    loaded = load_run(path, overrides)
-    config = loaded.config
-    origin = blueprint(config.model, loaded.base, seed=config.seed, scorer=config.scores)
-    later = {name: stage.at_step for stage in origin.stages for name in stage.names}
-    for name, parameter in named_parameters(origin.model).items():
-        shape = "x".join(str(size) for size in parameter.shape) or "scalar"
-        state = "trained" if parameter.requires_grad else "frozen"
-        yield f"{name}  {shape}  {f'frozen until step {later[name]} is done' if name in later else state}"
-
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def check(target: str, overrides: Sequence[str]) -> int:
-    """Print what is found; return 0 if the model is not refused, else 1.
-
-    Raises:
-        ConfigError: The target is none of what is taken.
-        ModelError: The target has no configuration that can be read.
-    """
-    from holdfast.config.sections.launch import LaunchConfig
-    from holdfast.parallel.mesh import joined_world
-    from holdfast.training.setup.suitability import check_suitability
-
-    config, base, asked = _run_of(target, overrides)
-    _say(f"looking at {target}, which may take half a minute")
-    with joined_world(LaunchConfig(ranks=1, device="cpu")) as world, _without_warnings():
-        accepted = check_suitability(config, base, world, asked=asked, say=_say)
-    return 0 if accepted else 1
-
-
-def _say(line: str) -> None:
-    print(escaped_paragraph(line), flush=True)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Leave out what transformers warns of: what matters of it is in our own lines."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _run_of(target: str, overrides: Sequence[str]) -> tuple[TrainingConfig, Path, bool]:
-    """Return a run with the model, the directory of its file, and whether somebody wrote that run."""
-    path = expanded(target)
-    if path.suffix in {".yaml", ".yml"}:
-        loaded = load_run(path, overrides)
-        return loaded.config, loaded.base, True
-    if path.name == "config.json" and path.is_file():
-        target = str(path.parent)
-    elif not path.is_dir() and (path.exists() or not _HUB_NAME.fullmatch(target)):
-        raise ConfigError(
-            f"{target} is none of what can be checked: a model's directory or its config.json, a name on the hub "
-            "(owner/name), or a run's file (RUN.yaml)."
-        )
-    values = {"steps": 1, "model": {"path": target}, "data": {"path": "rows", "batch_size": 1}}
-    return from_mapping(values, SFTConfig, "model check", overrides), Path.cwd(), False

@@ -200,7 +200,7 @@ def _needed_of_answers(verb: str, there: set[str]) -> list[str]:
 
 def survey_of_draft(tree: Mapping[str, Any], verb: str, base: Path) -> tuple[Survey, int | None]:
     """Return what the first rows come to, and how many positions the model has."""
-    from holdfast.cli.run_file.data_check import survey_of
+    from holdfast.cli.commands.data.survey import survey_of
     from holdfast.models.setup.model import configured
 
     values = {key: value for key, value in tree.items() if key != "verb"}

@@ -124,7 +124,7 @@ def _models(outcome: Outcome) -> list[str]:
 
 
 def main() -> None:
-    """Run as `python -m holdfast.cli.running.worker VERB CONFIG.json BASE`."""
+    """Run as `python -m holdfast.launch.rank VERB CONFIG.json BASE`."""
     # A scheduler may send it to every process of a job, at any time; only a run that trains can save for it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     raise_after_imports()

@@ -1,1 +1,0 @@
-"""Verbs that look at what runs left, and use their models."""

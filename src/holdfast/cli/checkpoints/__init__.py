@@ -1,1 +1,0 @@
-"""What `holdfast checkpoint` prints, pins and deletes."""

@@ -1,0 +1,65 @@
+"""`holdfast config`: look at a configuration."""
+
+# As cli/main.py, without `from __future__ import annotations`.
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.arguments import Configuration, Overrides, RunFile
+from holdfast.config.base import leaves
+from holdfast.config.verbs.roots import ROOTS, load_run
+from holdfast.config.verbs.training import as_plain
+from holdfast.config.yaml12 import to_yaml
+from holdfast.errors import ConfigError
+
+
+def config_show(run: RunFile, overrides: Overrides = None) -> None:
+    """Print the whole tree, defaults included."""
+    typer.echo(show_config(run, overrides or []), nl=False)
+
+
+def config_schema(verb: Annotated[str, typer.Argument(help="Which verb's tree.")] = "sft") -> None:
+    """Print the tree's JSON schema, for editors and agents."""
+    typer.echo(schema(verb))
+
+
+def config_diff(
+    first: Configuration,
+    second: Configuration,
+) -> None:
+    """Print the keys in which two runs differ; exit 1 if they do."""
+    lines = diff_configs(first, second)
+    for line in lines:
+        typer.echo(line)
+    raise typer.Exit(1 if lines else 0)
+
+
+def show_config(path: Path, overrides: Sequence[str]) -> str:
+    """Return the whole tree as YAML."""
+    return to_yaml(as_plain(load_run(path, overrides).config))
+
+
+def schema(verb: str) -> str:
+    """Return a verb's JSON schema.
+
+    Raises:
+        ConfigError: There is no such verb.
+    """
+    if verb not in ROOTS:
+        raise ConfigError(f"There is no verb {verb!r} with a configuration; there are {', '.join(ROOTS)}.")
+    return json.dumps(ROOTS[verb].model_json_schema(), indent=2)
+
+
+def diff_configs(first: Path, second: Path) -> list[str]:
+    """Return one line per key in which two trees differ; a run's directory stands for what was resolved for it."""
+    files = (path / "config.resolved.yaml" if path.is_dir() else path for path in (first, second))
+    left, right = (dict(leaves(as_plain(load_run(file, []).config))) for file in files)
+    lines = []
+    for key in sorted(set(left) | set(right)):
+        a, b = left.get(key, "(absent)"), right.get(key, "(absent)")
+        if a != b and key != "run.name":
+            lines.append(f"{key}: {a} -> {b}")
+    return lines

@@ -1,1 +1,0 @@
-"""Verbs that start ranks and servers, and what runs in these processes."""
