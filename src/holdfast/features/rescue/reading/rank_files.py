@@ -14,13 +14,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from holdfast.features.rescue.reading.parts import opened_file, whole
-from holdfast.features.rescue.reading.pickles import Sharded, StoredView
+from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_untold_order
 from holdfast.features.rescue.reading.record import (
     DamagedFile,
@@ -200,6 +201,13 @@ def _add_weights(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
     if not all(isinstance(state, dict) for state in states):
         checkpoint.add("damage", "a model file holds no state of a model")
         return
+    _add_states_of_model(checkpoint, [file for file, _ in ranks], states)
+
+
+def _add_states_of_model(
+    checkpoint: ForeignCheckpoint, files: Sequence[TorchFile], states: Sequence[Mapping[Any, Any]]
+) -> None:
+    note_untold_order(checkpoint, "weights", files, chain.from_iterable(state.values() for state in states))
     names = list(states[0])
     for rank, state in enumerate(states):
         if odd := sorted(set(map(str, names)) ^ set(map(str, state))):
@@ -207,7 +215,7 @@ def _add_weights(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
             return
     storages: dict[Any, str] = {}
     for name in names:
-        values = [(file, state[name]) for file, state in ranks]
+        values = [(file, state[name]) for file, state in zip(files, states, strict=True)]
         local = getattr(values[0][1], "local", values[0][1])
         if isinstance(local, StoredView) and 0 not in local.shape:
             first = storages.setdefault((local.storage, local.offset, local.shape), str(name))
@@ -216,8 +224,6 @@ def _add_weights(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
         made = _guarded(checkpoint, f"{name}", lambda values=values: whole(values))  # type: ignore[misc]
         if made is not None:
             checkpoint.weights[str(name)] = made
-    sharded = [value for state in states for value in state.values() if isinstance(value, Sharded)]
-    note_untold_order(checkpoint, "weights", [file for file, _ in ranks], sharded)
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
@@ -225,15 +231,21 @@ def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None
     files = [file for file, _ in ranks]
     if states is None or not is_one_optimizer(checkpoint, files, [content for _, content in ranks]):
         return
-    groups = ranks[0][1]["param_groups"]
+    _add_states(checkpoint, files, states, ranks[0][1]["param_groups"])
+
+
+def _add_states(
+    checkpoint: ForeignCheckpoint,
+    files: Sequence[TorchFile],
+    states: Sequence[Mapping[Any, Any]],
+    groups: Sequence[Any],
+) -> None:
     keys = list(dict.fromkeys(key for state in states for key in state))
     empty = _without_state(checkpoint, states, keys)
     note_copies(checkpoint, files)
     if all(isinstance(key, str) for key in keys) and keys:
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
         checkpoint.groups = [_group(group, str) for group in groups]
-        values = [value for state in states for slots in state.values() for value in slots.values()]
-        note_untold_order(checkpoint, "optimizer", files, values)
     else:
         naming = Naming(checkpoint, files, states, groups)
         named = named_states(naming)
@@ -272,6 +284,8 @@ def _states_of(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> list[Map
 def _add_named(
     checkpoint: ForeignCheckpoint, files: Sequence[TorchFile], states: Sequence[Mapping[Any, Any]], names: Sequence[str]
 ) -> None:
+    slots_of_ranks = chain.from_iterable(state.values() for state in states)
+    note_untold_order(checkpoint, "optimizer", files, chain.from_iterable(slots.values() for slots in slots_of_ranks))
     for name in names:
         slots = list(dict.fromkeys(slot for state in states for slot in state.get(name, {})))
         for slot in slots:

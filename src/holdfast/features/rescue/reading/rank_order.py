@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from holdfast.errors import ConfigError
@@ -34,7 +35,7 @@ def note_untold_order(
     """
     if len(files) < 2 or all(file.written_as == file.path.stem for file in files):
         return
-    if not any(_is_unplaced(value) for value in values):
+    if not any(_is_unplaced(value, part) for value in values):
         return
     checkpoint.untold_order.add(part)
     checkpoint.add(
@@ -69,10 +70,10 @@ def refuse_untold_order(checkpoint: ForeignCheckpoint, parts: Collection[Part]) 
         )
 
 
-def _is_unplaced(value: Any) -> bool:
+def _is_unplaced(value: Any, part: Part) -> bool:
     match value:
-        case StoredView():
-            return math.prod(value.shape) > 1
+        case StoredView():  # a weight that every rank has whole is compared with that of the others
+            return part == "optimizer" and math.prod(value.shape) > 1
         case Sharded(offsets=None, coordinate=()):
             return value.dim is not None
     return False
@@ -96,7 +97,7 @@ def misplaced_files(units: Sequence[Unit], world: int) -> list[int] | None:
     there = _by_rank([held for unit in units for _, held in unit if held is not None], world)
     for alignment in _ALIGNMENTS:
         runs = [_runs([count for count, _ in unit], world, alignment) for unit in units]
-        pairs = [pair for unit, own in zip(units, runs, strict=True) for pair in zip(unit, own, strict=True)]
+        pairs = zip(chain.from_iterable(units), chain.from_iterable(runs), strict=True)
         meant = _by_rank([run for (_, held), run in pairs if held is not None], world)
         if sorted(meant) != sorted(there):
             continue
