@@ -38,6 +38,7 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
     made = execute(run_from_mapping(values), folder, Place(ranks, rank))
     return {
         "peaks": {f"{phase} {device}": [peak.total, peak.parts] for (phase, device), peak in made.steady.items()},
+        "resumed": {f"{phase} {device}": [peak.total, peak.parts] for (phase, device), peak in made.resumed.items()},
         "host_values": [[value.phase, value.reason] for value in made.host_values],
         "messages": {f"{phase} {kind}": note for (phase, kind), note in made.messages.items()},
         "made": {" ".join(key): size for key, size in made.made.items() if key[1] == "cuda"},

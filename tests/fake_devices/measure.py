@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from holdfast.checkpoint.keep.retention import steps
+from holdfast.checkpoint.loading.reader import load_state
+from holdfast.checkpoint.place.storage import open_storage
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.assembly import assemble
@@ -19,6 +22,7 @@ from holdfast.features.plan.memory import plain_tensors
 from holdfast.features.plan.steps import sequence
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.directory import checkpoint_place
 from holdfast.training.engines import layout_of
 from holdfast.training.setup.begin import build_run
 from holdfast.training.step import train_step
@@ -47,6 +51,21 @@ def peaks(world: World, values: dict[str, Any]) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         train_step(trained, mini_batch, run.evaluation.objective)
     return before, before + _most(profiler)
+
+
+def resume_peak(world: World, values: dict[str, Any]) -> int:
+    """Return the most bytes of tensors while a run's newest checkpoint is loaded, those of its model among them."""
+    run = build_run(from_mapping(values, SFTConfig), Path(), world)
+    trained = run.trained
+    ranks = run.setting.ranks
+    beside = {} if trained.averages is None else trained.averages.tensors
+    lying = [*sharded_parameters(trained.model).values(), *trained.model.buffers(), *beside.values()]
+    before = sum(part.untyped_storage().nbytes() for each in lying for part in plain_tensors(each))
+    storage = open_storage(checkpoint_place(run.setting.directory, run.setting.config))
+    name = max(steps(storage).values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        load_state(storage, name, trained.model, trained.optimizer, ranks, averages=beside)
+    return before + _most(profiler)
 
 
 def _most(profiler: Any) -> int:

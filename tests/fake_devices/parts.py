@@ -10,6 +10,8 @@ bytes on a GPU. What is gathered is in bfloat16. Sums are of the moments at whic
   block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of.
 - backward: two blocks are gathered, the one at work and the next, and a tied root with them; where the head outweighs
   them, a backward pass takes most at its start, with what the forward pass ended with.
+- resume: parameters and, of a checkpoint that is loaded, what the optimizer keeps; this rank's part of everything that
+  is stored is in host memory at once, in the dtypes of the files, and on the device no second time.
 - optimizer: parameters, their gradients, moments: two and a count per tensor; with bfloat16 weights a compensation too.
 """
 
@@ -151,6 +153,23 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
         forward |= {"parameters": parameters, "optimizer": moments}
         optimizer = {"parameters": parameters, "gradients": shards, "optimizer": moments}
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
+
+
+def resumed_by_hand(shape: Shape) -> dict[str, dict[str, float]]:
+    """Return device type -> kind -> bytes while a checkpoint is loaded."""
+    base = [*block(shape) * shape.layers, *ends(shape)]
+    trained = adapters(shape) * shape.layers if shape.lora else base
+    on_device = {kind: by_hand(shape)["forward"].get(kind, 0) for kind in ("parameters", "optimizer")}
+    frozen = sum(local(matrix, shape.shards) for matrix in base) * 2 if shape.lora else 0
+    states = 4 * 2 if shape.bfloat16 else 3 * 4  # of the weight, two moments and, in bfloat16, a compensation
+    counts = 0 if shape.bfloat16 else 4 * len(trained)
+    on_host = frozen + states * sum(local(matrix, shape.shards) for matrix in trained) + counts
+    return {"cuda": {} if shape.offload else on_device, "cpu": {"checkpoint": on_host}}
+
+
+def local(matrix: Matrix, ranks: int) -> int:
+    """Return the numbers of a matrix on the first rank."""
+    return -(-matrix[0] // ranks) * matrix[1]
 
 
 def head(shape: Shape) -> float:

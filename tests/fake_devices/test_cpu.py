@@ -11,7 +11,8 @@ import pytest
 from holdfast.config.yaml12 import to_yaml
 from tests.fake_devices.cases import EXPERTS, tree
 from tests.fake_devices.conftest import child
-from tests.fake_devices.measure import peaks
+from tests.fake_devices.measure import peaks, resume_peak
+from tests.training.cases import run
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
 
@@ -61,3 +62,29 @@ def test_the_peak_of_tensors_is_within_five_per_cent_of_the_plan(
     lying = plan["phases"]["optimizer"]["parts"]
     assert lying["parameters"] + lying["optimizer"] == pytest.approx(before, rel=0.05)
     assert planned == pytest.approx(measured, rel=0.05)
+
+
+def test_a_resume_that_takes_more_than_any_step_is_planned_as_the_largest_row(pools: Any, tmp_path: Path) -> None:
+    # What is read stands beside what is filled: twice the frozen weights, where a step has little besides them.
+    wide = WIDE | {"hidden_size": 256, "vocab_size": 8192}
+    values = tree(
+        steps=1,
+        model={"config": wide, "lora": {"rank": 4}},
+        data={**DATA, "max_length": 32, "tokens_per_micro_batch": 32},
+        run={"dir": str(tmp_path), "name": "r"},
+        launch={"device": "cpu", "ranks": 1},
+        checkpoint={"rehearsal": {"enabled": False}, "export_at_end": False},
+        metrics={"progress": "off"},
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(values), encoding="utf-8")
+    plan = json.loads(child("holdfast.cli.main", "plan", str(file), "--memory", "100GiB", "--json").stdout)
+    pools(1).run(run, values)
+
+    (measured,) = pools(1).run(resume_peak, values)
+
+    rows = {row: phase["total"] for row, phase in plan["phases"].items()}
+    assert plan["executed"], plan["notes"]
+    assert rows["resume"] == pytest.approx(measured, rel=0.02)
+    assert rows["resume"] > 1.2 * max(rows[row] for row in ("forward", "backward", "optimizer"))
+    assert plan["peak_bytes"] == rows["resume"]

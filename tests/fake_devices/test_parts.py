@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.fake_devices.conftest import executed, needs_guard
-from tests.fake_devices.parts import SHAPES, by_hand
+from tests.fake_devices.parts import SHAPES, by_hand, resumed_by_hand
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
 
@@ -36,3 +36,27 @@ def test_every_part_is_within_two_per_cent_of_the_sum_by_hand(planned: dict[str,
             if abs(gap) > TOLERANCE:
                 differences[phase, kind] = (counted.get(kind, 0), expected, round(gap, 4))
     assert not differences
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_load_of_a_checkpoint_is_within_two_per_cent_of_the_sum_by_hand(
+    planned: dict[str, dict[str, Any]], name: str
+) -> None:
+    said = planned[name]
+    assert "error" not in said, said["error"]
+    for device, parts in resumed_by_hand(SHAPES[name]).items():
+        for kind, expected in parts.items():
+            counted = said["resumed"][f"resume {device}"][1].get(kind, 0)
+            assert counted == pytest.approx(expected, rel=TOLERANCE), (device, kind)
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_first_step_after_a_resume_takes_what_a_later_one_does(
+    planned: dict[str, dict[str, Any]], name: str
+) -> None:
+    said = planned[name]
+    for phase in ("forward cuda", "backward cuda", "optimizer cuda"):
+        if phase in said["peaks"]:
+            assert said["resumed"][phase][0] == pytest.approx(said["peaks"][phase][0], rel=TOLERANCE), phase
