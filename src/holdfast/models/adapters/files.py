@@ -59,8 +59,8 @@ _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<layer>.+?)"
     r"(?:\.(?P<part>lora_[AB]|lora_magnitude_vector)(?:\.(?!weight$)[^.]+)?(?P<weight>\.weight)?)?"
 )
-"""A name in a file of adapters: peft's own begin with `base_model.model.`, say `lora_magnitude_vector` without `.weight`,
-and do not name the adapter; a state_dict that was saved as it is names it, and earlier versions of peft said `.weight`."""
+"""A name in a file of adapters. Those that peft writes begin with `base_model.model.`, end in `lora_magnitude_vector`
+without `.weight` and do not name the adapter; exports of Holdfast say `.weight`, and a plain state_dict names it."""
 
 
 def name_in_file(name: str) -> str:
@@ -100,8 +100,8 @@ class AdapterFile:
             canonical = name_in_file(name)
             if canonical in stored_names:
                 raise ModelError(
-                    f"model.lora.path: {path} holds {canonical} twice, as {stored_names[canonical]} and as {name}. Save "
-                    "one adapter alone."
+                    f"model.lora.path: {path} holds {canonical} twice, as {stored_names[canonical]} and as {name}. "
+                    "Save one adapter alone."
                 )
             stored_names[canonical] = name
         headers = {canonical: stored[name] for canonical, name in stored_names.items()}
