@@ -15,7 +15,18 @@ from holdfast.metrics.health import Health
 
 FOLDER = Path(__file__).parent / "recorded"
 RUNS = json.loads((FOLDER / "index.json").read_text())["runs"]
-SICK = {}
+SICK = {
+    "sick_dead": {"no_gradient": 7, "guessing": 10},
+    "sick_rate_too_high": {"diverged": 8, "guessing": 10},
+    "sick_hardly_a_rate": {"guessing": 30},
+    "sick_forgets": {"diverged": 6},
+    "sick_not_finite": {"skipped_updates": 4, "guessing": 10},
+    "sick_reward_never": {"flat_groups": 5, "flat_reward": 20},
+    "sick_policy_broken": {"flat_groups": 6, "flat_reward": 21},
+    "sick_policy_certain": {"flat_groups": 5, "low_entropy": 5},
+    "sick_pairs": {"diverged": 6},
+    "sick_scorer": {"diverged": 6},
+}
 """By run, the alarms that must sound, each with the last step by which it has."""
 
 

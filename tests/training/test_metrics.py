@@ -18,7 +18,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import unpack
 from holdfast.parallel.mesh import World
-from holdfast.training.run import PhaseClock
+from holdfast.training.phases import PhaseClock
 from holdfast.training.setup.begin import build_run
 from holdfast.training.step import train_step
 from tests.tiny import tiny_directory, tiny_model

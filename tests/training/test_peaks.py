@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.training.directory import MEMORY, events
-from holdfast.training.run import PhasePeaks
+from holdfast.training.phases import PhasePeaks
 from tests.training.cases import run, tree
 
 MIB = 2**20

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.models.accuracy import accuracy_of, count_largest
 from holdfast.models.layers.family import HeadSpec
 from holdfast.types import Scores
 
@@ -132,7 +133,6 @@ class _Chunk(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
     accuracy: Tensor
-    """[n], as `Scores` has it"""
     label_logprobs: Tensor
     """[n] of the smoothed label; `logprobs` without smoothing"""
 
@@ -176,42 +176,25 @@ def _forward_chunk(hidden: Tensor, head: HeadWeights, targets: Tensor, how: _How
     entropy = log_normaliser - mean_log / normaliser if how.want_entropy else None
     logprobs = chosen - maximum - log_normaliser
     label_logprobs = label - maximum - log_normaliser if share else logprobs
-    accuracy = torch.where(chosen >= maximum, 1.0 / largest, 0.0)
+    accuracy = accuracy_of(chosen, maximum, largest)
     return _Chunk(logits, normaliser, slope, logprobs, entropy, accuracy, label_logprobs)
 
 
 def _sweep_chunk(logits: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if how.spec.compiled:
-        swept: tuple[Tensor, Tensor, Tensor, Tensor] = _fused(_sweep)(logits, how.want_entropy)
-        return swept
+        return _fused(_sweep)(logits, how.want_entropy)  # type: ignore[no-any-return]
     tokens, vocabulary = logits.shape
     rows = max(1, CACHE_ELEMENTS // vocabulary if logits.device.type == "cpu" else tokens)
     parts = [_sweep(logits[start : start + rows], how.want_entropy) for start in range(0, tokens, rows)]
-    maximum, normaliser, mean_log, largest = (torch.cat(part) for part in zip(*parts, strict=True))
-    return maximum, normaliser, mean_log, largest
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))  # type: ignore[return-value]  # four, as each part
 
 
 def _sweep(logits: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turn logits into e_j in place.
-
-    Returns:
-        Their maximum m, z, sum_j e_j log e_j (0 where not wanted) and how many logits equal m, [n] each.
-    """
+    """Turn logits into e_j in place; return m, z, sum_j e_j log e_j (or 0) and how many logits equal m, each [n]."""
     maximum, largest = count_largest(logits)
     logits.sub_(maximum[:, None]).exp_()
     mean_log = torch.special.xlogy(logits, logits).sum(-1) if want_entropy else torch.zeros_like(maximum)
     return maximum, logits.sum(-1), mean_log, largest
-
-
-def count_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of each row of logits [n, V] and how many equal it, [n] each."""
-    maximum = logits.amax(-1)
-    # The exponentials would not do: those of two logits that are close enough are both 1.
-    if logits.device.type != "cpu":
-        return maximum, (logits == maximum[:, None]).sum(-1)
-    # The CPU adds floats twice as fast as booleans.
-    equal = torch.eq(logits, maximum[:, None], out=torch.empty_like(logits))
-    return maximum, equal.sum(-1)
 
 
 def _bend(exponentials: Tensor, factor: Tensor, by_entropy: Tensor) -> Tensor:

@@ -6,16 +6,12 @@ a `Trained` one is what `train_step` updates, an `Evaluation` says what a model 
 
 from __future__ import annotations
 
-import resource
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-import torch
 from pydantic import ConfigDict
 from torch.optim import Optimizer
 
@@ -38,128 +34,8 @@ from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
+from holdfast.training.phases import PhaseClock, PhasePeaks
 from holdfast.types import Batch, Example
-
-
-class PhaseClock:
-    """Divides the time between two readings among phases: each second counts once, so they add up to the whole.
-
-    A phase within another takes its seconds from it. What lies in no phase is `timing/other`. On a GPU the work of a
-    phase may still be queued when it ends; the phases of a whole step add up all the same, since each step waits once
-    for its numbers.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._phases = ["other"]
-        """Those that go on, the innermost last."""
-        self._start = self._counted = time.perf_counter()
-
-    def _count(self) -> float:
-        """Give the time since the last change to the innermost phase; return the present time."""
-        now, phase = time.perf_counter(), self._phases[-1]
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._counted
-        self._counted = now
-        return now
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the block towards a phase."""
-        self._count()
-        self._phases.append(name)
-        try:
-            yield
-        finally:
-            self._count()
-            self._phases.pop()
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Leave the time of the block, and its phases, out of the next reading."""
-        began, seconds = self._count(), dict(self._seconds)
-        try:
-            yield
-        finally:
-            self._start += self._count() - began
-            self._seconds = seconds
-
-    def read(self) -> dict[str, float]:
-        """Return timing/<phase> and step_time in seconds since the last reading, and start again."""
-        now = self._count()
-        result = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
-        result["step_time"] = now - self._start
-        self._seconds = {}
-        self._start = now
-        return result
-
-
-class PhasePeaks:
-    """The most memory of each phase, of all steps so far; phases may lie in each other, and count towards those around.
-
-    On a GPU it is what torch has allocated there. A CPU has no such counter; there it is the process's resident memory,
-    to the byte where a phase is the process's largest so far, else as it is when the phase begins and ends.
-    """
-
-    def __init__(self) -> None:
-        self.at_start = int(psutil.Process().memory_info().rss)  # Python and libraries: on a CPU, peaks count them too
-        self._around: list[int] = []  # the peak so far of each phase that is going on, on a device
-        self._largest = 0
-        self._peaks: dict[str, int] = {}
-        self._reported: dict[str, int] = {}
-
-    @property
-    def largest(self) -> int:
-        """The most that torch has allocated on the device so far, in a phase or not; 0 where no device is used."""
-        self._largest = max(self._largest, _allocated())
-        return self._largest
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure a block."""
-        on_device, resident = _on_device(), _resident_peak()
-        if on_device:  # the device's counter begins anew, which until now counted for the phases around
-            self._around = [*(max(peak, _allocated()) for peak in self._around), 0]
-            self._largest = max(self._largest, _allocated())
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            yield
-        finally:
-            if on_device:
-                peak = max(self._around.pop(), _allocated())
-                self._around = [max(each, peak) for each in self._around]
-            elif (peak := _resident_peak()) <= resident:
-                peak = int(psutil.Process().memory_info().rss)
-            self._note(name, peak)
-
-    def note_load(self) -> None:
-        """Take what was until now as the peak of what comes before the first step: the model, checks, the rehearsal."""
-        self._note("load", self.largest if _on_device() else _resident_peak())
-
-    def news(self) -> dict[str, int]:
-        """Return all peaks if one has grown by more than a hundredth since they were returned, else nothing."""
-        if all(peak <= 1.01 * self._reported.get(name, 0) for name, peak in self._peaks.items()):
-            return {}
-        self._reported = dict(self._peaks)
-        return dict(self._peaks)
-
-    def _note(self, name: str, peak: int) -> None:
-        self._peaks[name] = max(self._peaks.get(name, 0), peak)
-
-
-def _on_device() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch does not annotate it
-
-
-def _allocated() -> int:
-    """Return the most that torch has allocated on this rank's device since its counter began; 0 without one."""
-    if not _on_device():
-        return 0
-    # torch.cuda.max_memory_allocated flattens and sorts some hundred numbers for this one.
-    return int(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"])
-
-
-def _resident_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
+from holdfast.features.report.curves import Column
 from holdfast.features.report.html import html_table, section, tag, text
 from holdfast.features.report.metrics import (
     EVALUATING,
@@ -147,6 +148,16 @@ def _column_words(run: RunRecord, name: str) -> str:
     )
 
 
+def _seconds_by_phase(columns: Mapping[str, Column]) -> tuple[dict[str, float], float]:
+    """Return the seconds of each phase, and of all steps and evaluations."""
+    phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(TIMING)}
+    whole = sum(columns["step_time"].values) + phases.get(EVALUATING, 0.0)
+    rest = whole - sum(phases.values())
+    if rest > ROUNDING * whole:  # a run of an earlier version, whose phases left some time to none
+        phases["rest of the step"] = rest
+    return phases, whole
+
+
 def times_section(runs: Sequence[RunRecord]) -> str:
     """Return where the seconds and the memory went; the chart over steps is drawn where there is one run."""
     rows = []
@@ -154,13 +165,7 @@ def times_section(runs: Sequence[RunRecord]) -> str:
         columns = run.curves.columns
         if "step_time" not in columns:
             continue
-        steps, in_steps = len(columns["step_time"].steps), sum(columns["step_time"].values)
-        phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(TIMING)}
-        evaluating = phases.get(EVALUATING, 0.0)
-        whole = in_steps + evaluating
-        rest = whole - sum(phases.values())
-        if rest > ROUNDING * whole:  # a run of an earlier version, whose phases left some time to none
-            phases["rest of the step"] = rest
+        steps, (phases, whole) = len(columns["step_time"].steps), _seconds_by_phase(columns)
         for name, seconds in sorted(phases.items(), key=lambda pair: -pair[1]):
             share = f"{seconds / whole:.1%}" if whole else NOT_THERE
             cells = [name.removeprefix(TIMING), f"{1000 * seconds / max(1, steps):,.1f}", share, seconds_words(seconds)]

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from holdfast.models.accuracy import accuracy_of, count_largest
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import HeadSpec
 from holdfast.models.scores import (
@@ -22,7 +23,6 @@ from holdfast.models.scores import (
     WithGradients,
     add_product,
     chunk_tokens,
-    count_largest,
     logits_of,
 )
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
@@ -177,7 +177,7 @@ class _Comparison:
         self.logprobs[rows] = own.gather(1, targets).squeeze(1)
         best = logits.argmax(-1)
         maximum, largest = count_largest(logits)
-        self.accuracy[rows] = torch.where(logits.gather(1, targets).squeeze(1) >= maximum, 1.0 / largest, 0.0)
+        self.accuracy[rows] = accuracy_of(logits.gather(1, targets).squeeze(1), maximum, largest)
         self.agrees[rows] = best == taught.argmax(-1)
         self.teacher_logprobs[rows] = taught.gather(1, targets).squeeze(1) - taught.logsumexp(-1)
         if self.entropy is not None:

@@ -24,12 +24,13 @@ from holdfast.optim.randomness import private_randomness
 from holdfast.optim.state_template import twin_of
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.rewards.base import Scored
+from holdfast.training.phases import PhaseClock
 from holdfast.training.policy.critic import train_critic, with_values
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.groups import share_facts
 from holdfast.training.policy.rollouts import Rollout, sample_groups
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.run import PhaseClock, Trained
+from holdfast.training.run import Trained
 from holdfast.training.step import train_step
 from holdfast.types import Finish, Group, Prompt
 
