@@ -18,6 +18,7 @@ ROOMS = {
         load
         verbs
         conversion path_kinds
+        path_uses
     """,
     "data": """
         tasks

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from holdfast.cli.path_arguments import takes
-from holdfast.config.path_kinds import MODEL_PATH, PathKind
+from holdfast.config.path_kinds import PathKind
+from holdfast.config.path_uses import MODEL_PATH
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -44,11 +44,16 @@ def _refuse_command(name: str, rest: list[str]) -> None:
         raise ConfigError(f"There is no command `holdfast {name}`. {_ELSEWHERE[name]}")
     if name not in _TRAINS:
         return
+    from holdfast.config.path_kinds import PathKind, recognise
+    from holdfast.config.path_uses import use
     from holdfast.config.verbs.roots import ROOTS, verb_of
     from holdfast.config.yaml12 import parse_file
 
     file = rest[0] if rest else "RUN.yaml"
     text = f"There is no command `holdfast {name}`: each way of training has its own, {', '.join(ROOTS)}."
+    at = recognise(file)
+    if at.kind not in {PathKind.RUN_FILE, PathKind.UNKNOWN}:
+        raise ConfigError(f"{text} {file} is {at.noun}. {use(at, PathKind.RUN_FILE)}")
     try:
         verb = verb_of(parse_file(Path(file)).values)
     except ConfigError:

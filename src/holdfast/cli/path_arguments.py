@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.config.path_kinds import KEYS, MODEL_PATH, PathKind, check_path
+from holdfast.config.path_kinds import PathKind
+from holdfast.config.path_uses import KEYS, MODEL_PATH, check_path
 
 
 def takes(*kinds: PathKind) -> Callable[[typer.Context, Any], Any]:

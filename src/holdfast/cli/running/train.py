@@ -74,11 +74,16 @@ def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[Train
             raise error from None
         if meant == verb:
             raise
-        raise ConfigError(f"{path} looks like a file for `holdfast {meant}`; for `holdfast {verb}`:\n{error}") from None
+        raise ConfigError(
+            f"{path} looks like a file for `holdfast {meant}`: `holdfast {meant} {path}` starts it. For `holdfast "
+            f"{verb}`:\n{error}"
+        ) from None
 
 
 def train_from(verb: str, target: Path, overrides: Sequence[str]) -> int:
     """Run a verb on a run's file or on an exported model."""
+    if not target.exists() and target.suffix not in {".yaml", ".yml", ".json"}:
+        local_directory(str(target), Path.cwd())  # says whose export it would be
     if not target.is_dir():
         loaded = load_run(target, overrides)
         return start(verb, loaded)
