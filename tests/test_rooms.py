@@ -19,6 +19,7 @@ ROOMS = {
         load
         verbs
         path_kinds
+        path_uses
     """,
     "data": """
         tasks

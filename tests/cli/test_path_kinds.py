@@ -9,13 +9,15 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from holdfast.cli.main import COMMANDS, app
 from holdfast.config.load import load_config
-from holdfast.config.path_kinds import KEYS, PathKind, misplaced, recognise
+from holdfast.config.path_kinds import PathKind, recognise
+from holdfast.config.path_uses import KEYS, misplaced
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.rows.files import files_of_split, find_files
 from holdfast.errors import ConfigError, DataError, ModelError, UserError
@@ -109,6 +111,24 @@ def test_the_name_of_the_system_is_found(places: Path) -> None:
     assert systems == {f"{name}.yaml": name for name in ("easyr1", "trl", "axolotl", "llamafactory", "verl")}
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("seed: 1\nlearning_rate: 1.0e-5\n", K.FOREIGN_CONFIG),
+        ("steps: 2\nmodle: {path: hf}\ndata: {path: rows.jsonl}\n", K.RUN_FILE),
+        ("steps: 2\nmodel: {path: hf}\nevaluation: {sets: {a: {path: a.jsonl}}}\n", K.RUN_FILE),
+        ("optim: {lr: 1.0e-5}\n", K.UNKNOWN),
+        ("zzz: 1\n", K.UNKNOWN),
+        ("[1, 2]\n", K.UNKNOWN),
+        ("", K.UNKNOWN),
+    ],
+)
+def test_a_configuration_is_told_by_whose_keys_it_has_more_of(places: Path, text: str, kind: PathKind) -> None:
+    (places / "some.yaml").write_text(text)
+
+    assert recognise("some.yaml").kind is kind
+
+
 def path_arguments() -> list[tuple[str, str]]:
     """Return every command with each of its parameters that checks a path."""
     found = []
@@ -193,6 +213,11 @@ def test_every_kind_is_taken_by_a_key_or_answered(places: Path, key: str) -> Non
                           "model or the configuration file of a run. Name its model: runs/run/exports/final."),
         ("report run.yaml", "run.yaml is the configuration file of a run, and `holdfast report` takes the directory of a "
                             "run. Its run is runs/run: `holdfast report runs/run`."),
+        ("train trl.yaml", "There is no command `holdfast train`: each way of training has its own, sft, dpo, reward, grpo, "
+                           "distill. trl.yaml is a configuration file of TRL. `holdfast config import trl.yaml --from trl "
+                           "--to RUN.yaml` writes it as one of ours."),
+        ("replay runs/run --step 1", "runs/run is a run of `holdfast sft`, and only `holdfast grpo` records its steps, with "
+                                     "rollout.record: true. `holdfast report runs/run` shows this run."),
         ("config import run.yaml --from trl", "run.yaml is the configuration file of a run, and `holdfast config import` "
                                               "takes a configuration file of another system or a script. Nothing has to "
                                               "be imported: `holdfast sft run.yaml` starts it."),
@@ -311,3 +336,21 @@ def test_only_a_near_key_is_suggested(places: Path, typed: str, meant: str | Non
 
     suggestion = re.search(r"unknown key; did you mean (\S+)\?", str(refused.value))
     assert (suggestion and suggestion[1]) == meant
+
+
+def test_an_export_that_is_not_there_is_told_with_the_run_that_would_write_it(places: Path) -> None:
+    from holdfast.cli.running.train import train_from
+
+    with pytest.raises(
+        ModelError, match=r"There is no directory runs/run/exports/best.*The run in runs/run would write"
+    ):
+        train_from("eval", Path("runs/run/exports/best"), [])
+
+
+def test_a_limit_of_all_rewards_that_stands_with_one_is_sent_to_the_section_of_all(places: Path) -> None:
+    from holdfast.config.verbs.grpo import GRPOConfig
+
+    (places / "grpo.yaml").write_text(RUN + "reward: {kind: path, path: 'r.py:f', timeout_seconds: 5}\n")
+
+    with pytest.raises(ConfigError, match=r"reward.*timeout_seconds: .*did you mean rewards\.timeout_seconds\?"):
+        load_config(places / "grpo.yaml", [], GRPOConfig)

@@ -127,4 +127,7 @@ def test_a_file_for_another_verb_is_told_so(warm: WarmPython, tmp_path: Path, tr
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
 
     assert done.code == 2
-    assert "run.yaml looks like a file for `holdfast grpo`; for `holdfast sft`:" in done.err
+    assert (
+        "run.yaml looks like a file for `holdfast grpo`: `holdfast grpo run.yaml` starts it. For `holdfast sft`:"
+        in done.err
+    )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.config.path_kinds import KEYS, MODEL_PATH, PathKind, check_path
+from holdfast.config.path_kinds import PathKind
+from holdfast.config.path_uses import KEYS, MODEL_PATH, check_path
 
 if TYPE_CHECKING:
     from torch import dtype as TorchDtype

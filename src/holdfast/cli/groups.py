@@ -46,7 +46,7 @@ def command_line(
     Args:
         commands: Those of a group begin with its name, as in `checkpoint ls`.
         groups: Name to a line of help.
-        before_all: What is called before any command. Its parameters are options of the program, its docstring the help.
+        before_all: What is called before any command; its parameters are options of the program.
     """
     outermost = {name: command for name, command in commands.items() if " " not in name}
     app = _group(outermost, add_completion=True)
@@ -117,11 +117,16 @@ def _refuse_command(name: str, rest: list[str]) -> None:
         raise ConfigError(f"There is no command `holdfast {name}`. {_ELSEWHERE[name]}")
     if name not in _TRAINS:
         return
+    from holdfast.config.path_kinds import PathKind, recognise
+    from holdfast.config.path_uses import use
     from holdfast.config.verbs.roots import ROOTS, verb_of
     from holdfast.config.yaml12 import parse_file
 
     file = rest[0] if rest else "RUN.yaml"
     text = f"There is no command `holdfast {name}`: each way of training has its own, {', '.join(ROOTS)}."
+    at = recognise(file)
+    if at.kind not in {PathKind.RUN_FILE, PathKind.UNKNOWN}:
+        raise ConfigError(f"{text} {file} is {at.noun}. {use(at, PathKind.RUN_FILE)}")
     try:
         verb = verb_of(parse_file(Path(file)).values)
     except ConfigError:

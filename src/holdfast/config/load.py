@@ -129,7 +129,10 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]
     if kinds:
         own = " or ".join(kinds_of(section))
-        return f"kind {own} has no such key; it belongs to kind {' and '.join(kinds)}"
+        # `reward` and `rewards` are two sections, and a key of one is easily written into the other.
+        plural = f"{path[0]}s.{name}"
+        meant = f"; did you mean {plural}?" if plural in all_keys(root) else ""
+        return f"kind {own} has no such key; it belongs to kind {' and '.join(kinds)}{meant}"
     return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.config.base import Section
 from holdfast.config.path_kinds import PathKind, recognise
+from holdfast.config.path_uses import use
 from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
@@ -68,7 +69,7 @@ def check_verb(directory: Path, verb: str) -> None:
     if at.kind is PathKind.RUN and at.facts.get("verb", verb) != verb:
         raise ConfigError(
             f"{directory} is {at.noun}, and `holdfast {verb}` cannot continue it. Choose another run.name. "
-            f"{at.use(PathKind.MODEL)}"
+            f"{use(at, PathKind.MODEL)}"
         )
 
 

@@ -147,3 +147,14 @@ def test_an_interpolation_takes_the_value_of_the_key_it_names(converted: Convert
     text = least("max_prompt_length: 256, max_response_length: '${data.max_prompt_length}'")
 
     assert converted(text, "easyr1").settings["data.max_length"] == 512
+
+
+@pytest.mark.parametrize("files", ["val.parquet", "[val.parquet, other.parquet]"])
+def test_evaluation_sets_have_the_columns_of_the_training_rows(
+    files: str, converted: Convert, loads: Callable[[Converted], Any]
+) -> None:
+    config = loads(converted(least(f"answer_key: solution, val_files: {files}"), "easyr1"))
+
+    columns = {"instruction": "problem", "answer": "solution"}
+    assert config.data.columns == columns
+    assert [section.columns for section in config.evaluation.sets.values()] == [columns] * (1 + files.count(","))

@@ -13,6 +13,7 @@ from holdfast.config.verbs.roots import ROOTS, load_run
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.start import start
+from holdfast.models.files.places import local_directory
 
 
 def evaluate(
@@ -40,6 +41,8 @@ def evaluate_model(target: str, overrides: Sequence[str], data: str | None = Non
                 f"with --data, or leave --data out."
             )
         return start("eval", LoadedConfig(_on_rows(target, data, overrides), Path.cwd()))
+    if not path.exists() and path.suffix not in {".yaml", ".yml", ".json"}:
+        local_directory(target, Path.cwd())  # says whose export it would be
     if not path.is_dir():
         return start("eval", load_run(path, overrides))
     file = path / EXPORTED_CONFIG

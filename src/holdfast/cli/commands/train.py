@@ -93,4 +93,7 @@ def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[Train
             raise error from None
         if meant == verb:
             raise
-        raise ConfigError(f"{path} looks like a file for `holdfast {meant}`; for `holdfast {verb}`:\n{error}") from None
+        raise ConfigError(
+            f"{path} looks like a file for `holdfast {meant}`: `holdfast {meant} {path}` starts it. For `holdfast "
+            f"{verb}`:\n{error}"
+        ) from None

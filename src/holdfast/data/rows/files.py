@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.config.path_kinds import KEYS, misplaced
+from holdfast.config.path_uses import KEYS, misplaced
 from holdfast.data.rows.arrow_rows import ARROW_SUFFIXES, PARQUET_SUFFIXES, choose_split
 from holdfast.data.rows.json_rows import JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIXES
 from holdfast.errors import DataError

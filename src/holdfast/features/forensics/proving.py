@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.config.load import load_config
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import engine_of, load_run
+from holdfast.config.verbs.roots import engine_of, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig
+from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited, resolve_ranks
 
@@ -253,7 +255,10 @@ def _recorded_run(directory: Path) -> GRPOConfig:
     if not file.exists():
         raise ConfigError(f"{directory} is no run: it has no {file.name}.")
     alone = ["launch.ranks=1", "launch.device=cpu", "parallel.replicate=1", "parallel.shard=auto", "rollout.show=0"]
-    config = load_run(file, [*alone, "rollout.record=false"]).config
-    if not isinstance(config, GRPOConfig):
-        raise ConfigError(f"{directory} is a run of `holdfast {config.verb}`; only rollouts are recorded.")
-    return config
+    verb = verb_of(parse_file(file).values)
+    if verb != GRPOConfig.verb:
+        raise ConfigError(
+            f"{directory} is a run of `holdfast {verb}`, and only `holdfast grpo` records its steps, with "
+            f"rollout.record: true. `holdfast report {directory}` shows this run."
+        )
+    return load_config(file, [*alone, "rollout.record=false"], GRPOConfig).config

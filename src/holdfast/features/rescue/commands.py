@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.arguments import Dtype, ForeignFile, takes, torch_dtype
-from holdfast.config.path_kinds import MODEL_PATH, PathKind
+from holdfast.config.path_kinds import PathKind
+from holdfast.config.path_uses import MODEL_PATH
 from holdfast.errors import ConfigError
 
 

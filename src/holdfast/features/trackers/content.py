@@ -70,8 +70,8 @@ def public_configuration(values: Any) -> Any:
 def portable_configuration(values: Any) -> Any:
     """Return a configuration for exports and checkpoints: without what could be secret, and with paths.
 
-    Who has one of these may have the run's files as well, so paths stay and `holdfast eval` finds rows and functions. What
-    cannot be told from a secret is marked, so that a configuration without it does not pass for the run's.
+    Who has one of these may have the run's files as well, so paths stay and `holdfast eval` finds rows and functions.
+    What cannot be told from a secret is marked, so that a configuration without it does not pass for the run's.
     """
     if isinstance(values, Mapping):
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.config.path_kinds import KEYS, misplaced
+from holdfast.config.path_uses import KEYS, misplaced
 from holdfast.errors import ModelError
 from holdfast.files import expanded
 

@@ -1,4 +1,6 @@
-"""Complete generated questions by plain transformers: `python -m holdfast.cli.commands.generate.plain_completion DIRECTORY COUNT`.
+"""Complete generated questions by plain transformers.
+
+Run as `python -m holdfast.cli.commands.generate.plain_completion DIRECTORY COUNT`.
 
 Nothing of Holdfast's models or engines takes part; what loads here loads anywhere.
 """

@@ -270,14 +270,25 @@ def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -
 
 
 def _share_columns(settings: dict[str, Any], origins: dict[str, tuple[Line, ...]]) -> None:
-    """Give evaluation sets the names of columns of the training rows: other systems have one name for both."""
-    columns = {key: value for key, value in settings.items() if key.startswith("data.columns")}
-    paths = re.compile(r"evaluation\.sets\.[^.]+\.path")
-    for above in [key.removesuffix(".path") for key in settings if paths.fullmatch(key)]:
-        for key, value in columns.items():
-            target = f"{above}.{key.removeprefix('data.')}"
-            if target not in settings and f"{above}.columns" not in settings:
-                settings[target], origins[target] = value, origins[key]
+    """Give evaluation sets the columns of the training rows: a key there that names one column speaks of all rows.
+
+    A list of sources speaks of these alone, and evaluation sets that name their columns keep them.
+    """
+    columns: dict[str, Any] = {}
+    lines: tuple[Line, ...] = ()
+    for key, value in settings.items():
+        if key.startswith("data.columns") and all(isinstance(line.value, str) for line in origins[key]):
+            columns |= value if key == "data.columns" else {key.removeprefix("data.columns."): value}
+            lines += origins[key]
+    if not columns:
+        return
+    several = settings.get("evaluation.sets", {})
+    if several:
+        settings["evaluation.sets"] = {name: {"columns": columns, **source} for name, source in several.items()}
+    for key in [key for key in settings if re.fullmatch(r"evaluation\.sets\.[^.]+\.path", key)]:
+        target = f"{key.removesuffix('.path')}.columns"
+        settings.setdefault(target, columns)
+        origins.setdefault(target, lines)
 
 
 def _fitted(settings: dict[str, Any]) -> dict[str, Any]:
