@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 _RETRY_SECONDS = 0.05
 
@@ -32,19 +37,27 @@ def end_at_once(code: int, text: str = "") -> None:
 
 
 def raise_after_imports() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt as ever, but never in an import: it waits for the end of that, up to a second
-    Ctrl-C.
+    """Let Ctrl-C raise KeyboardInterrupt as ever, but never in an import: it waits for the end of that.
+
+    A second Ctrl-C does not wait.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _Postponed().interrupt)
+        _Postponed().install()
 
 
 class _Postponed:
     def __init__(self) -> None:
         self._is_waiting = False
+        self._before = sys.unraisablehook
 
-    def interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is Python's
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, self._interrupt)
+        sys.unraisablehook = self._unraisable
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is Python's
         if self._is_waiting:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._is_waiting = False
             raise KeyboardInterrupt
         self._look(frame)
 
@@ -52,9 +65,26 @@ class _Postponed:
         self._is_waiting = _imports(frame)
         if not self._is_waiting:
             raise KeyboardInterrupt
+        self._look_later()
+
+    def _look_later(self) -> None:
         # A timer and no thread: the lock that starting one takes may be held by the code that was interrupted.
-        signal.signal(signal.SIGALRM, lambda _, later: self._look(later))
+        self._is_waiting = True
+        signal.signal(signal.SIGALRM, self._due)
         signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
+
+    def _due(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is Python's
+        if signal.getsignal(signal.SIGINT) == self._interrupt:
+            self._look(frame)
+        else:  # somebody who saves first has taken over meanwhile
+            signal.raise_signal(signal.SIGINT)
+
+    def _unraisable(self, unraisable: UnraisableHookArgs) -> None:
+        """Try again where Python can only print an exception: in callbacks of fork, weak references and deletions."""
+        if unraisable.exc_type is KeyboardInterrupt and threading.current_thread() is threading.main_thread():
+            self._look_later()
+        else:
+            self._before(unraisable)
 
 
 def _imports(frame: FrameType | None) -> bool:

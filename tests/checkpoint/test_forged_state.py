@@ -13,6 +13,9 @@ import torch
 
 from holdfast import checkpoint
 from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.format.manifest import _HASH_KEY, NAME, _canonical
+from holdfast.checkpoint.format.settings import settings_of
+from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, contents, optimizer_of, save_after
 from tests.checkpoint.damage import rewrite_manifest
@@ -164,3 +167,46 @@ def test_a_state_that_lacks_what_a_later_version_remembers_is_continued(pools: A
     outcomes = pools(2).run(run, values_of(tmp_path, steps=steps))
 
     assert [outcome.step for outcome in outcomes] == [steps, steps]
+
+
+def delete(content: Any, path: tuple[str | int, ...]) -> None:
+    *above, last = path
+    for name in above:
+        content = content[name]
+    del content[last]
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (("optimizer", "kind"), "'kind' is missing"),
+        (("optimizer", "groups"), "'groups' is missing"),
+        (("optimizer", "values"), "'values' is missing"),
+        (("optimizer", "groups", 0, "parameters"), "'parameters' is missing"),
+        (("optimizer", "groups", 0, "hyperparameters"), "'hyperparameters' is missing"),
+        (("files", "trainer.json", "hash"), "hash"),
+        (("tensors",), "tensors"),
+        (("mesh",), "mesh"),
+    ],
+)
+def test_a_manifest_that_lacks_an_entry_is_refused_by_its_name(
+    pools: Any, tmp_path: Path, path: tuple[str | int, ...], said: str
+) -> None:
+    """Its hash is made anew, as somebody who repairs a manifest by hand would."""
+    place = tmp_path / "step-00000001"
+    pools(2).run(save_after, str(place), 1)
+    outer = json.loads((place / NAME).read_text())
+    delete(outer["manifest"], path)
+    (place / NAME).write_bytes(_canonical({**outer, _HASH_KEY: hash_bytes(_canonical(outer["manifest"]))}))
+
+    with pytest.raises(CheckpointCorrupt, match=said):
+        checkpoint.verify(str(place))
+
+
+@pytest.mark.parametrize("lacking", ["run", "run.name", "model", "checkpoint", "checkpoint.keep"])
+def test_a_configuration_that_lacks_a_section_is_refused_by_its_name(lacking: str) -> None:
+    tree: dict[str, Any] = {"run": {"name": "a"}, "model": {}, "checkpoint": {"keep": {}}}
+    delete(tree, tuple(lacking.split(".")))
+
+    with pytest.raises(CheckpointCorrupt, match=rf"x/holdfast.yaml is not what a run writes.*: it lacks {lacking}\."):
+        settings_of(json.dumps(tree).encode(), "x/holdfast.yaml")

@@ -6,9 +6,9 @@ Exit codes: 0 done; 1 a check says no; 2 usage or configuration; 3 the run stopp
 # Files of commands do without `from __future__ import annotations`: typer evaluates each string of it twice at every
 # start.
 if __name__ == "__main__":  # `python -m`; the program `holdfast` begins in entry.py
-    from holdfast.interrupts import end_at_once
+    from holdfast import interrupts
 
-    end_at_once(3, "Ctrl-C: stopped before anything was started.\n")
+    interrupts.end_at_once(3, "Ctrl-C: stopped before anything was started.\n")
 
 import sys
 from typing import Annotated
@@ -16,9 +16,11 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.groups import Listed, command_line
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, RunStopped, UserError
 from holdfast.interrupts import raise_after_imports
 
+_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt, without a word."""
 _CORE, _FEATURES = "holdfast.cli.commands", "holdfast.features"
 
 COMMANDS = {
@@ -108,6 +110,11 @@ def main() -> None:
     raise_after_imports()
     try:
         app()
+    except SystemExit as error:
+        if error.code != _INTERRUPTED:
+            raise
+        print("Ctrl-C: stopped before the end.", file=sys.stderr)
+        sys.exit(RunStopped.exit_code)
     except HoldfastError as error:
         from holdfast.launch.first_rank import await_first_rank, leave
 

@@ -29,6 +29,30 @@ EXPORTED = "exported"
 """The context of a validation: the values come from an export, which nobody has to edit."""
 
 
+LEFT_OUT = "left out: what a run's own code takes may be secret"
+"""Stands in exports and checkpoints in the place of `kwargs`, and of values under names such as api_key."""
+
+
+def _kwargs_of_training(value: Any, info: ValidationInfo) -> Any:
+    return {} if value == LEFT_OUT and info.context == EXPORTED else value
+
+
+def _kwargs_of_evaluations(value: Any) -> Any:
+    if value == LEFT_OUT:
+        raise PydanticCustomError(
+            "left_out",
+            "an export does not say what it is, since it may be secret; evaluate with the file of the run: "
+            "`holdfast eval RUN.yaml model.path=EXPORT`",
+        )
+    return value
+
+
+Kwargs = Annotated[dict[str, Any], BeforeValidator(_kwargs_of_training)]
+"""Arguments of a user's code that trains, which nobody asks an export for."""
+RewardKwargs = Annotated[dict[str, Any], BeforeValidator(_kwargs_of_evaluations)]
+"""Arguments of a user's code that measures."""
+
+
 class Section(BaseModel):
     """One section of the tree. Rules check and never assign: the file says what the run does."""
 

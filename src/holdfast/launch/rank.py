@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from holdfast.interrupts import end_at_once
+    from holdfast import interrupts
 
-    end_at_once(3)  # the launcher has told of the request
+    interrupts.end_at_once(3)  # the launcher has told of the request
 
 import errno
 import json
@@ -23,7 +23,7 @@ from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.files import NotRegular
-from holdfast.interrupts import raise_after_imports
+from holdfast.interrupts import end_at_once, raise_after_imports
 from holdfast.launch.deaths import EXIT_WITHOUT_RESULT
 from holdfast.launch.environment import has_launcher
 from holdfast.launch.first_rank import await_first_rank, leave
@@ -43,8 +43,12 @@ _UNSCORED = (
 
 def work(verb: str, config: TrainingConfig, base: Path) -> int:
     """Join the other ranks, run the verb, and return the exit code."""
+    # Until here a rank has done nothing, and the longest imports come now.
+    end_at_once(RunStopped.exit_code, "" if has_launcher() else "Ctrl-C: stopped before the first step.\n")
     from holdfast.parallel.mesh import joined_world
+    from holdfast.training import fit  # noqa: F401 - with transformers
 
+    raise_after_imports()
     first: bool | None = None
     try:
         with joined_world(config.launch, logs=True) as world:
@@ -127,7 +131,6 @@ def main() -> None:
     """Run as `python -m holdfast.launch.rank VERB CONFIG.json BASE`."""
     # A scheduler may send it to every process of a job, at any time; only a run that trains can save for it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    raise_after_imports()
     hush()
     verb, file, base = sys.argv[1:4]
     config = run_from_mapping(json.loads(Path(file).read_text(encoding="utf-8")))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import AtLeastTwo, ByKind, Fraction, FunctionPath, NonNegative, Section
+from holdfast.config.base import AtLeastTwo, ByKind, Fraction, FunctionPath, Kwargs, NonNegative, Section
 
 
 class _Advantage(Section):
@@ -150,7 +150,7 @@ class UserAdvantageConfig(_Advantage):
     path: FunctionPath
     """`file.py:function`; takes a holdfast.advantages.user.Groups and returns one number for each completion. It is
     called once a step, on one rank, and once before step 1 with tiny groups; what it keeps to itself is not saved."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Kwargs = Field(default_factory=dict)
     """Its arguments besides."""
 
     @property

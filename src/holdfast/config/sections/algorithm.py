@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, ProperFraction, Section
+from holdfast.config.base import ByKind, FunctionPath, Kwargs, ProperFraction, Section
 
 
 class NLLConfig(Section):
@@ -30,7 +30,7 @@ class UserObjectiveConfig(Section):
     kind: Literal["path"] = "path"
     path: FunctionPath
     """`file.py:function`; the function returns the loss, a holdfast.objectives.base.Objective."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Kwargs = Field(default_factory=dict)
     """Its arguments."""
 
 

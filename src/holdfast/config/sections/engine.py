@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from holdfast.config.base import FunctionPath, Mistake, OneOrSeveral, Positive, PositiveInt, Section
+from holdfast.config.base import FunctionPath, Kwargs, Mistake, OneOrSeveral, Positive, PositiveInt, Section
 from holdfast.config.sections.server import EndpointConfig, endpoint_mistakes
 
 LocalKind = Literal["auto", "inprocess", "transformers"]
@@ -30,7 +30,7 @@ class UserEngineConfig(Section):
 
     kind: Literal["path"] = "path"
     path: FunctionPath
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Kwargs = Field(default_factory=dict)
     """Handed to it by name."""
 
 

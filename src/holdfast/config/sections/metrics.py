@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, Mistake, NonNegative, Positive, PositiveInt, Section
+from holdfast.config.base import ByKind, FunctionPath, Kwargs, Mistake, NonNegative, Positive, PositiveInt, Section
 from holdfast.config.sections.data import SourceConfig
 from holdfast.config.sections.rollout import SamplingConfig
 
@@ -39,7 +39,7 @@ class UserTrackerConfig(Section):
     kind: Literal["path"] = "path"
     path: FunctionPath
     """`file.py:Class`; it has write(step, metrics) and close(status)."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Kwargs = Field(default_factory=dict)
     """Further arguments of its constructor."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -12,6 +12,7 @@ from holdfast.config.base import (
     ByKind,
     Count,
     Fraction,
+    Kwargs,
     Mistake,
     NonNegative,
     Pattern,
@@ -324,7 +325,7 @@ class UserOptimizerConfig(_Optim):
     kind: Literal["path"] = "path"
     path: Annotated[str, AfterValidator(_check_class_path)]
     """`file.py:Class`, a relative file looked up beside the YAML, or `package.module:Class`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Kwargs = Field(default_factory=dict)
     """Its constructor's arguments besides lr and weight_decay."""
 
     def mistakes(self) -> Iterator[Mistake]:

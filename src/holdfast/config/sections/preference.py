@@ -7,11 +7,11 @@ metrics is beta r, or what a loss without a reference has in its place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, Mistake, NonNegative, OneOrSeveral, Positive, Section
+from holdfast.config.base import ByKind, FunctionPath, Kwargs, Mistake, NonNegative, OneOrSeveral, Positive, Section
 
 Lengths = Literal["sum", "mean"]
 """Whether log-probabilities of an answer are summed over its tokens, or averaged."""
@@ -141,7 +141,7 @@ class UserLossConfig(AnyLoss):
     kind: Literal["path"] = "path"
     path: FunctionPath
     """`file.py:function`; the function returns the loss, a holdfast.objectives.pairs.PairLoss."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Kwargs = Field(default_factory=dict)
     """Its arguments."""
     needs_reference: bool = True
     """Whether it compares with a reference policy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -16,6 +16,7 @@ from holdfast.config.base import (
     Pattern,
     Positive,
     PositiveInt,
+    RewardKwargs,
     Section,
 )
 from holdfast.config.sections.server import endpoint_mistakes
@@ -46,7 +47,7 @@ class UserRewardConfig(_RewardSection):
     path: ImportPath
     """`file.py:function`, a relative file looked up beside the YAML, or `package.module:function`; returns a number,
     None or a dict with the key `reward`, `overall` or `score`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: RewardKwargs = Field(default_factory=dict)
     """Its own arguments; of a class, those of its constructor."""
 
     @property

@@ -46,7 +46,7 @@ from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World, forget_meshes
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.phases import PhaseClock
-from holdfast.training.run import Logbook, PhaseClock, Setting, Trained
+from holdfast.training.run import Logbook, Setting, Trained
 from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
 from holdfast.types import answered_by
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from holdfast.config.base import LEFT_OUT
 from holdfast.config.yaml12 import parse_file
 from holdfast.files import read_json
 from holdfast.text.escaping import escaped, escaped_paragraph
@@ -20,8 +21,6 @@ MOST_ROWS = 64
 COLUMNS = ("step", "prompt", "completion", "reward")
 _FREE_FORM = {"kwargs"}
 """Sections that hold what a user's own code takes; nobody can tell what of it is secret."""
-LEFT_OUT = "left out: what a run's own code takes may be secret; name it again on the command line"
-"""Stands in a configuration in the place of such a section."""
 _ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)(?:[^/@\s]*@)?([^\s?#]*)(?:[?#]\S*)?")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _CREDENTIAL = re.compile(r"(^|_)(api|key|secret|password|passwd|token|credentials?|auth)(_|$)", re.IGNORECASE)
@@ -70,8 +69,8 @@ def public_configuration(values: Any) -> Any:
 def portable_configuration(values: Any) -> Any:
     """Return a configuration for exports and checkpoints: without what could be secret, and with paths.
 
-    Who has one of these may have the run's files as well, so paths stay and `holdfast eval` finds rows and functions.
-    What cannot be told from a secret is marked, so that a configuration without it does not pass for the run's.
+    Who has one may have the files of the run as well, so paths stay and `holdfast eval` finds rows and functions. What
+    cannot be told from a secret is marked, so that a configuration without it does not pass for the run's.
     """
     if isinstance(values, Mapping):
         return {

@@ -9,7 +9,6 @@ import typer
 
 from holdfast.cli.arguments import Dtype, TrustCode, takes, torch_dtype
 from holdfast.config.path_kinds import PathKind
-from holdfast.config.path_uses import MODEL_PATH
 from holdfast.errors import ConfigError
 
 _IS_CHECKPOINT = takes(PathKind.CHECKPOINT, PathKind.RUN, PathKind.CHECKPOINTS)

@@ -1,0 +1,71 @@
+"""What user code takes may be secret: planted in a real run, and looked for in every byte that leaves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config.base import LEFT_OUT
+from holdfast.config.yaml12 import parse_file
+from tests.cli.conftest import TINY, write_run
+from tests.cli.warm import WarmPython
+
+SECRETS = [f"planted{number:02d}" for number in range(4)]
+FUNCTIONS = """
+def reward(completion, key, server):
+    assert key.startswith("planted") and "@" in server
+    return float(len(completion))
+
+def median(rewards, groups, key):
+    return rewards - rewards.mean()
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> dict[str, Any]:
+    """Return a run's tree with secrets in the arguments of a reward, and in the address of a judge nobody asks."""
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    address = f"https://me:{SECRETS[1]}@host.example/v1?token={SECRETS[2]}"
+    kwargs = {"key": SECRETS[0], "server": address}
+    return {
+        "steps": 2,
+        "model": {"config": dict(TINY), "tokenizer": "builtin:characters"},
+        "data": {"synthetic": {"task": "reverse", "rows": 16}, "batch_size": 4, "max_length": 32},
+        "rollout": {"group_size": 2, "max_new_tokens": 4},
+        "reward": [{"path": "functions.py:reward", "kwargs": kwargs}],
+        "evaluation": {"sets": {"held": {"synthetic": {"task": "reverse", "rows": 4, "seed": 1}}}},
+        "metrics": {"sinks": ["csv"]},
+        "checkpoint": {"every_steps": 1, "keep": {"last": 9}},
+        "launch": {"device": "cpu"},
+    }
+
+
+def test_no_argument_of_user_code_leaves_a_run_and_the_run_goes_on(
+    warm: WarmPython, tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "run.yaml", policy)
+    first = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", cwd=tmp_path)
+    again = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", "steps=3", cwd=tmp_path)
+    run = tmp_path / "runs" / "run"
+    report = warm.run("-m", "holdfast.cli.main", "report", str(run), cwd=tmp_path)
+    export = run / "exports" / "final"
+    evaluated = warm.run("-m", "holdfast.cli.main", "eval", str(export), cwd=tmp_path)
+    of_run = warm.run("-m", "holdfast.cli.main", "eval", "run.yaml", f"model.path={export}", "model.config=null",
+                      "model.tokenizer=null", "run.name=looked", cwd=tmp_path)  # fmt: skip
+
+    assert (first.code, again.code, report.code) == (0, 0, 0), first.err + again.err + report.err
+    assert "resuming from step 2" in again.out
+    assert "changed since the checkpoint: reward" not in again.out
+    (reward,) = parse_file(export / "holdfast.yaml").values["reward"]
+    assert reward["kwargs"] == LEFT_OUT
+    assert evaluated.code == 2
+    assert "evaluate with the file of the run: `holdfast eval RUN.yaml model.path=EXPORT`" in evaluated.err
+    assert of_run.code == 0, of_run.err
+    secret = [name.encode() for name in SECRETS[:3]]
+    files = [path for path in run.rglob("*") if path.is_file() and path.name != "config.resolved.yaml"]
+    assert len(files) > 30
+    assert [str(path) for path in files if any(each in path.read_bytes() for each in secret)] == []
+    texts = [done.out + done.err for done in (first, again, report, evaluated, of_run)]
+    assert [text for text in texts if any(each.decode() in text for each in secret)] == []
