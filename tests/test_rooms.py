@@ -14,6 +14,7 @@ from tests.test_layers import SOURCE, imports, parts
 ROOMS = {
     "config": """
         base versions yaml12
+        public
         sections tree
         merge remedies
         load
@@ -38,7 +39,7 @@ ROOMS = {
         workers
     """,
     "models": """
-        names support
+        accuracy names support
         files layers
         scores
         heads
@@ -67,7 +68,7 @@ ROOMS = {
         local
     """,
     "training": """
-        directory observe randomness
+        directory observe phases randomness
         run run_state
         watched
         control fingerprints journal profiling stragglers
@@ -79,10 +80,8 @@ ROOMS = {
         distillation
     """,
     "cli": """
-        hints path_arguments run_file
-        after checkpoints
-        running
-        beforehand looking checkpoint
+        arguments groups
+        commands
         main
         entry
     """,

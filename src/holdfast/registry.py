@@ -27,6 +27,8 @@ RUN_PAGE = "holdfast.features.report.run_page:write_at_end"
 """Writes the page that a run ends with."""
 KEY_HINT = "holdfast.features.rescue.systems.table:describe_key"
 """Says what a key of another system is called here."""
+FOREIGN_CONFIGURATION = "holdfast.features.rescue.systems.table:system_of_keys"
+"""Says which other system's configuration has such keys."""
 
 
 def load(path: str) -> Any:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from holdfast import registry
 from holdfast.errors import ConfigError
 from holdfast.files import expanded, is_lfs_pointer, read_json
 
@@ -152,7 +153,6 @@ def _configuration(place: Path) -> Kind:
     """Tell our configuration files from those of other systems by whose keys they have more of."""
     from holdfast.config.verbs.roots import verb_of
     from holdfast.config.yaml12 import parse_file
-    from holdfast.features.rescue.systems.table import READABLE, load_key_table
 
     try:
         values = parse_file(place).values
@@ -163,11 +163,8 @@ def _configuration(place: Path) -> Kind:
     has_sections = any(isinstance(values.get(name), Mapping) for name in ("model", "data"))
     if has_sections and 2 * ours >= len(keys):
         return K.RUN_FILE, {"verb": verb_of(values), **_run_of_file(place, values)}
-    tables = [load_key_table(name) for name in READABLE]
-    best = max(tables, key=lambda table: (len(keys & table.entries.keys()), len(keys & table.own)))
-    if len(keys & best.entries.keys()) <= ours:
-        return K.UNKNOWN, {}
-    return K.FOREIGN_CONFIG, {"system": best.name, "title": best.title}
+    foreign = registry.load(registry.FOREIGN_CONFIGURATION)(keys, more_than=ours)
+    return (K.FOREIGN_CONFIG, foreign) if foreign else (K.UNKNOWN, {})
 
 
 def _run_of_file(place: Path, values: Mapping[str, Any]) -> dict[str, str]:

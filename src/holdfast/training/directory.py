@@ -14,11 +14,11 @@ from typing import Any
 from holdfast.config.base import Section
 from holdfast.config.path_kinds import PathKind, recognise
 from holdfast.config.path_uses import use
+from holdfast.config.public import portable_configuration
 from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
-from holdfast.features.trackers.content import portable_configuration
 from holdfast.files import append_text, is_there, naming, parse_json, read_bytes, read_json, read_text
 
 IDENTITY, EVENTS, PLAN, LOGS, PAGE = "run.json", "events.jsonl", "plan.json", "logs", "report.html"

@@ -11,10 +11,10 @@ import pytest
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.card import card_of
 from holdfast.config.base import LEFT_OUT
+from holdfast.config.public import portable_configuration, public_configuration
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import parse_text, to_yaml
 from holdfast.features.report.settings import flat_public
-from holdfast.features.trackers.content import portable_configuration, public_configuration
 
 
 class Planter:

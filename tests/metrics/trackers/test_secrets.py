@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.features.trackers.content import public_configuration, public_text
+from holdfast.config.public import public_configuration, public_text
 from holdfast.features.trackers.environment import tracker_environment
 from tests.metrics.trackers.cases import WrittenRun, skip_without, text_of
 

@@ -16,8 +16,8 @@ from typing import Any
 from holdfast.checkpoint.export.about import ABOUT_FILE, Exported
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.config.base import leaves
+from holdfast.config.public import public_configuration, public_text
 from holdfast.config.yaml12 import to_yaml
-from holdfast.features.trackers.content import public_configuration, public_text
 from holdfast.files import read_text
 from holdfast.text.escaping import escaped
 

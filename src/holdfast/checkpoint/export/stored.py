@@ -37,11 +37,11 @@ from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import ASSETS, STAGING
 from holdfast.checkpoint.place.storage import rename_new
 from holdfast.config.load import EXPORTED_CONFIG
+from holdfast.config.public import portable_configuration
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.roots import verb_of
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
-from holdfast.features.trackers.content import portable_configuration
 from holdfast.files import read_json
 from holdfast.models.adapters.files import PEFT_PREFIX, modules_in
 from holdfast.models.adapters.live import Join, joins_of

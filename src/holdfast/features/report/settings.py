@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.base import leaves
+from holdfast.config.public import public_configuration, public_text
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError
-from holdfast.features.trackers.content import public_configuration, public_text
 from holdfast.files import read_json
 from holdfast.metrics.progress import End
 from holdfast.training.directory import IDENTITY

@@ -22,10 +22,10 @@ from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import SavedCount, leaves
 from holdfast.config.load import EXPORTED_CONFIG
+from holdfast.config.public import portable_configuration
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.stream import StreamState
-from holdfast.features.trackers.content import portable_configuration
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.config.load import EXPORTED_CONFIG
+from holdfast.config.public import public_configuration, public_text
 from holdfast.config.yaml12 import parse_file, to_yaml
 from holdfast.errors import RunStopped, UserError
-from holdfast.features.trackers.content import public_configuration, public_text
 from holdfast.files import read_json, size_words
 from holdfast.text.escaping import escaped
 

@@ -186,3 +186,17 @@ def hint(key: str) -> Hint | None:
         if len({(entry.status, entry.targets, entry.note) for entry in matches}) == 1:
             return Hint(f"{table.title}'s", matches[0])
     return None
+
+
+def system_of_keys(keys: set[str], more_than: int) -> dict[str, str]:
+    """Return `system` and `title` of the system whose files have most of some dotted keys.
+
+    Args:
+        keys: Of a file.
+        more_than: How many of them are ours; a system must have more, or the answer is empty.
+    """
+    tables = [load_key_table(name) for name in READABLE]
+    best = max(tables, key=lambda table: (len(keys & table.entries.keys()), len(keys & table.own)))
+    if len(keys & best.entries.keys()) <= more_than:
+        return {}
+    return {"system": best.name, "title": best.title}
