@@ -82,13 +82,13 @@ record-map: setup
 
 # Two Slurm nodes on this host, in some minutes; tools/install_slurm.sh installs what it needs.
 test-slurm: setup
-	$(BIN)/python -m pytest -n 0 -rs tests/cluster
+	$(BIN)/python -m pytest -n 0 -rs tests/features/cluster
 
 # With a real Ray, which has an environment of its own: two raylets on this host.
 RAY_VENV ?= .venv-ray
 test-ray: setup
 	tools/install_ray.sh $(RAY_VENV)
-	HOLDFAST_RAY_PYTHON=$(abspath $(RAY_VENV))/bin/python $(BIN)/python -m pytest -n 0 -rs tests/cluster/test_ray.py
+	HOLDFAST_RAY_PYTHON=$(abspath $(RAY_VENV))/bin/python $(BIN)/python -m pytest -n 0 -rs tests/features/cluster/test_ray.py
 
 test-deep: checks
 	$(PYTEST) -m "deep and not slow and not gpu and not devices"
@@ -101,7 +101,7 @@ test-devices: checks
 VLLM_VENV ?= .venv-vllm
 test-vllm: setup
 	tools/install_vllm.sh $(VLLM_VENV)
-	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/vllm
+	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/features/vllm/real
 
 # With a pretrained model from the package index, which takes some minutes to fetch and 1.2 GB; tests are skipped by name
 # where the index cannot be reached. Those with a vLLM run where its environment is already installed.

@@ -62,7 +62,7 @@ def timed_pairs(arms: dict[str, Callable[[Path], object]], folder: Path) -> None
 
 def trainer(folder: Path, width: int) -> None:
     """Save in a transformers Trainer after its first step."""
-    from tests.integrations.trainer_script import trainer_of
+    from tests.features.trainers.trainer_script import trainer_of
     from transformers import TrainerCallback
 
     from holdfast.features.trainers.trl import protect
@@ -85,7 +85,7 @@ def trainer(folder: Path, width: int) -> None:
 def lightning(folder: Path, width: int, kind: str) -> None:
     """Save in Lightning's Trainer after its first step."""
     import lightning.pytorch as pl
-    from tests.integrations.lightning_script import Module, rows, strategy
+    from tests.features.trainers.lightning_script import Module, rows, strategy
 
     class Saves(pl.Callback):
         def on_train_batch_end(self, live: Any, *_: Any) -> None:

@@ -30,7 +30,7 @@ from measure import heading
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.browser.driver import driving, missing  # noqa: E402 - the folder above is on the path from here on
-from tests.report.cases import RunFolder, long_run  # noqa: E402
+from tests.features.report.cases import RunFolder, long_run  # noqa: E402
 
 MOST_MEGABYTES, MOST_SECONDS, MOST_MIB, MOST_OPENING, MOST_SHARE = 15.0, 30.0, 1024.0, 3.0, 0.01
 WATCHED_SECONDS, SETTLING_SECONDS = 60.0, 8.0

@@ -2,8 +2,8 @@
 
     benchmarks/requeues.py [--requeues 20] [--seed 0] [--verbs sft grpo] [--output TABLE.md]
 
-Slurm's two nodes run on this host (tests/cluster; `tools/install_slurm.sh`), with two ranks each under torchrun. A
-straight run gives the weights that count, and the seconds from a job's start to its first step. The same job is then
+Slurm's two nodes run on this host (tests/features/cluster; `tools/install_slurm.sh`), with two ranks each under
+torchrun. A straight run gives the weights that count, and the seconds from a job's start to its first step. The same job is then
 requeued by `scontrol` so many times, each at a moment drawn uniformly over twice as many seconds (`--window`) of
 a start: half of them hit the start of processes, the rendezvous and the loading. The table has a line for each: when,
 in what phase it hit, the newest checkpoint after it, the steps that were made and lost, and the seconds from the next
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.cluster.slurm import Cluster, slurm  # noqa: E402 - the folder above is on the path from here on
+from tests.features.cluster.slurm import Cluster, slurm  # noqa: E402 - the folder above is on the path from here on
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 QUIET = ["evaluation.sets={}", "launch.ranks=2", "launch.device=cpu", "checkpoint.every_steps=10"]

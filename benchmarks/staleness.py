@@ -23,7 +23,7 @@ from holdfast.recipes.grpo import grpo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the server that the tests ask too
 
-from tests.rollout.served import REWARD, ServedModel, served_tree, serving  # noqa: E402
+from tests.features.vllm.served import REWARD, ServedModel, served_tree, serving  # noqa: E402
 
 ROLLOUT_SECONDS, UPDATE_SECONDS, STEPS, ROUNDS = 2.0, 1.2, 5, 5
 LOSS = f"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tests.lanes import LANES
+from tests.lanes import LANES, folder_of
 
 MINUTES = {
     "test": {"units": 3, "commands": 7, "distributed": 11, "faults": 6, "architectures": 2, "demo": 1, "devices": 1},
@@ -32,6 +32,9 @@ SUITES = {
     "examples": "demo",
     "docs": "demo",
     "fake_devices": "devices",
+    "features/forensics": "commands",
+    "features/trainers": "faults",
+    "features/vllm": "architectures",
 }
 """Folder of tests to suite; the rest are units."""
 
@@ -42,8 +45,7 @@ _of_files: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    parts = report.nodeid.split("/")
-    _seconds[SUITES.get(parts[1] if len(parts) > 2 else "", "units")] += report.duration
+    _seconds[SUITES.get(folder_of(report.nodeid), "units")] += report.duration
     _of_files[report.nodeid.partition("::")[0]] += report.duration
 
 

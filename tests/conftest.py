@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.cli.warm import WarmPython
 
 # budgets imports lanes, whose assertions pytest rewrites first
-pytest_plugins = ["tests.lanes", "tests.budgets", "tests.entered.recording", "tests.selection"]
+pytest_plugins = ["tests.lanes", "tests.budgets", "tests.entered.recording", "tests.selection", "tests.cli.fixtures"]
 
 settings.register_profile("shared machine", deadline=None)  # a neighbour's work is no failure
 settings.load_profile("shared machine")

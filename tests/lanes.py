@@ -26,7 +26,7 @@ LANES = {
 PROCESSES = {"pools", "warm", "holdfast", "trained", "ground", "server"}
 """Fixtures that start processes."""
 
-UNITS = {"advantages", "batching", "config", "data", "metrics", "objectives", "optim", "parallel"}
+UNITS = {"advantages", "batching", "config", "data", "metrics", "objectives", "optim", "parallel", "features/report"}
 """Folders of tests whose subject needs neither processes nor runs: `make unit`."""
 
 CASES = 2
@@ -62,10 +62,17 @@ def cases_at_hand(item: Any) -> int | None:
     return CASES if PROCESSES & fixtures else None
 
 
+def folder_of(nodeid: str) -> str:
+    """Return the folder of a test below `tests`, of a feature's with the feature; "" of one that lies in none."""
+    folders = nodeid.partition("::")[0].split("/")[1:-1]
+    return "/".join(folders[:2] if folders[:1] == ["features"] else folders[:1])
+
+
 def is_unit(item: Any) -> bool:
     """Return whether a test is of a folder of pure code and starts no process by a fixture."""
-    folder = item.nodeid.split("/")[1]
-    return folder in UNITS and not PROCESSES & ({*item.fixturenames} - parametrized(item.iter_markers("parametrize")))
+    return folder_of(item.nodeid) in UNITS and not PROCESSES & (
+        {*item.fixturenames} - parametrized(item.iter_markers("parametrize"))
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from tools.record_map import EnteredMap, changed_files, function_of, read_map
 
+from tests.lanes import folder_of
+
 ROOT = Path(__file__).parents[1]
 TURNS = 4
 SELECTED = {"deep", "devices", "slow"}
@@ -97,7 +99,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     removed = set(map(id, gone))
     items[:] = [item for item in items if id(item) not in removed]
     config.hook.pytest_deselected(items=gone)
-    rooms = sorted(Counter(item.nodeid.split("/")[1] for item in gone).items())
+    rooms = sorted(Counter(folder_of(item.nodeid) for item in gone).items())
     _summary.append(
         f"landing: {len(gone)} tests left out, which enter nothing that changed since {str(base)[:12]} and are not in "
         f"quarter {quarter} of {TURNS}: {', '.join(f'{room} {count}' for room, count in rooms) or 'none'}"

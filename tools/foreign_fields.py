@@ -1,6 +1,6 @@
 """Writes the fields of other systems' configuration classes, which the table of their keys is tested against.
 
-    python tools/foreign_fields.py FOLDER > tests/config/other_systems/fields.json
+    python tools/foreign_fields.py FOLDER > tests/features/rescue/systems/fields.json
 
 The folder has a wheel of each system, unpacked into a folder of its name (`pip download --no-deps trl`, `unzip`): trl,
 verl, axolotl, llamafactory and lightning; easyr1 is a checkout. All are read as text and nothing of them is run;

@@ -1,7 +1,7 @@
 """Record what a real server of vLLM answers, for the contract test that needs none: record_vllm.py URL
 
-Start the server by `holdfast serve`; the answers go to tests/rollout/vllm_replies/, one JSON file each, with what was
-asked. Run it anew for another version of vLLM, and read the difference.
+Start the server by `holdfast serve`; the answers go to tests/features/vllm/vllm_replies/, one JSON file each, with what
+was asked. Run it anew for another version of vLLM, and read the difference.
 """
 
 from __future__ import annotations

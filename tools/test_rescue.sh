@@ -26,13 +26,13 @@ fi
 fresh="$(mktemp -d)"
 trap 'rm -rf "$fresh"' EXIT
 export PYTHONPATH=.
-"$python" -W ignore -c 'from tests.foreign.recipes import commands; print(*commands(), sep="\n")' >"$fresh/commands" 2>/dev/null
+"$python" -W ignore -c 'from tests.features.rescue.recipes import commands; print(*commands(), sep="\n")' >"$fresh/commands" 2>/dev/null
 while read -r fixture recipe ranks; do
     # --standalone finds a free port; with --master-port 0 the ranks wait for each other for ever.
     timeout 300 "$python" -W ignore -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-        tests/foreign/recipes.py "$recipe" "$fresh/$fixture" >"$fresh/log" 2>&1 </dev/null ||
+        tests/features/rescue/recipes.py "$recipe" "$fresh/$fixture" >"$fresh/log" 2>&1 </dev/null ||
         { echo "$fixture was not written:"; tail -n 20 "$fresh/log"; exit 1; }
 done <"$fresh/commands"
 echo "written anew: $(wc -l <"$fresh/commands") checkpoints, in $SECONDS s since the start"
-HOLDFAST_FOREIGN="$fresh" "$python" -m pytest -p no:xdist -q -rs tests/foreign/test_readers.py
-"$python" -m pytest -p no:xdist -q -rs tests/integrations
+HOLDFAST_FOREIGN="$fresh" "$python" -m pytest -p no:xdist -q -rs tests/features/rescue/test_readers.py
+"$python" -m pytest -p no:xdist -q -rs tests/features/trainers

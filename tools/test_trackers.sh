@@ -30,7 +30,7 @@ for kind in wandb mlflow trackio swanlab tensorboard; do
         touch "$stamp"
     fi
     result=passed
-    "$environment/bin/python" -m pytest -p no:xdist tests/metrics/trackers -k "$kind or connections" || { status=1; result=failed; }
+    "$environment/bin/python" -m pytest -p no:xdist tests/features/trackers -k "$kind or connections" || { status=1; result=failed; }
     others="$("$environment/bin/python" tools/tracker_versions.py "$kind" .venv)"
     table+="$kind | ${VERSIONS[$kind]} | $result | ${others:-the tested versions}"$'\n'
 done

@@ -13,7 +13,7 @@ import pytest
 from holdfast.features.report.page import write_page
 from holdfast.metrics.sink import read_metrics
 from tests.browser.driver import AXE, Browser, driving, missing
-from tests.report.cases import RunFolder, killed_run, long_run
+from tests.features.report.cases import RunFolder, killed_run, long_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.metrics.sink import read_metrics
-from tests.cli.conftest import HOLDFAST
+from tests.cli.fixtures import HOLDFAST
 from tests.cli.warm import Done, WarmPython
 
 MARK = "TEST_RUN_MARK"

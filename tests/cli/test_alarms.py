@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.metrics.sink import read_metrics
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 
 NO_GRADIENT = "the gradient has been exactly zero for 5 steps, and no weight has moved."

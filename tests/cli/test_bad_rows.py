@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import Done, WarmPython
 
 GOOD = [{"prompt": f"add {n}=", "completion": str(n)} for n in range(20)]

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.checkpoint.damage import Touch, rewrite_manifest
-from tests.cli.conftest import Command, of_step
+from tests.cli.fixtures import Command, of_step
 from tests.cli.warm import WarmPython
 
 

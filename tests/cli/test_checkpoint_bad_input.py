@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from holdfast.checkpoint.format.manifest import FORMAT
 from holdfast.checkpoint.place.hashing import hash_bytes
 from tests.checkpoint.damage import rewrite_manifest
-from tests.cli.conftest import Command, of_step
+from tests.cli.fixtures import Command, of_step
 from tests.cli.warm import WarmPython
 from tests.crash.disks import Remount, disk
 

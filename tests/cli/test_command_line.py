@@ -15,7 +15,7 @@ import yaml
 
 from holdfast import registry
 from holdfast.cli.main import COMMANDS, GROUPS
-from tests.cli.conftest import HOLDFAST, write_run
+from tests.cli.fixtures import HOLDFAST, write_run
 from tests.cli.warm import Done, run_and_list_imports
 from tests.config.test_schema import SNAPSHOT
 

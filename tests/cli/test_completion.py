@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import HOLDFAST
+from tests.cli.fixtures import HOLDFAST
 
 SHELLS = {
     "bash": ["bash", "--noprofile", "-i"],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 MOMENTS = 3

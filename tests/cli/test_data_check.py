@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.metrics.sink import read_metrics
-from tests.cli.conftest import TINY, write_run
+from tests.cli.fixtures import TINY, write_run
 from tests.cli.test_refusals import everything_in
 from tests.cli.warm import Done, WarmPython
 from tests.tiny import tiny_directory

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli.conftest import HOLDFAST, TINY, write_rows, write_run
+from tests.cli.fixtures import HOLDFAST, TINY, write_rows, write_run
 from tests.cli.warm import WarmPython, run_and_list_imports
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cli.conftest import of_step, write_rows, write_run
+from tests.cli.fixtures import of_step, write_rows, write_run
 from tests.cli.warm import WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main")

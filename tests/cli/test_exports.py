@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from holdfast.checkpoint.keep import find
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main")

@@ -11,7 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import UserError
-from tests.cli.conftest import of_step, write_rows
+from tests.cli.fixtures import of_step, write_rows
 from tests.cli.warm import run
 
 SCRIPT = """

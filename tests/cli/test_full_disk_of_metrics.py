@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import LiveRun
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 from tests.crash.disks import Remount, disk
 

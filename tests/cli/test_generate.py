@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.commands import in_a_terminal
-from tests.cli.conftest import HOLDFAST, write_rows
+from tests.cli.fixtures import HOLDFAST, write_rows
 from tests.cli.warm import Done, WarmPython
 
 STEP_3 = "runs/run/checkpoints/step-00000003"

@@ -17,7 +17,7 @@ from holdfast.checkpoint.inspect.compare import differences
 from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import LiveRun
-from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 from tests.crash.runs import log_of_run
 

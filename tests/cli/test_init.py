@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.data.tasks.synthetic import character_tokenizer
-from tests.cli.conftest import write_rows
+from tests.cli.fixtures import write_rows
 from tests.cli.warm import Done, WarmPython
 
 CHAT = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.base import LEFT_OUT
 from holdfast.config.yaml12 import parse_file
-from tests.cli.conftest import TINY, write_run
+from tests.cli.fixtures import TINY, write_run
 from tests.cli.warm import WarmPython
 
 SECRETS = [f"planted{number:02d}" for number in range(4)]

@@ -25,10 +25,10 @@ from holdfast.features.report.follow import Follower
 from holdfast.features.report.watch import screen
 from holdfast.training.run_state import State
 from tests.cli.commands import LiveRun
-from tests.cli.conftest import HOLDFAST, write_run
+from tests.cli.fixtures import HOLDFAST, write_run
 from tests.cli.warm import WarmPython, run
-from tests.metrics.trackers.test_secrets import SECRETS, planted
-from tests.report.cases import RunFolder, data_of, killed_run, long_run
+from tests.features.report.cases import RunFolder, data_of, killed_run, long_run
+from tests.features.trackers.test_secrets import SECRETS, planted
 
 COMMAND = ("-m", "holdfast.cli.main", "sft", "run.yaml")
 

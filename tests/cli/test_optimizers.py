@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 
 OWN = Path(__file__).parents[1] / "optim" / "own.py"

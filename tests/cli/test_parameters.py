@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cli.commands.model import parameters
 from holdfast.errors import ModelError
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.tiny import COMMON
 
 MODEL = {"config": {"model_type": "llama", **COMMON}, "tokenizer": "builtin:characters"}

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from holdfast.metrics.sink import SampleFiles
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import WarmPython
 
 KILLS = """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.commands import in_a_terminal
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
 

@@ -12,7 +12,7 @@ import yaml
 
 import holdfast
 from holdfast.errors import ConfigError
-from tests.cli.conftest import TINY, write_run
+from tests.cli.fixtures import TINY, write_run
 from tests.cli.warm import Done, WarmPython, run
 
 SCRIPT = Path(__file__).parent / "live_script.py"

@@ -16,7 +16,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.surrogates import Clip
-from tests.cli.conftest import TINY
+from tests.cli.fixtures import TINY
 from tests.cli.test_python import said
 from tests.cli.warm import WarmPython, run
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.metrics.sink import read_metrics
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import Done, WarmPython
 from tests.logprob_server import served
 from tests.tiny import tiny_directory

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import HOLDFAST, TINY, write_rows, write_run
+from tests.cli.fixtures import HOLDFAST, TINY, write_rows, write_run
 from tests.cli.warm import Done, WarmPython, run
 
 

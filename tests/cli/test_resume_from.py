@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.checkpoint import verify
 from holdfast.metrics.sink import read_metrics
-from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
 STEPS = 6

@@ -15,7 +15,7 @@ from holdfast.config.sections.reward import RewardPoolConfig, UserRewardConfig
 from holdfast.rewards.base import Sample
 from holdfast.rewards.processes.pool import RewardPool
 from holdfast.training.policy.rewards import RewardLog
-from tests.cli.conftest import TINY, write_run
+from tests.cli.fixtures import TINY, write_run
 from tests.cli.warm import Done, WarmPython, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]

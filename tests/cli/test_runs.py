@@ -20,7 +20,7 @@ from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.patience import Patience
 from holdfast.training import run_state as state
 from tests.cli.commands import LiveRun
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main")

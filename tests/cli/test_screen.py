@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import in_a_terminal
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 
 COMMAND = ("-m", "holdfast.cli.main", "sft", "run.yaml")

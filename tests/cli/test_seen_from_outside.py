@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 
 

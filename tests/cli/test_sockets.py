@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.cli.commands import LiveRun
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

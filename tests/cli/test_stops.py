@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import LiveRun
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
 FUNCTIONS = """

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.cli.conftest import TINY
+from tests.cli.fixtures import TINY
 from tests.cli.test_python import MANY_CALLS, said
 from tests.cli.warm import Done, WarmPython
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.data.tasks.synthetic import character_tokenizer
-from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.warm import Done, WarmPython
 
 ASKED = "{% if add_generation_prompt %}a {% endif %}"

@@ -13,7 +13,7 @@ from holdfast.checkpoint.place import layout
 from holdfast.features.forensics import proving as prove
 from holdfast.parallel import mesh
 from holdfast.training import directory
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import WarmPython, run
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from holdfast.config.sections.data import SyntheticConfig
 from holdfast.data.tasks.synthetic import SyntheticSource
 from holdfast.models.files.vision import FREEZE_PRESETS
-from tests.cli.conftest import write_run
+from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 from tests.vision import PROCESSORS, config_values
 

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.metrics.sink import read_metrics
 from tests.cli.commands import in_a_terminal
-from tests.cli.conftest import write_rows, write_run
+from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import WarmPython
 from tests.screen import Screen
 from tests.tiny import tiny_directory

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.cli.warm import WarmPython
 
 STEPS = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.cluster.page import ROOT, RUN_BY, commands, headings
+from tests.features.cluster.page import ROOT, RUN_BY, commands, headings
 
 
 def test_every_heading_with_commands_has_a_test_that_runs_them() -> None:

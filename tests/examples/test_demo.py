@@ -14,7 +14,7 @@ from holdfast.config.yaml12 import parse_file
 from holdfast.launch.environment import cuda_devices
 from holdfast.metrics.sink import read_metrics
 from tests.cli.warm import WarmPython
-from tests.report.cases import data_of, steps_of
+from tests.features.report.cases import data_of, steps_of
 
 STEPS = 80
 SHORT = """

@@ -14,10 +14,10 @@ from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from tests.archives import unpack
 from tests.failures import saving
 from tests.failures.lab import Lab, Observed, last_words
-from tests.foreign.damages import rank_file, state_of
-from tests.foreign.reading import ARCHIVE, place_of, truth_of
-from tests.integrations.test_checks import recomputed, references
-from tests.integrations.test_trainers import result_of
+from tests.features.rescue.damages import rank_file, state_of
+from tests.features.rescue.reading import ARCHIVE, place_of, truth_of
+from tests.features.trainers.test_checks import recomputed, references
+from tests.features.trainers.test_trainers import result_of
 
 HAS_LIGHTNING = importlib.util.find_spec("lightning") is not None
 

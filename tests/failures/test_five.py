@@ -108,7 +108,7 @@ def test_the_reference_is_sharded_like_the_policy_and_starts_as_its_equal(both: 
 @pytest.mark.cases("all")
 @pytest.mark.parametrize("number", ["1", "2", "3", "5"])
 def test_a_report_ends_where_it_was_made_by_an_import_or_a_check(number: str, pools: Any, tmp_path: Path) -> None:
-    """The plug-in's row, 4, needs Lightning: tests/integrations asks it."""
+    """The plug-in's row, 4, needs Lightning: tests/features/trainers asks it."""
     failure = next(each for each in FAILURES if each.number == number)
     assert failure.rescued is not None
 

@@ -15,7 +15,7 @@ import pytest
 from holdfast.config.yaml12 import to_yaml
 from tests.fake_devices.cases import tree
 from tests.fake_devices.conftest import ROOT, needs_guard
-from tests.rollout.served import AHEAD, served_tree
+from tests.features.vllm.served import AHEAD, served_tree
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
 

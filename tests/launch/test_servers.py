@@ -14,7 +14,7 @@ from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.processes import Served, Servers
 from holdfast.features.vllm.serving import servers_of
-from tests.rollout.served import ServedModel, served_tree, serving
+from tests.features.vllm.served import ServedModel, served_tree, serving
 
 STAND_IN = f"""#!{sys.executable}
 import sys

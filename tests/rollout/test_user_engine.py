@@ -13,9 +13,9 @@ from holdfast.errors import ConfigError
 from holdfast.metrics.sink import METRICS, read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import grpo
+from tests.features.vllm.served import MODEL, REWARD, served_tree
+from tests.features.vllm.test_served_runs import run
 from tests.ranks import RankPool
-from tests.rollout.served import MODEL, REWARD, served_tree
-from tests.rollout.test_served_runs import run
 
 ENGINE = f"""
 import numpy as np

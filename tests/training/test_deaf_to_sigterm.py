@@ -15,7 +15,7 @@ import pytest
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.control import StopRequests
-from tests.cli.conftest import TINY, write_rows, write_run
+from tests.cli.fixtures import TINY, write_rows, write_run
 from tests.crash.processes import run_doomed
 
 

@@ -17,22 +17,22 @@ from holdfast.launch.start import start
 
 def sft(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Supervised fine-tuning."""
-    raise typer.Exit(_train("sft", run, overrides or [], model, data))
+    raise typer.Exit(train_run("sft", run, overrides or [], model, data))
 
 
 def dpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Training on preferences between answers: DPO and its kin."""
-    raise typer.Exit(_train("dpo", run, overrides or [], model, data))
+    raise typer.Exit(train_run("dpo", run, overrides or [], model, data))
 
 
 def reward(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Training of a reward model on preferences between answers."""
-    raise typer.Exit(_train("reward", run, overrides or [], model, data))
+    raise typer.Exit(train_run("reward", run, overrides or [], model, data))
 
 
 def grpo(run: OptionalRunFile = None, overrides: Overrides = None, model: Model = None, data: Rows = None) -> None:
     """Reinforcement learning from rewards of sampled completions: GRPO and its kin."""
-    raise typer.Exit(_train("grpo", run, overrides or [], model, data))
+    raise typer.Exit(train_run("grpo", run, overrides or [], model, data))
 
 
 def distill(
@@ -43,10 +43,10 @@ def distill(
     teacher: Teacher = None,
 ) -> None:
     """Distillation of a teacher into a student, on rows or on what the student writes."""
-    raise typer.Exit(_train("distill", run, overrides or [], model, data, teacher))
+    raise typer.Exit(train_run("distill", run, overrides or [], model, data, teacher))
 
 
-def _train(  # noqa: PLR0913, PLR0917 - each is an option of a command
+def train_run(  # noqa: PLR0913, PLR0917 - each is an option of a command
     verb: str,
     path: Path | None,
     overrides: Sequence[str],

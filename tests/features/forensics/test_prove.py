@@ -1,0 +1,142 @@
+"""`holdfast prove`: identical after a real kill -9, and a divergence wherever something was spoiled on purpose."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.fixtures import TINY, write_run
+from tests.cli.warm import Done, WarmPython
+from tests.features.vllm.served import AHEAD, REWARD, ServedModel, served_tree, serving
+
+
+def prove(warm: WarmPython, place: Path, tree: dict[str, Any], *options: str) -> Done:
+    write_run(place / "run.yaml", tree)
+    return warm.run("-m", "holdfast.cli.main", "prove", "run.yaml", *options, cwd=place)
+
+
+@pytest.fixture
+def dropping(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a run with dropout, so that random state matters."""
+    tree["model"] = {"config": TINY | {"attention_dropout": 0.3}, "tokenizer": "builtin:characters", "dropout": True}
+    return tree | {"optim": {"lr": 0.01}}
+
+
+def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path, dropping: dict[str, Any]) -> None:
+    done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5")
+
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert re.fullmatch(r"killed: SIGKILL to rank [01] in phase (data|forward_backward|optimizer) of step 5", lines[1])
+    resumed = re.fullmatch(r"resumed: process (\d+) after (\d+), from step (\d); (\d) steps? computed again", lines[2])
+    assert resumed is not None, done.out
+    assert resumed[1] != resumed[2]
+    assert int(resumed[3]) + int(resumed[4]) == 5
+    assert "steps 1 to 6: loss, gradient norm, learning rate and sequences are identical" in lines
+    assert lines[-1] == "identical"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    with serving(ServedModel()) as url:
+        tree = served_tree([url], "runs", **AHEAD, launch={"device": "cpu", "ranks": 2})
+        tree["rollout"]["max_staleness"] = staleness
+
+        done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "3")
+
+    assert done.code == 0, done.out + done.err
+    assert "sampling is outside of this proof" in done.out
+    assert "steps 1 to 4: loss, gradient norm, learning rate and sequences are identical" in done.out
+    assert done.out.splitlines()[-1] == "identical"
+
+
+@pytest.mark.parametrize(
+    ("sections", "left_out", "why"),
+    [
+        (
+            {"advantage": "remax"},
+            [],
+            "advantage: remax compares with greedy completions, which are not among them",
+        ),
+        (
+            {"teacher": {"path": "t"}, "distill": {"loss": "sampled_reverse_kl"}},
+            ["reward", "rollout.show", "data.max_prompt_length"],
+            "a run of `holdfast distill` records none",
+        ),
+    ],
+)
+def test_what_nothing_records_is_refused_before_anything_runs(
+    warm: WarmPython, tmp_path: Path, sections: dict[str, Any], left_out: list[str], why: str
+) -> None:
+    tree = served_tree(["http://127.0.0.1:9"], "runs", **sections)
+    for key in left_out:
+        section, _, name = key.rpartition(".")
+        del (tree[section] if section else tree)[name]
+    done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "3")
+
+    assert done.code == 2
+    assert done.err.startswith("A proof of a run that samples from servers (rollout.engine) trains on recorded")
+    assert f"{why}. Prove the run with rollout.engine=auto." in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.deep
+def test_a_proof_keeps_out_of_the_run_s_own_checkpoints(warm: WarmPython, tmp_path: Path, tree: dict[str, Any]) -> None:
+    done = prove(
+        warm, tmp_path, tree | {"checkpoint": {"storage": str(tmp_path / "store")}}, "--steps", "4", "--kill-at", "3"
+    )
+
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == "identical"
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("broken", "divergence"),
+    [
+        pytest.param("rng", r"first divergence: step [345]: loss is ", marks=pytest.mark.slow, id="rng"),
+        pytest.param(
+            "cursor", r"first divergence: step [345]: (loss|data/order_hash) is ", marks=pytest.mark.slow, id="cursor"
+        ),
+        ("optimizer", r"first divergence: step [3456]: (loss|grad_norm) is "),
+    ],
+)
+def test_whatever_is_broken_on_purpose_is_a_divergence(
+    warm: WarmPython, tmp_path: Path, dropping: dict[str, Any], broken: str, divergence: str
+) -> None:
+    done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5", "--break", broken)
+
+    assert done.code == 1, done.err
+    assert re.search(divergence, done.out), done.out
+    assert "identical" not in done.out.splitlines()[-1]
+
+
+def test_a_kill_that_leaves_nothing_to_compute_again_is_refused(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "5")
+
+    assert done.code == 2
+    assert "--kill-at 5 must lie between 2 and --steps 4." in done.err
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_quantised_moments_and_averages_goes_on_identically(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    tree["model"] = {"config": TINY | {"hidden_size": 64, "intermediate_size": 128}, "tokenizer": "builtin:characters"}
+    tree["optim"] = {"kind": "adamw_8bit", "lr": 0.01, "ema": {"decay": 0.9}}
+
+    done = prove(warm, tmp_path, tree, "--steps", "6", "--kill-at", "5")
+
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == "identical"
+    # One layer has 12 trained tensors: weights and averages, a counter, and two moments, whole or in three parts each.
+    tensors = re.search(r"state of step 6: (\d+) tensors", done.out)
+    assert tensors is not None, done.out
+    assert int(tensors[1]) > 12 * (1 + 1 + 1 + 2)

@@ -1,0 +1,90 @@
+"""Which completions a page has, and which of them whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.features.report.curves import do_nothing
+from holdfast.features.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_whole, read_samples
+from holdfast.metrics.sink import SampleFiles
+from tests.features.report.cases import RunFolder, killed_run
+
+
+def sample(step: int, place: int, reward: float | None) -> ShownSample:
+    return ShownSample(step, place, "p", "c", reward, {}, 0.0, "stop", True, -1)
+
+
+def test_completions_are_those_of_the_effective_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.samples(10, "a", ["x", "y"])
+    run.samples(20, "b", ["lost"])
+    run.append("samples.jsonl", {"event": "rewind", "to": 15})
+    run.samples(20, "b", ["again"])
+
+    items = read_samples(run.place, do_nothing).items
+
+    assert [(item.step, item.completion) for item in items] == [(10, "x"), (10, "y"), (20, "again")]
+
+
+def test_long_texts_are_cut_and_whole_ones_are_read_again(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    text = "".join(chr(97 + place % 26) for place in range(5000))
+    run.samples(1, "p", ["short", text])
+
+    short, long = read_samples(run.place, do_nothing).items
+
+    assert long.completion == text[:SHOWN_CHARACTERS] + "…"
+    assert long.whole is not None
+    assert long.whole["completion"] == text
+    assert short.whole is not None
+
+
+def test_the_best_and_the_worst_of_spread_steps_come_first_and_the_newest_fill_up() -> None:
+    items = [sample(step, place, float(place)) for step in range(1, 1001) for place in range(8)]
+
+    chosen = choose_whole(items)
+
+    assert len(chosen) == WHOLE
+    steps = {item.step for item in chosen}
+    assert {1, 1000} <= steps
+    assert len({item.step for item in chosen if item.sample_id == 7}) >= WHOLE // 4
+    newest = [(item.step, item.sample_id) for item in items[-100:]]
+    assert set(newest) <= {(item.step, item.sample_id) for item in chosen}
+
+
+def test_of_too_many_whole_steps_are_left_out_evenly(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in range(1, 401):
+        run.samples(step, f"p{step}", ["a", "b", "c", "d"])
+
+    samples = read_samples(run.place, do_nothing, most=200)
+
+    steps = sorted({item.step for item in samples.items})
+    assert samples.total == 1600
+    assert 100 <= len(samples.items) <= 200
+    assert {after - before for before, after in zip(steps, steps[1:], strict=False)} == {steps[1] - steps[0]}
+    assert samples.words.startswith("Of 1,600 completions those of ")
+
+
+def test_tables_are_read_as_lines_are(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    line = {"step": 3, "sample_id": 5, "prompt": "p", "completion": "c" * 400, "reward": 1.0, "rewards": {"exact": 1.0}}
+    SampleFiles(run.place / "samples", 0).write([line | {"advantage": 0.5, "finish": "stop", "trained": True}])
+
+    (item,) = read_samples(run.place, do_nothing).items
+
+    assert (item.step, item.sample_id, item.reward, item.parts) == (3, 5, 1.0, {"exact": 1.0})
+    assert item.whole is not None
+    assert item.whole["completion"] == "c" * 400
+
+
+def test_what_is_no_number_has_none_and_tokens_are_printable(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    run.samples(60, "x", ["bad"], reward=None, advantage=float("nan"), tokens=[["\x1b", -1.0, 0.0], ["torn"], 5])
+
+    items = read_samples(run.place, do_nothing).items
+
+    last = items[-1]
+    assert (last.reward, last.advantage) == (None, None)
+    assert last.whole is not None
+    assert last.whole["tokens"] == [["\\x1b", -1.0, 0.0]]
