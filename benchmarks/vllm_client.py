@@ -1,8 +1,9 @@
 """What a reply of a server costs this process: 256 tokens with log-probabilities, in CPU time, 64 requests at a time.
 
 The server is a process of its own that answers what a real vLLM answered (tests/features/vllm/vllm_replies), lengthened
-to 256 tokens; so what is measured is the client alone. Both arms run in turn: connections that stay open, which rollouts
-use, and a new one for each request. The target is 3 ms a reply. Then 1,000 requests at once: no descriptor may stay.
+to 256 tokens; so what is measured is the client alone. Both arms run in turn: connections that stay open, which
+rollouts use, and a new one for each request. The target is 3 ms a reply. Then 1,000 requests at
+once: no descriptor may stay.
 
     python benchmarks/vllm_client.py
 """

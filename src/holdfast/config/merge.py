@@ -41,7 +41,7 @@ class _Merge:
             here = (*path, key)
             shape = section_at(self.root, here, self.into.values)[1]
             before, after = (shape.long_form(each) if shape.is_union else each for each in (values.get(key), value))
-            if _is_same_section(shape, before, after):
+            if isinstance(before, dict) and isinstance(after, Mapping) and _is_same_section(shape, before, after):
                 values[key] = before
                 self.mappings(before, after, here)
             elif value is None and key in values and not takes_null(self.root, here, self.into.values):

@@ -70,7 +70,7 @@ def recognise(path: str | Path) -> Recognised:
     """Return the kind of a local path; `UNKNOWN` where nothing is there, or nobody can look."""
     text = str(path)
     place = expanded(text)
-    kind, facts = K.UNKNOWN, {}
+    kind, facts = K.UNKNOWN, dict[str, str]()
     with contextlib.suppress(OSError):
         if "://" not in text and "\0" not in text:
             if place.is_dir():

@@ -217,8 +217,8 @@ def _learned(counts: _Counts, step: PlannedStep) -> Manifest:
     counts.ledger.phase = "optimizer"
     built = [set(trained.optimizer.state) for trained in step.all_trained]
     for trained in step.all_trained:
-        for parameter in sharded_parameters(trained.model).values():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        for value in sharded_parameters(trained.model).values():
+            value.grad = torch.zeros_like(value) if value.requires_grad else None
         trained.optimizer.step()
         trained.optimizer.zero_grad(set_to_none=True)
     manifest = manifest_of(saved_snapshot(step.run, counts.random))

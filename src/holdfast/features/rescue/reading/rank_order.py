@@ -55,7 +55,7 @@ def note_copies(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> No
             checkpoint.add("damage", f"{file.path.name} is {other} once more: a rank's file lies over another's")
 
 
-def refuse_untold_order(checkpoint: ForeignCheckpoint, parts: Collection[Part]) -> None:
+def refuse_untold_order(checkpoint: ForeignCheckpoint, parts: Collection[str]) -> None:
     """Refuse to read what nobody can say the ranks of.
 
     Raises:
