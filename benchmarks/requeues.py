@@ -3,11 +3,11 @@
     benchmarks/requeues.py [--requeues 20] [--seed 0] [--verbs sft grpo] [--output TABLE.md]
 
 Slurm's two nodes run on this host (tests/features/cluster; `tools/install_slurm.sh`), with two ranks each under
-torchrun. A straight run gives the weights that count, and the seconds from a job's start to its first step. The same job
-is then requeued by `scontrol` so many times, each at a moment drawn uniformly over twice as many seconds (`--window`) of
-a start: half of them hit the start of processes, the rendezvous and the loading. The table has a line for each: when,
-in what phase it hit, the newest checkpoint after it, the steps that were made and lost, and the seconds from the next
-start to its first step. The final weights must be those of the straight run, bit for bit.
+torchrun. A straight run gives the weights that count, and the seconds from a job's start to its first step. The same
+job is then requeued by `scontrol` so many times, each at a moment drawn uniformly over twice as many seconds
+(`--window`) of a start: half of them hit the start of processes, the rendezvous and the loading. The table has a line
+for each: when, in what phase it hit, the newest checkpoint after it, the steps that were made and lost, and the seconds
+from the next start to its first step. The final weights must be those of the straight run, bit for bit.
 """
 
 from __future__ import annotations

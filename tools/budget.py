@@ -2,7 +2,7 @@
 
     python tools/budget.py [FOLDER ...]
 
-A file has at most 400 lines, a function 60 lines and a cyclomatic complexity of 12; no 8 lines in a row stand twice.
+A file has at most 400 lines, a function 80 lines and a cyclomatic complexity of 12; no 8 lines in a row stand twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE_LINES, FUNCTION_LINES, COMPLEXITY, WINDOW = 400, 60, 12, 8
+FILE_LINES, FUNCTION_LINES, COMPLEXITY, WINDOW = 400, 80, 12, 8
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert, ast.match_case)
 
 

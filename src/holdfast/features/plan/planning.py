@@ -69,6 +69,23 @@ def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
     return PlanOptions(ranks, name, f"{torch.cuda.mem_get_info(0)[1]}b")
 
 
+def _request(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
+    """Return what the process that plans is asked; memory is in bytes of one device."""
+    config = loaded.config
+    ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
+    name = (options.device or "").lower() or ("cpu" if config.launch.device == "cpu" else "h100")
+    memory = None if options.memory is None else bytes_of(options.memory)
+    available = psutil.virtual_memory().total // ranks if name == "cpu" else device_named(name).memory
+    return {
+        "verb": config.verb,
+        "config": as_plain(config),
+        "base": str(loaded.base),
+        "ranks": ranks,
+        "device": name,
+        "memory": memory or available,
+    }
+
+
 def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
     """Return a plan, made by a process of its own.
 
@@ -76,19 +93,7 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
         UserError: The run could not start.
         NoPlan: The process ended without an answer.
     """
-    config = loaded.config
-    ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
-    name = (options.device or "").lower() or ("cpu" if config.launch.device == "cpu" else "h100")
-    given = None if options.memory is None else bytes_of(options.memory)
-    room = psutil.virtual_memory().total // ranks if name == "cpu" else device_named(name).memory
-    request = {
-        "verb": config.verb,
-        "config": as_plain(config),
-        "base": str(loaded.base),
-        "ranks": ranks,
-        "device": name,
-        "memory": given or room,
-    }
+    request = _request(loaded, options)
     with tempfile.TemporaryDirectory(prefix="holdfast-plan-") as place:
         output = Path(place) / "plan.json"
         asked = json.dumps({**request, "output": str(output)})

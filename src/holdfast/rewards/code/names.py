@@ -204,8 +204,13 @@ def _is_verdict(node: ast.AST, reading: _Reading) -> bool:
             return not any(isinstance(each, ast.Assert) for each in ast.walk(reading.tree))
         case ast.Compare(ops=ops, comparators=comparators):
             compared = [each for each in (parent.left, *comparators) if each is not node]
-            is_ordered = all(isinstance(each, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for each in ops)
-            return is_ordered or all(
-                isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in compared
-            )
+            return all(map(_orders, ops)) or all(map(_is_truth_value, compared))
     return False
+
+
+def _orders(operator: ast.cmpop) -> bool:
+    return isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+
+
+def _is_truth_value(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
