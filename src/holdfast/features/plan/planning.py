@@ -114,6 +114,7 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
         error.exit_code = answer["exit_code"]
         raise error
     plan_made: dict[str, Any] = answer["plan"]
+    name = request["device"]
     if options.device is None and name != "cpu":
         plan_made["notes"].insert(
             0,
