@@ -82,7 +82,8 @@ def import_run(
         CheckpointMismatch: The checkpoint does not fit the run; nothing was written.
         CheckpointCorrupt: A file is damaged; nothing was left behind.
     """
-    refuse_untold_order(checkpoint, () if wishes.trust_rank_order else ("weights", "optimizer"))
+    if not wishes.trust_rank_order:
+        refuse_untold_order(checkpoint, ("weights", "optimizer"))
     step = _step(checkpoint, wishes)
     run = weightless_run(config, base, world)
     if directory.is_run(run.setting.directory):
