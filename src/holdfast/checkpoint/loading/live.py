@@ -47,17 +47,17 @@ class LiveState(NamedTuple):
 class LoadPlans(NamedTuple):
     """What a model takes of a checkpoint, and what its companions take, by name."""
 
-    own: PlannedLoad
+    model: PlannedLoad
     companions: Mapping[str, PlannedLoad]
 
     @property
     def targets(self) -> dict[str, Target]:
         """What is read, under the names of the DCP."""
-        return self.own.plan.targets | targets_of(self.companions)
+        return self.model.plan.targets | targets_of(self.companions)
 
 
-OWN = ""
-"""The model's own optimizer, among the states of its companions' ones."""
+MAIN_OPTIMIZER = ""
+"""Key of the state of the model's optimizer; those of companions have the companions' names."""
 
 
 def plan_load(
@@ -68,15 +68,15 @@ def plan_load(
     Raises:
         CheckpointMismatch: Something does not fit.
     """
-    own, companions = PlannedLoad(), dict[str, PlannedLoad]()
-    plan_trained(own, live.model, live.parameters, live.optimizer, manifest, declared, hyperparameters)
+    main, companions = PlannedLoad(), dict[str, PlannedLoad]()
+    plan_trained(main, live.model, live.parameters, live.optimizer, manifest, declared, hyperparameters)
     if live.averages is not None:
-        plan_averages(own.plan, live.averages, manifest, declared)
+        plan_averages(main.plan, live.averages, manifest, declared)
     if live.companions is not None:
-        companions = plan_companions(own.plan, live.companions, manifest, declared, hyperparameters)
-    if own.plan.refused:
-        raise CheckpointMismatch(refusal(where, own.plan.refused))
-    return LoadPlans(own, companions)
+        companions = plan_companions(main.plan, live.companions, manifest, declared, hyperparameters)
+    if main.plan.refused:
+        raise CheckpointMismatch(refusal(where, main.plan.refused))
+    return LoadPlans(main, companions)
 
 
 def states_read(
@@ -89,9 +89,11 @@ def states_read(
     """
     states: dict[str, OptimizerState | None] = {}
     if live.optimizer is not None:
-        states[OWN] = optimizer_state(tensors, live.optimizer, live.parameters, manifest, plans.own.wrapped)
-    for name, theirs in plans.companions.items():
-        states[name] = companion_state(name, (live.companions or {})[name], theirs, manifest, tensors)
+        states[MAIN_OPTIMIZER] = optimizer_state(
+            tensors, live.optimizer, live.parameters, manifest, plans.model.wrapped
+        )
+    for name, planned in plans.companions.items():
+        states[name] = companion_state(name, (live.companions or {})[name], planned, manifest, tensors)
     return states
 
 
@@ -103,13 +105,13 @@ def set_live(
 ) -> list[str]:
     """Copy what was read into the model and its companions, and set their optimizers; return what differs, in words."""
     _fill(model_tensors(live.model), live.parameters, live.averages or {}, tensors)
-    notes = list(plans.own.plan.deviations)
-    if count := plans.own.plan.unsaved:
+    notes = list(plans.model.plan.deviations)
+    if count := plans.model.plan.unsaved:
         notes.append(f"{count} frozen tensors are not in the checkpoint and stay as the model came with them")
-    notes += _set_state(live.optimizer, live.parameters, states.get(OWN), plans.own.plan)
-    for name, theirs in plans.companions.items():
+    notes += _set_state(live.optimizer, live.parameters, states.get(MAIN_OPTIMIZER), plans.model.plan)
+    for name, planned in plans.companions.items():
         companion = (live.companions or {})[name]
-        notes += _set_companion(name, companion, theirs.plan, own_tensors(tensors, name), states[name])
+        notes += _set_companion(name, companion, planned.plan, own_tensors(tensors, name), states[name])
     return notes
 
 

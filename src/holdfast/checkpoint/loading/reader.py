@@ -123,7 +123,7 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
         states |= states_read(live, plans, manifest, tensors)
     # From here on nothing can fail for a reason of the checkpoint's.
     notes = set_live(live, plans, tensors, states)
-    return LoadedState(manifest, small[0][1], small[0][0], tuple(notes), tuple(plans.own.plan.deviations))
+    return LoadedState(manifest, small[0][1], small[0][0], tuple(notes), tuple(plans.model.plan.deviations))
 
 
 def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:

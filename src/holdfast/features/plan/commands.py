@@ -38,7 +38,10 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option of the command
     run: RunFile,
     overrides: Overrides = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Default: launch.ranks, or 1.")] = None,
-    device: Annotated[str | None, typer.Option(help="h100, h200, a100, l40s, b200 or cpu. Default: h100.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="h100, h200, a100, l40s, b200 or cpu. Default: h100, or cpu where launch.device is."),
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="Of each device, as in 40GiB. Default: the device's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Also leave it as plan.json in the run's directory.")] = False,

@@ -69,23 +69,6 @@ def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
     return PlanOptions(ranks, name, f"{torch.cuda.mem_get_info(0)[1]}b")
 
 
-def _request(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
-    """Return what the process that plans is asked; memory is in bytes of one device."""
-    config = loaded.config
-    ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
-    name = (options.device or "").lower() or ("cpu" if config.launch.device == "cpu" else "h100")
-    memory = None if options.memory is None else bytes_of(options.memory)
-    available = psutil.virtual_memory().total // ranks if name == "cpu" else device_named(name).memory
-    return {
-        "verb": config.verb,
-        "config": as_plain(config),
-        "base": str(loaded.base),
-        "ranks": ranks,
-        "device": name,
-        "memory": memory or available,
-    }
-
-
 def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
     """Return a plan, made by a process of its own.
 
@@ -114,11 +97,31 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
         error.exit_code = answer["exit_code"]
         raise error
     plan_made: dict[str, Any] = answer["plan"]
-    name = request["device"]
-    if options.device is None and name != "cpu":
+    if options.device is None and request["device"] != "cpu":
         plan_made["notes"].insert(
             0,
-            f"device: nothing names one, so {name} is planned for, whatever this machine has; --device names another, "
-            "and --device cpu (or launch.device: cpu) plans for this machine's CPU",
+            f"device: nothing names one, so {request['device']} is planned, whatever this machine has; --device names "
+            "another, and --device cpu, or launch.device: cpu, plans for this machine's CPU",
         )
     return plan_made
+
+
+def _request(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
+    """Return what the process is asked, but for where it leaves its answer.
+
+    Raises:
+        ConfigError: The device or its memory is none.
+    """
+    config = loaded.config
+    ranks = options.ranks or (config.launch.ranks if isinstance(config.launch.ranks, int) else 1)
+    name = (options.device or "").lower() or ("cpu" if config.launch.device == "cpu" else "h100")
+    memory = None if options.memory is None else bytes_of(options.memory)
+    room = psutil.virtual_memory().total // ranks if name == "cpu" else device_named(name).memory
+    return {
+        "verb": config.verb,
+        "config": as_plain(config),
+        "base": str(loaded.base),
+        "ranks": ranks,
+        "device": name,
+        "memory": memory or room,
+    }

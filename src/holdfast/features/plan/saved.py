@@ -83,7 +83,7 @@ def checkpoint_bytes(tensors: Iterable[Tensor], ranks: int, state: RandomState) 
         ranks: Each of which writes its random state.
         state: Of one of them.
     """
-    stored = sum(prod(each.shape) * each.element_size() + CHUNK_BYTES * _chunks(each) for each in tensors)
+    stored = sum(prod(part.shape) * part.element_size() + CHUNK_BYTES * _chunks(part) for part in tensors)
     with _disable_current_modes():
         return stored + ranks * len(json.dumps(random_state_as_json(state)))
 
