@@ -9,7 +9,7 @@ import typer
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[MORE.yaml ...] [a.b=value ...]", help="Files and values that replace the file's."),
+    typer.Argument(metavar="[MORE.yaml|a.b=value ...]", help="Files and values that replace the file's."),
 ]
 OptionalRunFile = Annotated[
     Path | None, typer.Argument(metavar="RUN.yaml", help="The run's configuration.", show_default=False)

@@ -97,7 +97,7 @@ def _advice(columns_of_file: Mapping[str, str | None], columns: Sequence[str]) -
     missing = [ours for ours, theirs in columns_of_file.items() if theirs is None]
     if len(left) < len(missing):
         return f"There is no column for {' and '.join(missing[len(left) :])}: add it to the rows."
-    named = _renamed(columns_of_file | dict(zip(missing, left, strict=False)))
+    named = _renamed({**columns_of_file, **dict(zip(missing, left, strict=False))})
     text = ", ".join(f"{ours}: {theirs}" for ours, theirs in named.items())
     return f"Write a file by hand and name them, as in data.columns={{{text}}}, or rename them in the rows."
 
