@@ -91,7 +91,7 @@ _RUN_FILE = typer.Argument(
 RunFile = Annotated[Path, _RUN_FILE]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[MORE.yaml ...] [a.b=value ...]", help="Files and values that replace the file's."),
+    typer.Argument(metavar="[MORE.yaml|a.b=value ...]", help="Files and values that replace the file's."),
 ]
 OptionalRunFile = Annotated[Path | None, _RUN_FILE]
 IS_RUN = takes(PathKind.RUN)

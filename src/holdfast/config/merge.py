@@ -40,8 +40,9 @@ class _Merge:
         for key, value in later.items():
             here = (*path, key)
             shape = section_at(self.root, here, self.into.values)[1]
-            before, after = (shape.long_form(each) if shape.is_union else each for each in (values.get(key), value))
-            if isinstance(before, dict) and isinstance(after, Mapping) and _is_same_section(shape, before, after):
+            before: Any = shape.long_form(values.get(key)) if shape.is_union else values.get(key)
+            after: Any = shape.long_form(value) if shape.is_union else value
+            if _is_same_section(shape, before, after):
                 values[key] = before
                 self.mappings(before, after, here)
             elif value is None and key in values and not takes_null(self.root, here, self.into.values):
