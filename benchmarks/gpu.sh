@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the GPU tests and the GPU arms of the benchmarks on a CUDA machine that may have no network.
 #
-#     [WHEELS=folder] [OUT=folder] [PYTHON=python3] [ROUNDS=3] benchmarks/gpu.sh
+#     [WHEELS=folder] [OUT=folder] [PYTHON=python3] [ROUNDS=3] [REAL_MODEL=folder] benchmarks/gpu.sh
 #
 # Needs an interpreter with torch 2.11 or later. What else is missing is installed from the wheels in $WHEELS, never from
 # a network and never over a package that is there. Output goes to $OUT, or benchmarks/results/<date>-gpu. A part that
@@ -72,6 +72,13 @@ for script in sft_vs_trl grpo_vs_trl; do
         echo "skipped: $script needs trl" | tee "$out/$script.txt"
     fi
 done
+
+# GRPO on sums by a pretrained model: accuracy and minutes. REAL_MODEL names what tools/real_model.py wrote elsewhere.
+if [[ -n ${REAL_MODEL:-} ]]; then
+    part learning benchmarks/learning.py --model "$REAL_MODEL" --part grpo --ours --device cuda
+else
+    echo "skipped: learning needs REAL_MODEL, a directory of tools/real_model.py" | tee "$out/learning.txt"
+fi
 
 if ((${#failed[@]})); then
     echo "failed or missed a target: ${failed[*]}"

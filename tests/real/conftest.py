@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,10 +34,9 @@ def model() -> Path:
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Any:
-    """Return a directory on a disk for runs of gigabytes, which is emptied."""
-    yield tmp_path
-    shutil.rmtree(tmp_path, ignore_errors=True)
+def room(disk_path: Path) -> Path:
+    """Return a directory on a disk: runs of these tests have gigabytes of checkpoints."""
+    return disk_path
 
 
 def sums(count: int, start: int = 0) -> list[dict[str, str]]:

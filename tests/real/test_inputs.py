@@ -12,6 +12,7 @@ from holdfast.data.tokens.chat import RowTokeniser
 from tests.real.conftest import holdfast, write_rows, write_run
 
 POSITIONS = 8192
+ROOMY = {"tokens_per_micro_batch": POSITIONS}
 
 
 def test_what_is_trained_under_its_own_template_is_what_a_hand_marks(model: Path) -> None:
@@ -46,16 +47,14 @@ def test_what_is_trained_under_its_own_template_is_what_a_hand_marks(model: Path
 
 
 def test_a_row_longer_than_its_positions_is_refused_by_name(room: Path) -> None:
-    file = write_run(room, "sft", data={"max_length": POSITIONS, "overlong": "refuse"})
+    file = write_run(room, "sft", data={"max_length": POSITIONS, "overlong": "refuse", **ROOMY})
     rows = [{"question": "Count.", "answer": "1"}, {"question": "Count.", "answer": "one two " * POSITIONS}]
     write_rows(room / "rows.jsonl", rows)
 
-    ended = holdfast("sft", file, cwd=room)
+    ended = holdfast("data", "check", file, cwd=room)
 
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
-    assert f"{POSITIONS}" in ended.stderr
-    assert "row 1" in ended.stderr
+    assert ended.returncode == 1, ended.stderr
+    assert "row 1 has 16419 tokens, more than 8192, and data.overlong is refuse" in ended.stdout
 
 
 def test_a_prompt_longer_than_its_positions_is_refused(room: Path, model: Path) -> None:
