@@ -36,7 +36,7 @@ ROOMS = {
         serving
     """,
     "models": """
-        names support
+        accuracy names support
         layers source weights
         scores
         heads
@@ -60,7 +60,7 @@ ROOMS = {
         interface session
     """,
     "training": """
-        directory observe randomness
+        directory observe phases randomness
         run
         serving watched
         control fingerprints journal profiling stragglers
