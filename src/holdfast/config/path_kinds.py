@@ -115,8 +115,8 @@ def _model_directory(place: Path, names: set[str]) -> Kind | None:
             return K.LFS_POINTER, _pointer_facts(place / pointer)
     if "adapter_config.json" in names and "config.json" not in names:
         return K.ADAPTER, _facts_of_adapter(place)
-    if "config.json" in names and _is_model_config(place / "config.json"):
-        ours = names & {"holdfast.yaml", "holdfast_export.json"}
+    ours = names & {"holdfast.yaml", "holdfast_export.json"}
+    if ours or ("config.json" in names and _is_model_config(place / "config.json")):
         return (K.EXPORT, _run_above(place, 2)) if ours else (K.MODEL, {})
     return None
 
