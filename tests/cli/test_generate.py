@@ -159,7 +159,8 @@ def test_paths_that_are_nothing_to_load_are_refused_in_a_paragraph(warm: WarmPyt
     for name in ("holdfast_export.json", "holdfast.yaml"):
         (place / "plain" / name).unlink()
 
-    for target in ("nowhere", "run.yaml", "empty", "plain"):
+    refused(generated(warm, place, "run.yaml", "--prompt", "a"), "run.yaml is the configuration file of a run")
+    for target in ("nowhere", "empty", "plain"):
         refused(generated(warm, place, target, "--prompt", "a"), f"{target} is none of what can be loaded: an export")
     shutil.rmtree(place / "runs/run/checkpoints")
     refused(generated(warm, place, "runs/run", "--prompt", "a"), "runs/run")

@@ -128,6 +128,9 @@ def test_a_configuration_is_told_by_whose_keys_it_has_more_of(places: Path, text
     assert recognise("some.yaml").kind is kind
 
 
+COMMANDS = typer.main.get_command(app)
+
+
 def path_arguments() -> list[tuple[str, str]]:
     """Return every command with each of its parameters that checks a path."""
     found = []
@@ -139,7 +142,7 @@ def path_arguments() -> list[tuple[str, str]]:
                 continue
             found.extend((" ".join((*names, name)), each.name) for each in below.params if each.callback is not None)
 
-    walk(typer.main.get_command(app), ())
+    walk(COMMANDS, ())
     return found
 
 
@@ -148,13 +151,11 @@ ARGUMENTS = path_arguments()
 
 def ask(command: str, parameter: str, path: str) -> str:
     """Call what looks at a parameter before a command runs; return the refusal, "" if there is none."""
-    context = group = None
+    asked, context = COMMANDS, typer.Context(COMMANDS, info_name="holdfast")
     for name in command.split():
-        group = typer.main.get_command(app) if group is None else group
-        context = typer.Context(group, parent=context, info_name="holdfast") if context is None else context
-        group = group.commands[name]
-        context = typer.Context(group, parent=context, info_name=name)
-    each = next(each for each in group.params if each.name == parameter)
+        asked = asked.commands[name]
+        context = typer.Context(asked, parent=context, info_name=name)
+    each = next(each for each in asked.params if each.name == parameter)
     value = [path] if each.multiple or each.nargs == -1 else path
     try:
         each.callback(context, each, value)

@@ -173,9 +173,17 @@ def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
 
 
 def _close(word: str, candidates: Sequence[str], cutoff: float) -> str | None:
-    """Return the candidate that a mistake of the hand explains: one letter in three is wrong at most, or one."""
+    """Return the candidate that a mistake of the hand explains.
+
+    One letter in three is wrong at most, or one; or letters are left out, no more than half of them.
+    """
     near = difflib.get_close_matches(word, candidates, n=3, cutoff=cutoff)
-    return next((name for name in near if _edits(word, name) <= max(1, len(word) // 3)), None)
+    return next((name for name in near if _edits(word, name) <= max(1, len(word) // 3) or _shortens(word, name)), None)
+
+
+def _shortens(word: str, name: str) -> bool:
+    letters = iter(name)
+    return 2 * len(word) >= len(name) and all(letter in letters for letter in word)
 
 
 def _edits(word: str, other: str) -> int:
