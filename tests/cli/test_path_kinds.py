@@ -129,12 +129,15 @@ def test_a_configuration_is_told_by_whose_keys_it_has_more_of(places: Path, text
     assert recognise("some.yaml").kind is kind
 
 
+PROGRAM = typer.main.get_command(app)
+
+
 def path_arguments() -> list[tuple[str, str]]:
     """Return every command with each of its parameters that checks a path."""
     found = []
 
     for command in COMMANDS:
-        group: Any = typer.main.get_command(app)
+        group: Any = PROGRAM
         for name in command.split():
             group = group.get_command(None, name)
         found.extend((command, each.name) for each in group.params if each.callback is not None)
@@ -146,10 +149,9 @@ ARGUMENTS = path_arguments()
 
 def ask(command: str, parameter: str, path: str) -> str:
     """Call what looks at a parameter before a command runs; return the refusal, "" if there is none."""
-    context = group = None
+    group: Any = PROGRAM
+    context = typer.Context(group, info_name="holdfast")
     for name in command.split():
-        group = typer.main.get_command(app) if group is None else group
-        context = typer.Context(group, parent=context, info_name="holdfast") if context is None else context
         group = group.get_command(None, name)
         context = typer.Context(group, parent=context, info_name=name)
     each = next(each for each in group.params if each.name == parameter)

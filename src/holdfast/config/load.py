@@ -14,13 +14,11 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from holdfast import registry
 from holdfast.config.base import EXPORTED, kinds_of
-from holdfast.config.merge import merged
-from holdfast.config.remedies import belongs_to_sibling, example, path_of_default, written_as_section
 from holdfast.config.tree import all_keys, key_path, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
+from holdfast.features.rescue.systems.table import hint
 
 _WANTED = {
     "int_type": "a whole number",
@@ -41,8 +39,8 @@ _WANTED = {
 
 def explain(
     error: ValidationError, document: Document, root: type[BaseModel], origins: Mapping[KeyPath, str]
-) -> list[tuple[tuple[int, float], str]]:
-    """Return the place in the files and the text of every mistake: `file:line: a.b: what is wrong; what to do`.
+) -> list[tuple[float, str]]:
+    """Return the line in the file and the text of every mistake: `file:line: a.b: what is wrong; what to do`.
 
     Mistakes of the command line come after all lines.
 
@@ -62,14 +60,12 @@ def explain(
     ]
 
 
-def _placed(
-    key: KeyPath, text: str, document: Document, origins: Mapping[KeyPath, str]
-) -> tuple[tuple[int, float], str]:
+def _placed(key: KeyPath, text: str, document: Document, origins: Mapping[KeyPath, str]) -> tuple[float, str]:
     text = f"{'.'.join(map(str, key))}: {text}"
     origin = _origin(key, document, origins)
     if origin is not None:
-        return (len(document.later_files), math.inf), f"{origin}: {text}"
-    return document.order(document.file_of(key), document.line(key)), f"{document.where(key)}: {text}"
+        return math.inf, f"{origin}: {text}"
+    return document.line(key), f"{document.where(key)}: {text}"
 
 
 def _origin(key: KeyPath, document: Document, origins: Mapping[KeyPath, str]) -> str | None:
@@ -99,22 +95,20 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "missing" if isinstance(first["loc"][-1], int):
             return f"{_short(first['input'])} has too few values"
         case "missing":
-            return f"required, and missing{example(path, document.values, root)}"
+            return "required, and missing"
         case "union_tag_invalid":
             kinds = first["ctx"]["expected_tags"].split("'")[1::2]  # of pydantic's `'a', 'b' or 'c'`
-            return _no_such_kind(first["ctx"]["tag"], kinds) + path_of_default(path, document.values, root)
+            return _no_such_kind(first["ctx"]["tag"], kinds)
         case "value_error":
             return str(first["ctx"]["error"])
         case "too_short":
             return "this list is empty; name at least one"
         case "model_type" | "dict_type" if first["input"] is None:
-            remedy = example(path, document.values, root) or "; remove it, or give it keys"
-            return f"this section is empty{remedy} ({{}} is a section with its defaults)"
+            return "this section is empty; remove it, or give it keys ({} is a section with its defaults)"
         case "none_required":
             return f"{_short(first['input'])} has no use for this command; remove it, or write null"
         case "model_type" | "dict_type":
-            words = f"this is a section with keys of its own, not the value {_short(first['input'])}"
-            return words + written_as_section(path, first["input"], document.values, root)
+            return f"this is a section with keys of its own, not the value {_short(first['input'])}"
     expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
     return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
 
@@ -124,8 +118,6 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     name = str(path[-1])
     section, choice = section_at(root, path[:-1], document.values)
     assert section is not None, "pydantic finds unknown keys in sections only"
-    if belonging := belongs_to_sibling(path, document.values, root):
-        return belonging
     kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]
     if kinds:
         own = " or ".join(kinds_of(section))
@@ -155,7 +147,17 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
 
 def _of_other_system(name: str, elsewhere: Sequence[str], everywhere: Sequence[str]) -> str:
     """Say what a key of another system is here, and what differs; "" for one of ours, and where no system has it."""
-    return "" if elsewhere else str(registry.load(registry.KEY_HINT)(name, everywhere))
+    other = None if elsewhere else hint(name)
+    if other is None:
+        return ""
+    entry = other.entry
+    if entry.status == "none":
+        return f"{other.system} {entry.key} has no counterpart here: {entry.note}"
+    keys = " and ".join(entry.targets)
+    where = "here" if set(entry.targets) & set(everywhere) else "here, in files of another command"
+    if entry.status == "same":
+        return f"it is called {keys} {where}"
+    return f"{other.system} {entry.key} differs from {keys} {where}: {entry.note}"
 
 
 def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
@@ -173,15 +175,15 @@ def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
 def _close(word: str, candidates: Sequence[str], cutoff: float) -> str | None:
     """Return the candidate that a mistake of the hand explains.
 
-    At most one letter in three is wrong, or one; or letters were left out alone.
+    One letter in three is wrong at most, or one; or letters are left out, no more than half of them.
     """
     near = difflib.get_close_matches(word, candidates, n=3, cutoff=cutoff)
-    return next((name for name in near if _edits(word, name) <= max(1, len(word) // 3) or _leaves_out(word, name)), None)
+    return next((name for name in near if _edits(word, name) <= max(1, len(word) // 3) or _shortens(word, name)), None)
 
 
-def _leaves_out(word: str, name: str) -> bool:
+def _shortens(word: str, name: str) -> bool:
     letters = iter(name)
-    return len(word) > 2 and all(letter in letters for letter in word)
+    return 2 * len(word) >= len(name) and all(letter in letters for letter in word)
 
 
 def _edits(word: str, other: str) -> int:
@@ -229,10 +231,9 @@ class Draft:
 
 
 def load_config(path: Path, overrides: Sequence[str], root: type[Root]) -> LoadedConfig[Root]:
-    """Read a run's YAML, merge further files, apply `a.b=value` overrides and check the tree.
+    """Read a run's YAML, apply `a.b=value` overrides and check the tree.
 
-    `run.name` defaults to the stem of the file, or the stems of all files, and relative user files are looked up in the
-    directory of the first one.
+    `run.name` defaults to the file's stem.
 
     Raises:
         ConfigError: The file, an override or the tree is wrong; the message lists every mistake.
@@ -241,27 +242,19 @@ def load_config(path: Path, overrides: Sequence[str], root: type[Root]) -> Loade
 
 
 def read_draft(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
-    """Read a run's YAML, merge further files and apply overrides, without checking the tree.
+    """Read a run's YAML and apply overrides, without checking the tree.
 
     Raises:
-        ConfigError: A file cannot be read.
+        ConfigError: The file cannot be read.
     """
-    files, values = split_overrides(overrides)
-    draft = Draft(merged([parse_file(file) for file in (path, *files)], root))
-    for override in values:
+    draft = Draft(parse_file(path))
+    for override in overrides:
         _apply(draft, override, root)
     run = draft.document.values.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
-        run["name"] = "-".join(file.stem for file in (path, *files))
-        draft.origins["run", "name"] = f"the name of {' and '.join(file.name for file in (path, *files))}"
+        run["name"] = path.stem
+        draft.origins["run", "name"] = f"the name of {path.name}"
     return draft
-
-
-def split_overrides(overrides: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return the further files of a run, which stand among its overrides, and the overrides."""
-    are_files = [Path(text).suffix in {".yaml", ".yml"} and "=" not in text for text in overrides]
-    files = [Path(text) for text, is_file in zip(overrides, are_files, strict=True) if is_file]
-    return files, [text for text, is_file in zip(overrides, are_files, strict=True) if not is_file]
 
 
 def from_mapping(
@@ -285,7 +278,9 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
         ConfigError: One line for each mistake.
     """
     document = draft.document
-    mistakes = [(document.order(file, line), f"{file}:{line}: {message}") for file, line, message in document.twice]
+    mistakes: list[tuple[float, str]] = [
+        (line, f"{document.file}:{line}: {message}") for line, message in document.twice
+    ]
     config: Root | None = None
     try:
         exported = Path(document.file).name == EXPORTED_CONFIG
@@ -296,8 +291,7 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
     if config is not None and not lines:
         return config
     of_command_line = all(text.startswith(_COMMAND_LINE) for text in lines)
-    has = "have" if document.later_files and not of_command_line else "has"
-    heading = f"{f'The {_COMMAND_LINE}' if of_command_line else document.files} {has} {len(lines)} mistakes:\n"
+    heading = f"{f'The {_COMMAND_LINE}' if of_command_line else document.file} has {len(lines)} mistakes:\n"
     raise ConfigError((heading if len(lines) > 1 else "") + "\n".join(lines))
 
 
@@ -329,8 +323,8 @@ def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[Bas
         below = place.get(key) if isinstance(place, dict) else place[path[-1]]
         if below is None:
             below = {}
-        elif section_at(root, path, values)[1].is_union:
-            below = section_at(root, path, values)[1].long_form(below)
+        elif isinstance(below, str) and section_at(root, path, values)[1].is_union:
+            below = {"kind": below}
         if not isinstance(below, dict | list):
             raise ConfigError(
                 f"{'.'.join(map(str, path))} is the value {below!r}, not a section; name one of its own keys, or "
