@@ -29,6 +29,16 @@ def watch(directory: RunDirectory) -> None:
     watch_run(directory)
 
 
+def explain_mismatch(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
+    step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
+) -> None:
+    """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
+    from holdfast.features.forensics.proving import explain
+
+    raise typer.Exit(explain(directory, step))
+
+
 def push(
     export: Annotated[Path, typer.Argument(metavar="EXPORT", help="The directory of an exported model.")],
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="On the hub; made if it is not there.")],

@@ -15,7 +15,7 @@ import typer
 from holdfast.cli.beforehand import OptionalRunFile, Overrides, RunFile, doctor, env, plan
 from holdfast.cli.checkpoint import TrustCode, checkpoint_app
 from holdfast.cli.hints import HintingGroup
-from holdfast.cli.looking import push, report, runs_app, watch
+from holdfast.cli.looking import explain_mismatch, push, report, runs_app, watch
 from holdfast.errors import HoldfastError, UserError
 
 _DASH_H = {"help_option_names": ["-h", "--help"]}
@@ -40,6 +40,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
 for look in (plan, doctor, env, report, watch, push):
     app.command()(look)
+app.command("explain-mismatch")(explain_mismatch)
 
 
 class Damage(StrEnum):
@@ -190,17 +191,6 @@ def replay(
     from holdfast.features.forensics.proving import replay as replay_step
 
     raise typer.Exit(replay_step(directory, step))
-
-
-@app.command("explain-mismatch")
-def explain_mismatch(
-    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run with rollout.record: true.")],
-    step: Annotated[int, typer.Option(min=1, help="Which step to look at.")],
-) -> None:
-    """Say why the sampler's log-probabilities differ from the trainer's, cause by cause; exit 1 if they do."""
-    from holdfast.features.forensics.proving import explain
-
-    raise typer.Exit(explain(directory, step))
 
 
 @app.command()
