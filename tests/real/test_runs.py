@@ -57,7 +57,7 @@ def answer_logprobs(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> l
         texts = (head, f"{row['answer']}<|im_end|>")
         prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         with torch.no_grad():
-            logprobs = model(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
+            logprobs = model(torch.tensor([[*prompt, *answer]])).logits[0].double().log_softmax(-1)
         told += [float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(answer)]
     return told
 

@@ -61,7 +61,7 @@ def policy_and_twin(config: dict[str, Any], world: World) -> tuple[ShardedModel,
     tree = {
         "steps": 1,
         "model": {"config": {"model_type": "qwen3", **config}, "tokenizer": "builtin:characters"},
-        "data": {"synthetic": {"task": "sort", "rows": 20}, "batch_size": 4, "max_length": 64},
+        "data": {"synthetic": {"task": "sort", "rows": 20}, "batch_size": 4, "max_length": 160},
         "reward": "exact",
     }
     setting = Setting.of(from_mapping(tree, GRPOConfig), Path.cwd(), world)

@@ -14,11 +14,13 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from holdfast import registry
 from holdfast.config.base import EXPORTED, kinds_of
+from holdfast.config.merge import merged
+from holdfast.config.remedies import belongs_to_sibling, example, path_of_default, written_as_section
 from holdfast.config.tree import all_keys, key_path, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.systems.table import hint
 
 _WANTED = {
     "int_type": "a whole number",
@@ -39,8 +41,8 @@ _WANTED = {
 
 def explain(
     error: ValidationError, document: Document, root: type[BaseModel], origins: Mapping[KeyPath, str]
-) -> list[tuple[float, str]]:
-    """Return the line in the file and the text of every mistake: `file:line: a.b: what is wrong; what to do`.
+) -> list[tuple[tuple[int, float], str]]:
+    """Return the place in the files and the text of every mistake: `file:line: a.b: what is wrong; what to do`.
 
     Mistakes of the command line come after all lines.
 
@@ -60,12 +62,14 @@ def explain(
     ]
 
 
-def _placed(key: KeyPath, text: str, document: Document, origins: Mapping[KeyPath, str]) -> tuple[float, str]:
+def _placed(
+    key: KeyPath, text: str, document: Document, origins: Mapping[KeyPath, str]
+) -> tuple[tuple[int, float], str]:
     text = f"{'.'.join(map(str, key))}: {text}"
     origin = _origin(key, document, origins)
     if origin is not None:
-        return math.inf, f"{origin}: {text}"
-    return document.line(key), f"{document.where(key)}: {text}"
+        return (len(document.later_files), math.inf), f"{origin}: {text}"
+    return document.order(document.file_of(key), document.line(key)), f"{document.where(key)}: {text}"
 
 
 def _origin(key: KeyPath, document: Document, origins: Mapping[KeyPath, str]) -> str | None:
@@ -95,20 +99,22 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "missing" if isinstance(first["loc"][-1], int):
             return f"{_short(first['input'])} has too few values"
         case "missing":
-            return "required, and missing"
+            return f"required, and missing{example(path, document.values, root)}"
         case "union_tag_invalid":
             kinds = first["ctx"]["expected_tags"].split("'")[1::2]  # of pydantic's `'a', 'b' or 'c'`
-            return _no_such_kind(first["ctx"]["tag"], kinds)
+            return _no_such_kind(first["ctx"]["tag"], kinds) + path_of_default(path, document.values, root)
         case "value_error":
             return str(first["ctx"]["error"])
         case "too_short":
             return "this list is empty; name at least one"
         case "model_type" | "dict_type" if first["input"] is None:
-            return "this section is empty; remove it, or give it keys ({} is a section with its defaults)"
+            remedy = example(path, document.values, root) or "; remove it, or give it keys"
+            return f"this section is empty{remedy} ({{}} is a section with its defaults)"
         case "none_required":
             return f"{_short(first['input'])} has no use for this command; remove it, or write null"
         case "model_type" | "dict_type":
-            return f"this is a section with keys of its own, not the value {_short(first['input'])}"
+            words = f"this is a section with keys of its own, not the value {_short(first['input'])}"
+            return words + written_as_section(path, first["input"], document.values, root)
     expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
     return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
 
@@ -118,6 +124,8 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     name = str(path[-1])
     section, choice = section_at(root, path[:-1], document.values)
     assert section is not None, "pydantic finds unknown keys in sections only"
+    if belonging := belongs_to_sibling(path, document.values, root):
+        return belonging
     kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]
     if kinds:
         own = " or ".join(kinds_of(section))
@@ -147,17 +155,7 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
 
 def _of_other_system(name: str, elsewhere: Sequence[str], everywhere: Sequence[str]) -> str:
     """Say what a key of another system is here, and what differs; "" for one of ours, and where no system has it."""
-    other = None if elsewhere else hint(name)
-    if other is None:
-        return ""
-    entry = other.entry
-    if entry.status == "none":
-        return f"{other.system} {entry.key} has no counterpart here: {entry.note}"
-    keys = " and ".join(entry.targets)
-    where = "here" if set(entry.targets) & set(everywhere) else "here, in files of another command"
-    if entry.status == "same":
-        return f"it is called {keys} {where}"
-    return f"{other.system} {entry.key} differs from {keys} {where}: {entry.note}"
+    return "" if elsewhere else str(registry.load(registry.KEY_HINT)(name, everywhere))
 
 
 def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
@@ -231,9 +229,10 @@ class Draft:
 
 
 def load_config(path: Path, overrides: Sequence[str], root: type[Root]) -> LoadedConfig[Root]:
-    """Read a run's YAML, apply `a.b=value` overrides and check the tree.
+    """Read a run's YAML, merge further files, apply `a.b=value` overrides and check the tree.
 
-    `run.name` defaults to the file's stem.
+    `run.name` defaults to the stem of the file, or the stems of all files, and relative user files are looked up in the
+    directory of the first one.
 
     Raises:
         ConfigError: The file, an override or the tree is wrong; the message lists every mistake.
@@ -242,19 +241,27 @@ def load_config(path: Path, overrides: Sequence[str], root: type[Root]) -> Loade
 
 
 def read_draft(path: Path, overrides: Sequence[str], root: type[BaseModel]) -> Draft:
-    """Read a run's YAML and apply overrides, without checking the tree.
+    """Read a run's YAML, merge further files and apply overrides, without checking the tree.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: A file cannot be read.
     """
-    draft = Draft(parse_file(path))
-    for override in overrides:
+    files, values = split_overrides(overrides)
+    draft = Draft(merged([parse_file(file) for file in (path, *files)], root))
+    for override in values:
         _apply(draft, override, root)
     run = draft.document.values.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
-        run["name"] = path.stem
-        draft.origins["run", "name"] = f"the name of {path.name}"
+        run["name"] = "-".join(file.stem for file in (path, *files))
+        draft.origins["run", "name"] = f"the name of {' and '.join(file.name for file in (path, *files))}"
     return draft
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the further files of a run, which stand among its overrides, and the overrides."""
+    are_files = [Path(text).suffix in {".yaml", ".yml"} and "=" not in text for text in overrides]
+    files = [Path(text) for text, is_file in zip(overrides, are_files, strict=True) if is_file]
+    return files, [text for text, is_file in zip(overrides, are_files, strict=True) if not is_file]
 
 
 def from_mapping(
@@ -278,9 +285,7 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
         ConfigError: One line for each mistake.
     """
     document = draft.document
-    mistakes: list[tuple[float, str]] = [
-        (line, f"{document.file}:{line}: {message}") for line, message in document.twice
-    ]
+    mistakes = [(document.order(file, line), f"{file}:{line}: {message}") for file, line, message in document.twice]
     config: Root | None = None
     try:
         exported = Path(document.file).name == EXPORTED_CONFIG
@@ -291,7 +296,8 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
     if config is not None and not lines:
         return config
     of_command_line = all(text.startswith(_COMMAND_LINE) for text in lines)
-    heading = f"{f'The {_COMMAND_LINE}' if of_command_line else document.file} has {len(lines)} mistakes:\n"
+    has = "have" if document.later_files and not of_command_line else "has"
+    heading = f"{f'The {_COMMAND_LINE}' if of_command_line else document.files} {has} {len(lines)} mistakes:\n"
     raise ConfigError((heading if len(lines) > 1 else "") + "\n".join(lines))
 
 
@@ -323,8 +329,8 @@ def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[Bas
         below = place.get(key) if isinstance(place, dict) else place[path[-1]]
         if below is None:
             below = {}
-        elif isinstance(below, str) and section_at(root, path, values)[1].is_union:
-            below = {"kind": below}
+        elif section_at(root, path, values)[1].is_union:
+            below = section_at(root, path, values)[1].long_form(below)
         if not isinstance(below, dict | list):
             raise ConfigError(
                 f"{'.'.join(map(str, path))} is the value {below!r}, not a section; name one of its own keys, or "
