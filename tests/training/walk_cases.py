@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.models.layers.attention import packed_attention
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
-from holdfast.recipes.grpo import grpo_step
+from holdfast.recipes.grpo import grpo_step, learn
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.run import PolicyRun
@@ -33,7 +33,9 @@ def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:
         ]
         return [Scored(share, {"exact": share}) for share in shares]
 
-    return build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))  # type: ignore[arg-type]
+    run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))  # type: ignore[arg-type]
+    walk_a_step(run, learn)
+    return run
 
 
 def bits(run: PolicyRun) -> dict[str, bytes]:
@@ -56,7 +58,7 @@ def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dic
     run = built(world, tree, rows)
     before = bits(run)
     for _ in range(walks):
-        walk_a_step(run)
+        walk_a_step(run, learn)
     walked = bits(run)
     metrics = grpo_step(run)
     assert metrics is not None
@@ -95,4 +97,4 @@ def without_branches(world: World, tree: dict[str, Any], rows: Any, kind: str) -
     ALL_MASK_ATTENTION_FUNCTIONS.register("no_branches", lambda *_, **__: None)
     model: Any = run.trained.model.language_model
     model.set_attn_implementation("no_branches")
-    walk_a_step(run)
+    walk_a_step(run, learn)

@@ -38,6 +38,7 @@ from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import Rollout, next_rollout
 from holdfast.training.policy.run import PolicyRun, is_warming_up, restored_afterwards
 from holdfast.training.policy.samples import tell_samples
+from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.setup.begin import Live
 from holdfast.training.step import train_step
 from holdfast.types import MiniBatch
@@ -47,6 +48,7 @@ def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None)
     """Train, evaluate and export as the configuration says."""
     with open_rewards(config, base, world, live) as rewards:
         run = build_policy_run(config, base, world, rewards.score, live, rewards.columns)
+        walk_a_step(run, learn)
         check_columns(run.evaluation, rewards.columns)
         check_answers(run.evaluation, rewards.answers, rewards.unreadable)
         check_returns(run.evaluation, rewards.try_out)
@@ -60,14 +62,23 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
     """Sample, score, compare, and update the policy; None when the prompts have ended."""
     with restored_afterwards(run.trained):
         rollout = next_rollout(run)
-        return None if rollout is None else learn(run, rollout)
+        if rollout is None:
+            return None
+        metrics = learn(run, rollout)
+        if run.config.rollout.record:
+            registry.load(registry.STEP_RECORD)(run, rollout, metrics)
+        tell_samples(run, rollout)
+        return metrics
 
 
 def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
-    """Compare the completions of each prompt, and update the policy on them."""
+    """Compare the completions of each prompt, and update the policy on them.
+
+    The walk before step 1, `holdfast plan` and `holdfast replay` call it too.
+    """
     objective = controlled_objective(run)
     rollout = with_advantages(run, rollout)
-    mini_batches = score_rollout(run, objective, pack_rollout(run, rollout))
+    mini_batches = score_rollout(run, objective, (run.pack or pack_rollout)(run, rollout))
     metrics: dict[str, float] = {}
     if run.critic is not None:
         rollout, mini_batches, metrics = with_values(run, run.critic, objective, rollout, mini_batches)
@@ -76,9 +87,6 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
     metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
     metrics |= measured(run, metrics)
-    if run.config.rollout.record:
-        registry.load(registry.STEP_RECORD)(run, rollout, metrics)
-    tell_samples(run, rollout)
     return metrics
 
 

@@ -18,22 +18,21 @@ from holdfast.features.plan.memory import Ledger, follow_model
 from holdfast.features.plan.steps import PlannedStep, reference_of
 from holdfast.features.plan.traffic import Traffic
 from holdfast.models.names import named_parameters
-from holdfast.recipes.grpo import controlled_objective, update
+from holdfast.recipes.grpo import learn
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.local.cache import ROOM, PromptCache, RowCache
 from holdfast.rollout.local.inprocess import InProcessEngine, begun
 from holdfast.rollout.local.predictor import EagerRows
 from holdfast.training.engines import open_engine
-from holdfast.training.policy.critic import add_critic, train_critic, with_values
-from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
-from holdfast.training.policy.groups import CompletionSummary, GroupFact
+from holdfast.training.policy.critic import add_critic
+from holdfast.training.policy.experience import pack_rollout
+from holdfast.training.policy.made_up import made_up_rollout
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import (
     CRITIC,
     PolicyEvaluation,
     PolicyRun,
     Sampler,
-    is_warming_up,
     offloaded,
     restored_afterwards,
 )
@@ -41,7 +40,7 @@ from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
-from holdfast.types import Finish, Group, Prompt, Trajectory
+from holdfast.types import Finish, Group, MiniBatch, Prompt, Trajectory
 
 _SCORING = ("proximal", "reference", "values")
 _TRAINING = ("forward", "backward", "optimizer", "critic")
@@ -59,6 +58,7 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
         group=group,
         sampler=run.evaluation.sampler,
     )
+    run.pack = _largest_mini_batch(step)
     rollout = _rollout(step, config)
     scoring = min(config.updates.mini_batches, len(rollout.facts))
     step.repeats |= dict.fromkeys(_SCORING, scoring)
@@ -68,7 +68,7 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
         with restored_afterwards(run.trained):
             with offloaded(run):
                 decode()
-            return _learn(step, run, rollout)
+            return learn(run, rollout)
 
     return make
 
@@ -102,51 +102,40 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     return run
 
 
-def _learn(step: PlannedStep, run: PolicyRun, rollout: Rollout) -> object:
-    """Do what `recipes.grpo.learn` does, for one mini-batch of a pass."""
-    objective = controlled_objective(run)
-    rollout = with_advantages(run, rollout)
-    mini_batches = [step.shortened(pack_rollout(run, rollout)[0])]
-    mini_batches = score_rollout(run, objective, mini_batches)
-    if run.critic is not None:
-        rollout, mini_batches, _ = with_values(run, run.critic, objective, rollout, mini_batches)
-        train_critic(run, run.critic, mini_batches)
-    return None if is_warming_up(run) else update(run, objective, mini_batches[:1])
+def _largest_mini_batch(step: PlannedStep) -> Callable[[PolicyRun, Rollout], list[MiniBatch]]:
+    """Return what packs a rollout, and leaves one mini-batch of two micro-batches of it."""
+    return lambda run, rollout: [step.shortened(pack_rollout(run, rollout)[0])]
 
 
 def _rollout(step: PlannedStep, config: GRPOConfig) -> Rollout:
     """Return completions that all are as long as one may be, those of every rank on this one."""
-    prompt, chosen = config.longest_prompt, config.rollout.max_new_tokens
-    length, size = prompt + chosen, config.rollout.group_size
-    groups, facts = [], []
+    prompt, size = config.longest_prompt, config.rollout.group_size
+    length = prompt + config.rollout.max_new_tokens
     tokens, mask = np.zeros(length, np.int64), np.arange(length) >= prompt
     zeros, versions = np.zeros(length, np.float32), np.zeros(length, np.int32)
-    for number in range(config.data.batch_size):
-        asked = Prompt(number, tokens[:prompt], "", {})
-        made = [
-            Trajectory(
-                prompt_id=number,
-                sample_id=number * 2**20 + place,
-                seed=0,
-                temperature=config.rollout.temperature,
-                tokens=tokens,
-                loss_mask=mask,
-                sampler_logprobs=zeros,
-                weights_versions=versions,
-                finish=Finish.LENGTH,
-                completion="",
-                reward=float(place % 2),
-            )
-            for place in range(size)
-        ]
-        parts = {section.label: 0.0 for section in config.reward}
-        told = tuple(
-            CompletionSummary(float(place % 2), parts, chosen, length, Finish.LENGTH, None, None, {}, 1.0)
-            for place in range(size)
+    groups = [
+        Group(
+            Prompt(number, tokens[:prompt], "", {}),
+            tuple(
+                Trajectory(
+                    prompt_id=number,
+                    sample_id=number * 2**20 + index,
+                    seed=0,
+                    temperature=config.rollout.temperature,
+                    tokens=tokens,
+                    loss_mask=mask,
+                    sampler_logprobs=zeros,
+                    weights_versions=versions,
+                    finish=Finish.LENGTH,
+                    completion="",
+                    reward=None,
+                )
+                for index in range(size)
+            ),
         )
-        groups.append(Group(asked, tuple(made)))
-        facts.append(GroupFact(number, step.setting.world.rank, told, greedy=0.0))
-    return Rollout(tuple(groups), tuple(facts), tuple(facts), {}, ())
+        for number in range(config.data.batch_size)
+    ]
+    return made_up_rollout(groups, config, step.setting.ranks, of_all_ranks=True)
 
 
 def sampling_of(

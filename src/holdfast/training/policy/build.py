@@ -33,7 +33,6 @@ from holdfast.training.policy.ahead import Ahead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
-from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
@@ -103,7 +102,6 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     if config.critic is not None:
         add_critic(run, config.critic, live)
     check_offload(run)
-    walk_a_step(run)
     if world.is_first and (deleted := unreplayable_steps(config)):
         print(f"warning: {deleted}", flush=True)
     return run

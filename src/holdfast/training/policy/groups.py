@@ -53,17 +53,22 @@ class GroupFact(NamedTuple):
 
 def share_facts(ranks: RankGroup, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
     """Return what all ranks know of all groups, by prompt; the same on every rank."""
+    gathered = ranks.gather(facts_of(ranks.rank, groups, scored))
+    return sorted((fact for facts in gathered for fact in facts), key=lambda fact: fact.prompt_id)
+
+
+def facts_of(rank: int, groups: Sequence[Group], scored: Sequence[Scored]) -> list[GroupFact]:
+    """Return the facts of one rank's groups; `scored` has their completions, group after group."""
     following = iter(scored)
-    own_facts = [
+    return [
         GroupFact(
             group.prompt.prompt_id,
-            ranks.rank,
+            rank,
             tuple(_fact(trajectory, next(following)) for trajectory in group.trajectories),
             has_inputs=bool(group.prompt.model_inputs),
         )
         for group in groups
     ]
-    return sorted((fact for facts in ranks.gather(own_facts) for fact in facts), key=lambda fact: fact.prompt_id)
 
 
 def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from holdfast.training.engines import give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import Ahead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
-from holdfast.types import Prompt
+from holdfast.types import MiniBatch, Prompt
 
 CRITIC = "critic"
 """Name of the critic among the models that are trained beside the policy."""
@@ -107,6 +108,8 @@ class PolicyRun:
     """The policy as it was at the start of the run, frozen; None where no KL term asks for it."""
     user_advantage: Callable[[Groups], RewardMatrix] | None = None
     """What `advantage: path` names, checked; None without it."""
+    pack: Callable[[PolicyRun, Any], list[MiniBatch]] | None = None
+    """What makes mini-batches of a rollout, where it is not `experience.pack_rollout`: a plan executes the largest."""
     ahead: Ahead | None = None
     """The next step's completions, where they are sampled while a step updates; the same as that of `common`."""
 
