@@ -57,8 +57,11 @@ def world() -> Iterator[World]:
         yield joined
 
 
-def policy_and_twin(config: dict[str, Any], world: World) -> tuple[ShardedModel, Twin]:
+def policy_and_twin(
+    config: dict[str, Any], world: World, dtype: torch.dtype = torch.float32
+) -> tuple[ShardedModel, Twin]:
     tree = {
+        "parallel": {"compute_dtype": str(dtype).removeprefix("torch.")},
         "steps": 1,
         "model": {"config": {"model_type": "qwen3", **config}, "tokenizer": "builtin:characters"},
         "data": {"synthetic": {"task": "sort", "rows": 20}, "batch_size": 4, "max_length": 160},
@@ -67,7 +70,7 @@ def policy_and_twin(config: dict[str, Any], world: World) -> tuple[ShardedModel,
     setting = Setting.of(from_mapping(tree, GRPOConfig), Path.cwd(), world)
     sharded = build_model(setting, Live(), lambda _: None)
     twin = Qwen3ForCausalLM(Qwen3Config(**config)).double().eval()
-    state = {name: full_tensor(value).double() for name, value in sharded_parameters(sharded.model).items()}
+    state = {name: full_tensor(value).to(dtype).double() for name, value in sharded_parameters(sharded.model).items()}
     twin.load_state_dict(state, strict=False)
     twin.tie_weights()
     return sharded, Twin(twin)
@@ -96,6 +99,19 @@ def test_a_sound_twin_of_a_deep_model_with_sharp_logits_is_within_the_measured_l
     assert 1e-4 < difference < limit / 2
     assert limit < 20 * difference
     assert torch.equal(torch.random.get_rng_state(), draws)
+
+
+def test_a_sound_twin_in_bfloat16_is_within_the_measured_limit_and_another_rate_of_a_norm_is_not(world: World) -> None:
+    sharded, twin = policy_and_twin(SHALLOW, world, torch.bfloat16)
+
+    difference, limit = proved(sharded, twin)
+
+    print(f"in bfloat16 the mean difference is {difference:.3f}, the limit {limit:.3f}")
+    assert difference < limit < 0.1
+    with torch.no_grad():
+        twin.model.model.norm.weight.mul_(1.2)
+    with pytest.raises(RunStopped, match="say other log-probabilities"):
+        proved(sharded, twin)
 
 
 @pytest.mark.parametrize("config", [SHALLOW, DEEP], ids=["shallow", "deep"])

@@ -42,8 +42,8 @@ _ROWS = 64
 """Places whose logits are there at a time."""
 _FLOOR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """In nats; what differs by less needs no measurement of rounding."""
-_ROUNDINGS = 6.0
-"""So many times what rounding changes in the trainer a server may differ."""
+_ROUNDINGS = {torch.float32: 6.0, torch.bfloat16: 2.5}
+"""So many times what rounding changes in the trainer a server may differ; a mean varies less than a largest value."""
 _ROUNDING_PASSES = 2
 _LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Of one layer, relative to its largest output."""
@@ -113,7 +113,7 @@ class Prover:
         wrong = ranks.agree(_beyond(proofs, self.limit))
         if wrong and self._tolerance is None:
             rounding = _rounding(sharded, sequences, answers, logprobs)
-            self.limit = max(self.limit, _ROUNDINGS * rounding)
+            self.limit = max(self.limit, _ROUNDINGS[dtype] * rounding)
             wrong = ranks.agree(_beyond(proofs, self.limit))
         if wrong:
             suspects = inspect(wrong)
