@@ -72,7 +72,7 @@ ROOMS = {
         distillation
     """,
     "cli": """
-        hints run_file
+        edge hints run_file
         after checkpoints
         running
         before requeue

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # `python -m`; the program `holdfast` begins in entr
 
     interrupts.end_at_once(3, "Ctrl-C: stopped before anything was started.\n")
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +18,10 @@ import typer
 
 from holdfast.cli.beforehand import OptionalRunFile, Overrides, RunFile, doctor, env, plan
 from holdfast.cli.checkpoint import TrustCode, checkpoint_app
+from holdfast.cli.edge import run
 from holdfast.cli.hints import HintingGroup
 from holdfast.cli.looking import push, report, runs_app, watch
-from holdfast.errors import HoldfastError, RunStopped, UserError
-from holdfast.interrupts import raise_after_imports
 
-_INTERRUPTED = 130
-"""What typer makes of a KeyboardInterrupt, without a word."""
 _DASH_H = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
@@ -379,27 +375,7 @@ def model_check(
 
 def main() -> None:
     """Run the command line; a user's mistake is one paragraph, never a traceback."""
-    raise_after_imports()
-    try:
-        app()
-    except SystemExit as error:
-        if error.code != _INTERRUPTED:
-            raise
-        print("Ctrl-C: stopped before the end.", file=sys.stderr)
-        sys.exit(RunStopped.exit_code)
-    except HoldfastError as error:
-        from holdfast.launch.first_rank import await_first_rank, leave
-
-        if await_first_rank():
-            print(error, file=sys.stderr)
-        sys.exit(leave(error.exit_code))
-    except OSError as error:
-        from holdfast.files import NotRegular
-
-        if not isinstance(error, NotRegular):
-            raise
-        print(f"{error}. Put the file back, or remove what stands in its place.", file=sys.stderr)
-        sys.exit(UserError.exit_code)
+    run(app)
 
 
 if __name__ == "__main__":
