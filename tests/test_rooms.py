@@ -80,7 +80,7 @@ ROOMS = {
         distillation
     """,
     "cli": """
-        arguments groups
+        arguments edge groups
         commands
         main
         entry

@@ -10,17 +10,13 @@ if __name__ == "__main__":  # `python -m`; the program `holdfast` begins in entr
 
     interrupts.end_at_once(3, "Ctrl-C: stopped before anything was started.\n")
 
-import sys
 from typing import Annotated
 
 import typer
 
+from holdfast.cli.edge import run
 from holdfast.cli.groups import Listed, command_line
-from holdfast.errors import HoldfastError, RunStopped, UserError
-from holdfast.interrupts import raise_after_imports
 
-_INTERRUPTED = 130
-"""What typer makes of a KeyboardInterrupt, without a word."""
 _CORE, _FEATURES = "holdfast.cli.commands", "holdfast.features"
 
 COMMANDS = {
@@ -107,27 +103,7 @@ app = command_line(COMMANDS, GROUPS, before_all)
 
 def main() -> None:
     """Run the command line; a user's mistake is one paragraph, never a traceback."""
-    raise_after_imports()
-    try:
-        app()
-    except SystemExit as error:
-        if error.code != _INTERRUPTED:
-            raise
-        print("Ctrl-C: stopped before the end.", file=sys.stderr)
-        sys.exit(RunStopped.exit_code)
-    except HoldfastError as error:
-        from holdfast.launch.first_rank import await_first_rank, leave
-
-        if await_first_rank():
-            print(error, file=sys.stderr)
-        sys.exit(leave(error.exit_code))
-    except OSError as error:
-        from holdfast.files import NotRegular
-
-        if not isinstance(error, NotRegular):
-            raise
-        print(f"{error}. Put the file back, or remove what stands in its place.", file=sys.stderr)
-        sys.exit(UserError.exit_code)
+    run(app)
 
 
 if __name__ == "__main__":

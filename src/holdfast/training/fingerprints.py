@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 from holdfast.config.base import Section
+from holdfast.config.public import hashed
 from holdfast.config.sections.advantage import UserAdvantageConfig
 from holdfast.config.sections.algorithm import NLLConfig, UserObjectiveConfig
 from holdfast.config.sections.model import ModelConfig
@@ -74,7 +75,7 @@ def identity(
     if _starts_from_files(config):
         model["model.path"] = weights_fingerprint(origin, config.seed)
     model |= _adapter_of_reference(setting)
-    return {
+    kinds = {
         "data": data,
         "files": user_files(setting) | reward_model_hashes(setting),
         "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _image_settings(config, origin),
@@ -82,6 +83,7 @@ def identity(
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
     }
+    return {kind: {what: hashed(value) for what, value in values.items()} for kind, values in kinds.items()}
 
 
 def _chosen(config: TrainingConfig) -> dict[str, str]:
@@ -212,7 +214,8 @@ def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
     """Return what changed, by kind; what a checkpoint of an earlier version does not know has not."""
     changes = {}
     for kind, values in now.items():
-        before = then.get(kind, {})
+        # Checkpoints of earlier versions hold settings as they were.
+        before = {what: hashed(mark) for what, mark in then.get(kind, {}).items()}
         comparable = {*before, *(what for what in values if not (is_new(what) or what.startswith(_IMAGES)))}
         changed = [what for what in sorted(comparable) if before.get(what) != values.get(what)]
         if changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from holdfast.checkpoint.export.about import Exported
 from holdfast.checkpoint.export.card import card_of
 from holdfast.config.base import LEFT_OUT
-from holdfast.config.public import portable_configuration, public_configuration
+from holdfast.config.public import hashed, portable_configuration, public_configuration
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import parse_text, to_yaml
 from holdfast.features.report.settings import flat_public
@@ -74,6 +75,21 @@ def test_no_secret_of_any_key_is_in_what_leaves_a_run(verb: str, seed: int) -> N
     assert len(secrets) > 30
     assert all(secret in to_yaml(tree) for secret in secrets)
     assert [(name, secret) for name, text in leaving.items() for secret in secrets if secret in text] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_settings_that_a_resume_compares_hold_hashes(seed: int) -> None:
+    ((tree, secrets),) = planted("grpo", seed)
+    text = json.dumps(tree)
+
+    mark = hashed(text)
+
+    assert [secret for secret in secrets if secret in mark] == []
+    assert hashed(mark) == mark
+    kwargs = [f'{{"kwargs": {{"key": "{value}"}}}}' for value in ("a", "a", "b")]
+    assert len({hashed(each) for each in kwargs}) == 2
+    assert hashed('{"lr": 0.1}') == '{"lr": 0.1}'
+    assert hashed("no JSON") == "no JSON"
 
 
 def test_what_an_export_needs_stays_in_its_configuration() -> None:

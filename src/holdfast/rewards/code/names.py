@@ -71,7 +71,7 @@ class _Reading:
                 yield node
 
 
-def names_of(tests: Sequence[str]) -> TestNames:
+def names_in_tests(tests: Sequence[str]) -> TestNames:
     """Return where the names of a row's tests come from.
 
     Raises:
@@ -202,15 +202,13 @@ def _is_verdict(node: ast.AST, reading: _Reading) -> bool:
             return test is node
         case ast.Expr():
             return not any(isinstance(each, ast.Assert) for each in ast.walk(reading.tree))
-        case ast.Compare(ops=ops, comparators=comparators):
-            compared = [each for each in (parent.left, *comparators) if each is not node]
-            return all(map(_orders, ops)) or all(map(_is_truth_value, compared))
+        case ast.Compare():
+            return _decides(node, parent)
     return False
 
 
-def _orders(operator: ast.cmpop) -> bool:
-    return isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
-
-
-def _is_truth_value(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
+def _decides(node: ast.AST, comparison: ast.Compare) -> bool:
+    """Return whether a comparison only asks whether a value is true, or how large it is."""
+    compared = [each for each in (comparison.left, *comparison.comparators) if each is not node]
+    is_ordered = all(isinstance(each, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for each in comparison.ops)
+    return is_ordered or all(isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in compared)

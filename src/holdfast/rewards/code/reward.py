@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from holdfast import patience
 from holdfast.rewards.base import Sample
-from holdfast.rewards.code.names import TestNames, names_of
+from holdfast.rewards.code.names import TestNames, names_in_tests
 from holdfast.rewards.functions.rules import cell
 from holdfast.rewards.processes import folders, kernel
 
@@ -42,7 +42,7 @@ class CodeReward:
         tests = [tests] if isinstance(tests, str) else list(tests)
         if not tests:
             raise ValueError(f"the row's column {self.column} holds no test")
-        names = names_of(tests)
+        names = names_in_tests(tests)
         blocks = _BLOCK.findall(sample.completion)
         passed = self._passed(blocks[-1], tests, names) if blocks else 0
         share = passed / len(tests)

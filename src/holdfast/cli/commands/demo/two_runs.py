@@ -19,7 +19,7 @@ from holdfast import patience
 from holdfast.errors import RunStopped
 from holdfast.launch.environment import cuda_devices
 
-RANKS = 2
+_RANKS = 2
 KILL_AT = 34
 """Step of the second run at which a rank is killed: some steps after a checkpoint."""
 
@@ -32,9 +32,9 @@ def device_for(gpus: int) -> tuple[str, str]:
     Each rank needs a GPU of its own, and the demo needs a rank that survives the other: with one GPU both compute on
     the CPU.
     """
-    if gpus < RANKS:
-        return "cpu", "the CPU" + (f", since {gpus} GPU is too few for {RANKS} ranks" if gpus else "")
-    return "auto", f"{RANKS} of {gpus} GPUs"
+    if gpus < _RANKS:
+        return "cpu", "the CPU" + (f", since {gpus} GPU is too few for {_RANKS} ranks" if gpus else "")
+    return "auto", f"{_RANKS} of {gpus} GPUs"
 
 
 def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) -> int:
@@ -59,7 +59,7 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
         )
     device, where = device_for(cuda_devices())
     common = (f"run.dir={directory}", f"seed={seed}", f"launch.device={device}", *overrides)
-    print(f"{RANKS} ranks on {where}")
+    print(f"{_RANKS} ranks on {where}")
     _say("1/5  SFT on 2 FSDP ranks: demonstrations of sorted digits, 70% of them wrong")
     _run("sft", str(directory / "sft.yaml"), *common)
     _say(f"2/5  GRPO from there, rewarded by a verifier; a rank gets SIGKILL at step {kill_at}")
