@@ -95,7 +95,8 @@ class AdapterFile:
         path = directory / WEIGHTS
         if not path.exists():
             raise ModelError(f"model.lora.path: {directory} has no {WEIGHTS}. Name a directory in peft's format.")
-        stored, stored_names = read_header(path), {}
+        stored = read_header(path)
+        stored_names: dict[str, str] = {}
         for name in stored:
             canonical = name_in_file(name)
             if canonical in stored_names:
