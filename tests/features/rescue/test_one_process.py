@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,6 @@ def test_a_run_continues_with_the_optimizer(of_adamw: Any, tokens: Path, tmp_pat
 def test_an_optimizer_whose_numbers_nobody_can_name_is_said_to_be_lost(
     of_adamw: Any, change: str, tmp_path: Path
 ) -> None:
-    import shutil
-
     path = tmp_path / "checkpoint-2"
     if change == "another optimizer":
         path, _ = written(tmp_path, optim="adafactor")
@@ -121,3 +120,19 @@ def test_an_optimizer_whose_numbers_nobody_can_name_is_said_to_be_lost(
     assert not checkpoint.of_kind("damage")
     assert not checkpoint.has_optimizer
     assert any("which is which" in each.text for each in checkpoint.of_kind("loss"))
+
+
+def test_groups_of_a_system_that_chooses_none_are_said_to_be_lost(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    biases = [value for name, value in model.named_parameters() if "bias" in name]
+    optimizer = torch.optim.AdamW([{"params": [model[0].weight, model[1].weight]}, {"params": biases}])
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 1}
+    torch.save(content, tmp_path / "two.ckpt")
+
+    checkpoint = examined(tmp_path / "two.ckpt")
+
+    assert not checkpoint.of_kind("damage")
+    assert not checkpoint.has_optimizer
+    assert any("2 groups of 2 and 2" in each.text for each in checkpoint.of_kind("loss"))

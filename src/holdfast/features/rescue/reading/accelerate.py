@@ -20,6 +20,7 @@ from holdfast.features.rescue.reading.hugging_face import add_safetensors
 from holdfast.features.rescue.reading.parts import opened_file, piece
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import (
+    TRAINER,
     DamagedFile,
     ForeignCheckpoint,
     Position,
@@ -51,7 +52,7 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
     """Return the checkpoint in a directory."""
     names = {each.name for each in folder.iterdir()}
     trainer = "trainer_state.json" in names or "scheduler.pt" in names
-    system = "transformers' Trainer (or TRL)" if trainer else "accelerate"
+    system = TRAINER if trainer else "accelerate"
     sharded = MODEL_FOLDER in names
     checkpoint = ForeignCheckpoint(system, "sharded (DCP)" if sharded else "full (one file)", folder)
     checkpoint.model_files = folder if "config.json" in names else None

@@ -83,10 +83,15 @@ def note_ties(checkpoint: ForeignCheckpoint, ties: dict[str, tuple[str, ...]]) -
 def decayed_parameters(checkpoint: ForeignCheckpoint, names: Sequence[str]) -> list[frozenset[str]]:
     """Return which parameters transformers' Trainer decays: by the rule of today, and by that of before 2025.
 
-    Today no parameter with `bias` or `norm` in its name; before, none of `nn.LayerNorm` and none with `bias`.
+    Today no parameter with `bias` or `norm` in its name; before, none of `nn.LayerNorm` and none with `bias`. No set is
+    returned where the configuration builds no model.
     """
-    assert checkpoint.model_files is not None
-    modules = skeleton_of(checkpoint.model_files).named_modules()
+    if checkpoint.model_files is None:
+        return []
+    try:
+        modules = skeleton_of(checkpoint.model_files).named_modules()
+    except (ModelError, OSError, ValueError, RuntimeError):
+        return []
     norms = tuple(f"{canonical_name(name)}." for name, module in modules if isinstance(module, LayerNorm))
     plain = [name for name in names if not name.startswith(norms)] if norms else list(names)
     return [

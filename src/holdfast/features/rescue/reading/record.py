@@ -15,6 +15,8 @@ from holdfast.checkpoint.place.memory import new_memory
 from holdfast.errors import UserError
 
 Kind = Literal["damage", "unverified", "repair", "loss", "note"]
+TRAINER = "transformers' Trainer (or TRL)"
+"""The name of a system whose groups of parameters are known."""
 Part = Literal["weights", "optimizer"]
 Verdict = Literal["whole", "cannot be told", "damaged"]
 

@@ -23,6 +23,7 @@ from holdfast.features.rescue.reading.parts import piece, whole
 from holdfast.features.rescue.reading.pickles import Sharded, StoredView
 from holdfast.features.rescue.reading.rank_order import misplaced_files, note_untold_order
 from holdfast.features.rescue.reading.record import (
+    TRAINER,
     DamagedFile,
     ForeignCheckpoint,
     StoredGroup,
@@ -88,7 +89,8 @@ def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
         DamagedFile: Nobody can know which is which, or the numbers are another model's.
     """
     checkpoint, numbers = naming.checkpoint, naming.numbers
-    if strange := [key for state in naming.states for key in state if key not in set(numbers)]:
+    known = set(numbers)
+    if strange := [key for state in naming.states for key in state if key not in known]:
         raise DamagedFile(f"has parameter {strange[0]}, which none of its groups has")
     names = ordered_parameters(checkpoint)
     if names is None:
@@ -120,22 +122,22 @@ def _in_two_groups(naming: Naming, names: Sequence[str]) -> dict[Any, str]:
     """Return the parameter of each number, as transformers' Trainer groups them.
 
     Raises:
-        DamagedFile: The groups, or the shapes of the states, are not those that would be.
+        DamagedFile: Another system wrote them, or the groups or the shapes of the states are not those of the model.
     """
-    groups = [list(group["params"]) for group in naming.groups]
-    sizes = [len(group) for group in groups]
+    sizes = [len(group["params"]) for group in naming.groups]
+    rules = decayed_parameters(naming.checkpoint, names) if naming.checkpoint.system == TRAINER else []
     fitting: list[dict[Any, str]] = []
-    for decayed in decayed_parameters(naming.checkpoint, names) if len(groups) == 2 else ():
-        split = [name for name in names if name in decayed], [name for name in names if name not in decayed]
-        if [len(part) for part in split] != sizes:
+    for decayed in rules:
+        if sizes != [len(decayed), len(names) - len(decayed)]:
             continue
-        one_each = dict(zip(naming.numbers, [*split[0], *split[1]], strict=True))
+        ordered = sorted(names, key=lambda name: name not in decayed)  # noqa: B023 - it is sorted at once
+        one_each = dict(zip(naming.numbers, ordered, strict=True))
         if one_each not in fitting and _has_shapes_of_weights(naming, one_each):
             fitting.append(one_each)
     if len(fitting) != 1:
         raise _Unnamed(
-            f"numbers its parameters in {len(groups)} groups of {' and '.join(map(str, sizes))}, and by number and "
-            "shape they are not the decayed and the other parameters of the model: which is which cannot be known"
+            f"numbers its parameters in {len(sizes)} groups of {' and '.join(map(str, sizes))}, which by number and "
+            "shape are not the decayed and the other parameters of a Trainer: which is which cannot be known"
         )
     return fitting[0]
 
