@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 from holdfast.checkpoint.place.layout import FOLDER
 from holdfast.checkpoint.place.layout import LEASE as LEASE_NAME
-from holdfast.cli.commands.runs.listing import listed, runs_table
+from holdfast.cli.commands.runs import listed, runs_table
 from holdfast.metrics.sink import BY_OBSERVER
 from holdfast.patience import Patience
 from holdfast.training import run_state as state

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.cli.commands.runs.listing import last_step, read_events
+from holdfast.cli.commands.runs import last_step, read_events
 from holdfast.files import append_text
 from holdfast.metrics.sink import METRICS
 from holdfast.training.directory import EVENTS, IDENTITY

@@ -4,19 +4,20 @@ Only small files are read and nothing is written. What a run recorded is believe
 what `holdfast checkpoint verify` does.
 """
 
-from __future__ import annotations
-
+# As cli/main.py, without `from __future__ import annotations`.
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len, set_cell_size
 
+from holdfast.cli.arguments import takes
+from holdfast.config.path_kinds import PathKind
 from holdfast.config.yaml12 import parse_file
 from holdfast.errors import ConfigError, UserError
 from holdfast.files import RegularFile, read_json, read_text
@@ -53,7 +54,22 @@ class RunLine:
     """When the newest of its files was written."""
 
 
-def list_runs(directory: Path, *, as_json: bool) -> None:
+def list_runs(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[DIR]",
+            help="Where runs are, or one run.",
+            callback=takes(PathKind.RUNS, PathKind.RUN, PathKind.ROWS_DIRECTORY),
+        ),
+    ] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
+) -> None:
+    """List runs, the one that was active last first: verb, step, checkpoint, best metric, state and why."""
+    print_runs(directory, as_json=as_json)
+
+
+def print_runs(directory: Path, *, as_json: bool) -> None:
     """Print the runs in a directory.
 
     Raises:
