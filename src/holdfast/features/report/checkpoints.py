@@ -61,15 +61,15 @@ def _is_save(event: Mapping[str, Any]) -> bool:
 def _manifests(folder: Path) -> dict[int, Mapping[str, Any]]:
     manifests: dict[int, Mapping[str, Any]] = {}
     try:
-        places = sorted(folder.glob(f"step-*/{MANIFEST}"))
+        paths = sorted(folder.glob(f"step-*/{MANIFEST}"))
     except OSError:
         return manifests
-    for place in places:
-        number = place.parent.name.removeprefix("step-")
+    for path in paths:
+        number = path.parent.name.removeprefix("step-")
         if not number.isdecimal():
             continue
         try:
-            values = read_json(place)["manifest"]
+            values = read_json(path)["manifest"]
             manifests[int(number)] = values if isinstance(values, dict) else {}
         except (OSError, ValueError, KeyError, TypeError):
             manifests[int(number)] = {}

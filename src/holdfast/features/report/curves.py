@@ -33,12 +33,12 @@ class Column:
 
     def cut(self, step: int) -> Column | None:
         """Take off and return what comes after a step; None if nothing does."""
-        place = bisect_right(self.steps, step)
-        if place == len(self.steps):
+        index = bisect_right(self.steps, step)
+        if index == len(self.steps):
             return None
-        rest = Column(self.steps[place:], self.values[place:])
-        del self.steps[place:], self.values[place:]
-        return rest
+        removed = Column(self.steps[index:], self.values[index:])
+        del self.steps[index:], self.values[index:]
+        return removed
 
     @property
     def not_finite(self) -> list[int]:
@@ -104,10 +104,10 @@ class Curves:
     def _rewind(self, step: int) -> None:
         self.rewinds.append(Rewind(step if self.last is None else self.last, step))
         for name, column in self.columns.items():
-            rest = column.cut(step)
-            if rest is not None:
-                self.lost.setdefault(name, []).append(rest)
-        self.evaluated = [each for each in self.evaluated if each <= step]
+            removed = column.cut(step)
+            if removed is not None:
+                self.lost.setdefault(name, []).append(removed)
+        self.evaluated = [evaluated_step for evaluated_step in self.evaluated if evaluated_step <= step]
         self.last = step if any(column.steps for column in self.columns.values()) else None
 
 

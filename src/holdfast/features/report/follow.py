@@ -101,8 +101,8 @@ class Follower:
     def has_changed(self) -> bool:
         """Return whether a file of the run grew since this was asked last; reads none."""
         names = (METRICS, EVENTS, SAMPLES, IDENTITY, "checkpoints/.lease.json")
-        seen = tuple(_signature(self._directory / name) for name in names)
-        changed, self._seen = seen != self._seen, seen
+        signatures = tuple(_signature(self._directory / name) for name in names)
+        changed, self._seen = signatures != self._seen, signatures
         return changed
 
     def update(self) -> Glance:
@@ -166,9 +166,9 @@ class _Notes:
 
 def rank_signs(directory: Path) -> list[RankSign]:
     """Return what the ranks of a run's own launcher left beside its directory; nothing under torchrun."""
-    place = directory.absolute()
+    run_path = directory.absolute()
     notes: dict[int, _Notes] = {}
-    for folder in place.parent.glob(f".{place.name}.launch-*"):
+    for folder in run_path.parent.glob(f".{run_path.name}.launch-*"):
         for path in folder.glob("*-rank-*"):
             kind, _, number = path.name.partition("-rank-")
             if kind not in {"phase", "beat"} or not number.isdecimal():
@@ -179,13 +179,13 @@ def rank_signs(directory: Path) -> list[RankSign]:
                 continue
             note = notes.setdefault(int(number), _Notes())
             note.times.append(written)
-            parts = text.split("|")
+            fields = text.split("|")
             if kind == "phase":
                 note.phase = text.strip()
-            elif len(parts) >= 3 and parts[1].isdecimal():
-                note.step = int(parts[1])
-    now = time.time()
+            elif len(fields) >= 3 and fields[1].isdecimal():
+                note.step = int(fields[1])
+    current_time = time.time()
     return [
-        RankSign(rank, escaped(each.phase), each.step, max(0.0, now - max(each.times)))
-        for rank, each in sorted(notes.items())
+        RankSign(rank, escaped(rank_note.phase), rank_note.step, max(0.0, current_time - max(rank_note.times)))
+        for rank, rank_note in sorted(notes.items())
     ]

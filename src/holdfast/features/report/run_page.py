@@ -33,8 +33,8 @@ def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
     seconds = patience.current.page_after_stop_seconds if stopped else patience.current.page_seconds
     try:
         with _giving_up_after(seconds):
-            place = write_page([directory], None)
-        print(f"what happened, on one page: {place}", flush=True)
+            page = write_page([directory], None)
+        print(f"what happened, on one page: {page}", flush=True)
     except _GivenUp:
         print(f"The run's page was not written in {seconds:g} s: `holdfast report {directory}` does.", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the run has ended, and a page must not change how

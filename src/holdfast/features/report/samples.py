@@ -85,10 +85,10 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
     samples = Samples()
     path = directory / SAMPLES
     thinner = _Thinner(most)
-    for place, line in LineReader(path).new(between, to_end=True):
+    for offset, line in LineReader(path).new(between, to_end=True):
         if isinstance(line, dict) and line.get("event") == "rewind" and isinstance(line.get("to"), int):
             thinner.rewind(line["to"])
-        elif (sample := sample_of(line, place)) is not None:
+        elif (sample := sample_of(line, offset)) is not None:
             thinner.take(sample)
         else:
             samples.unread += 1
@@ -99,7 +99,7 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
     return samples
 
 
-def sample_of(line: Any, place: int) -> ShownSample | None:
+def sample_of(line: Any, offset: int) -> ShownSample | None:
     """Return a line of samples.jsonl; None if it is none."""
     if (
         not isinstance(line, dict)
@@ -108,18 +108,18 @@ def sample_of(line: Any, place: int) -> ShownSample | None:
     ):
         return None
     prompt, completion = str(line.get("prompt", "")), line["completion"]
-    parts = line.get("rewards")
+    rewards = line.get("rewards")
     return ShownSample(
         step=line["step"],
         sample_id=line["sample_id"] if isinstance(line.get("sample_id"), int) else 0,
         prompt=_first(prompt),
         completion=_first(completion),
         reward=_number(line.get("reward")),
-        parts={str(name): _number(value) for name, value in parts.items()} if isinstance(parts, dict) else {},
+        parts={str(name): _number(value) for name, value in rewards.items()} if isinstance(rewards, dict) else {},
         advantage=_number(line.get("advantage")),
         finish=str(line.get("finish", "")),
         trained=line.get("trained") is not False,
-        place=place,
+        place=offset,
         has_tokens=bool(line.get("tokens")),
         is_cut=len(prompt) > SHOWN_CHARACTERS or len(completion) > SHOWN_CHARACTERS,
     )
@@ -164,8 +164,8 @@ class _Thinner:
         self._size = sum(map(len, self._steps.values()))
 
     def rewind(self, step: int) -> None:
-        self._counts = {each: count for each, count in self._counts.items() if each <= step}
-        self._steps = {each: items for each, items in self._steps.items() if each <= step}
+        self._counts = {sampled_step: count for sampled_step, count in self._counts.items() if sampled_step <= step}
+        self._steps = {sampled_step: items for sampled_step, items in self._steps.items() if sampled_step <= step}
         self._size = sum(map(len, self._steps.values()))
 
     def chosen(self) -> tuple[list[ShownSample], int]:
@@ -183,24 +183,24 @@ def choose_whole(items: Sequence[ShownSample]) -> list[ShownSample]:
     order = list(steps)
     count = min(len(order), WHOLE // 4)
     spread = [order[round(number * (len(order) - 1) / max(1, count - 1))] for number in range(count)]
-    chosen: dict[int, ShownSample] = {}
+    samples: dict[int, ShownSample] = {}
     for step in spread:
         scored = [item for item in steps[step] if item.reward is not None]
         ranked = sorted(scored, key=lambda item: item.reward or 0.0)
         best = [ranked[-1], ranked[0]] if ranked else []
         for item in (*best, *(item for item in steps[step] if item.has_tokens)):
-            if len(chosen) < WHOLE:
-                chosen[id(item)] = item
+            if len(samples) < WHOLE:
+                samples[id(item)] = item
     for item in reversed(items):
-        if len(chosen) >= WHOLE:
+        if len(samples) >= WHOLE:
             break
-        chosen[id(item)] = item
-    return list(chosen.values())
+        samples[id(item)] = item
+    return list(samples.values())
 
 
-def _read_whole(path: Path, chosen: Sequence[ShownSample]) -> None:
+def _read_whole(path: Path, samples: Sequence[ShownSample]) -> None:
     """Read all of the text and the tokens of some completions."""
-    in_file = sorted((item for item in chosen if item.place >= 0), key=lambda item: item.place)
+    in_file = sorted((item for item in samples if item.place >= 0), key=lambda item: item.place)
     if not in_file:
         return
     with RegularFile(path) as file:
@@ -233,9 +233,9 @@ def whole_sample(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    rest = len(text) - _WHOLE_CHARACTERS
-    words = f"\n… and {rest:,} characters more" if rest > 0 else ""
-    return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + words
+    excess = len(text) - _WHOLE_CHARACTERS
+    suffix = f"\n… and {excess:,} characters more" if excess > 0 else ""
+    return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + suffix
 
 
 def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
@@ -245,15 +245,15 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSampl
     from pyarrow import ArrowException  # type: ignore[import-untyped]  # has no stubs
     from pyarrow.parquet import read_table  # type: ignore[import-untyped]  # has no stubs
 
-    for place in sorted(folder.glob("step-*.parquet")):
+    for path in sorted(folder.glob("step-*.parquet")):
         between()
         try:
-            rows = read_table(place).to_pylist()
+            rows = read_table(path).to_pylist()
         except (OSError, ArrowException):
             continue
         for row in rows:
-            parts = {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
-            sample = sample_of({**row, "rewards": parts}, -1)
+            rewards = {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
+            sample = sample_of({**row, "rewards": rewards}, -1)
             if sample is not None:
                 sample.whole = whole_sample(row) if sample.is_cut else None
                 yield sample

@@ -82,11 +82,11 @@ def screen(look: Glance, console: Console) -> RenderableType:
     head = [_head(look), _progress(look, min(width, 120), bars)]
     if width < _TWO_COLUMNS:
         return Group(*head, *_curves(look, width, bars), *_state_parts(look, width), *_samples(look, width))
-    left, right = width * 3 // 5 - 2, width - width * 3 // 5
+    left_width, right_width = width * 3 // 5 - 2, width - width * 3 // 5
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=left)
-    grid.add_column(width=right - 2)
-    grid.add_row(Group(*_curves(look, left, bars)), Group(*_state_parts(look, right - 2)))
+    grid.add_column(width=left_width)
+    grid.add_column(width=right_width - 2)
+    grid.add_row(Group(*_curves(look, left_width, bars)), Group(*_state_parts(look, right_width - 2)))
     return Group(*head, grid, *_samples(look, width))
 
 
@@ -107,16 +107,16 @@ def _progress(look: Glance, width: int, bars: str) -> Text:
     from rich.text import Text
 
     step, total = look.curves.last or 0, look.total
-    words = f"step {step:,}" + (f" of {total:,}" if total else "")
+    position = f"step {step:,}" + (f" of {total:,}" if total else "")
     ends = []
     if look.started is not None and look.state.name == "running":
         ends.append(f"{age(max(0.0, time.time() - look.started))} since the start")
-    left = _left(look)
-    if left is not None:
-        ends.append(f"{age(left)} left")
+    remaining = _left(look)
+    if remaining is not None:
+        ends.append(f"{age(remaining)} left")
     tail = "  ".join(ends)
-    room = width - len(words) - len(tail) - 4
-    line = Text(words, no_wrap=True, overflow="ellipsis")
+    room = width - len(position) - len(tail) - 4
+    line = Text(position, no_wrap=True, overflow="ellipsis")
     if total and room >= 8:
         done = min(room, round(room * step / total))
         glyph = "━" if bars is _BARS else "="
@@ -145,10 +145,10 @@ def _grid() -> Table:
     return Table.grid(padding=(0, 1))
 
 
-def _title(words: str) -> Text:
+def _title(title: str) -> Text:
     from rich.text import Text
 
-    return Text(f"\n{words}", "bold", no_wrap=True, overflow="ellipsis")
+    return Text(f"\n{title}", "bold", no_wrap=True, overflow="ellipsis")
 
 
 def _cell(text: str, style: str = "") -> Text:
@@ -212,8 +212,8 @@ def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     """Return a curve in one line; each column is the mean of its steps, a blank one has no finite value."""
     size = len(values)
     count = min(width, size)
-    spans = [(size * place // count, size * (place + 1) // count) for place in range(count)]
-    means = [fmean(part) if (part := _finite(values[start:end])) else None for start, end in spans]
+    spans = [(size * column // count, size * (column + 1) // count) for column in range(count)]
+    means = [fmean(bucket) if (bucket := _finite(values[start:end])) else None for start, end in spans]
     finite = [value for value in means if value is not None]
     if not finite:
         return ""
@@ -234,11 +234,11 @@ def _ranks(look: Glance, width: int) -> Iterator[RenderableType]:
         return
     yield _title("ranks")
     for sign in look.ranks[:16]:
-        where = f"step {sign.step}  " if sign.step is not None else ""
+        position = f"step {sign.step}  " if sign.step is not None else ""
         silent = sign.age > _SILENT_SECONDS
         ago = "a second ago" if sign.age < 2 else f"{age(sign.age)} ago"
         yield _cell(
-            f"rank {sign.rank}  {where}{sign.phase or 'starting'}  {'SILENT, ' if silent else ''}{ago}",
+            f"rank {sign.rank}  {position}{sign.phase or 'starting'}  {'SILENT, ' if silent else ''}{ago}",
             "red" if silent else "",
         )
     if len(look.ranks) > 16:
@@ -248,10 +248,10 @@ def _ranks(look: Glance, width: int) -> Iterator[RenderableType]:
 
 def _checkpoints(look: Glance, width: int) -> Iterator[RenderableType]:
     yield _title("checkpoints")
-    there = [line for line in look.checkpoints if line.is_there]
-    if not there:
+    present = [line for line in look.checkpoints if line.is_there]
+    if not present:
         yield _cell("none yet")
-    for line in there[-3:]:
+    for line in present[-3:]:
         size = "" if line.bytes_ is None else f"  {size_words(line.bytes_)}"
         seconds = "" if line.seconds is None else f"  {line.seconds:.2f} s"
         verified = "verified" if line.verified else "not noted as verified"
@@ -265,8 +265,8 @@ def _health(look: Glance, width: int) -> Iterator[RenderableType]:
         yield _cell("no alarm, no failure")
     for mark in trouble[-4:]:
         style = {"failed": "red", "alarm": "yellow", "stopped": "yellow"}.get(mark.kind, "green")
-        words = f"step {mark.step} {mark.kind}: {mark.text}"
-        yield _cell(words if len(words) <= width else words[: width - 1] + "…", style)
+        text = f"step {mark.step} {mark.kind}: {mark.text}"
+        yield _cell(text if len(text) <= width else text[: width - 1] + "…", style)
 
 
 def _samples(look: Glance, width: int) -> Iterator[RenderableType]:
@@ -275,9 +275,9 @@ def _samples(look: Glance, width: int) -> Iterator[RenderableType]:
     yield _title(f"completions of step {look.samples[-1].step}")
     scored = sorted(look.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
     for sample in dict.fromkeys(map(id, (scored[-1], scored[0], look.samples[-1]))):
-        item = next(each for each in look.samples if id(each) == sample)
+        item = next(candidate for candidate in look.samples if id(candidate) == sample)
         reward = digits(item.reward) if item.reward is not None else "none"
         prompt = escaped(item.prompt)
         room = max(10, (width - 14) // 2)
-        shown = prompt if len(prompt) <= room else "…" + prompt[-room + 1 :]
-        yield _cell(f"{reward:>8}  {shown} → {escaped(item.completion)}")
+        excerpt = prompt if len(prompt) <= room else "…" + prompt[-room + 1 :]
+        yield _cell(f"{reward:>8}  {excerpt} → {escaped(item.completion)}")

@@ -76,17 +76,17 @@ def run_yaml(conversion: Converted, file: str) -> str:
     order = list(ROOTS[conversion.verb].model_fields)
     ordered = {key: values[key] for key in sorted(values, key=order.index)}
     body = "\n".join(_section(ordered, "", conversion, set()))
-    rest = "\n".join(_rest(conversion))
-    return f"{_heading(conversion, file)}\n{body}\n" + (f"\n{rest}\n" if rest else "")
+    comments = "\n".join(_rest(conversion))
+    return f"{_heading(conversion, file)}\n{body}\n" + (f"\n{comments}\n" if comments else "")
 
 
 def conversion_summary(conversion: Converted) -> str:
     """Return how many keys of the file are the same, differ, have no counterpart, or are not in the table."""
-    own = [line for line in conversion.lines if line.number]
-    counts = [sum(line.status == status for line in own) for status in ("same", "differs", "none", "unknown")]
-    by_hand = sum(line.by_hand for line in own)
+    file_lines = [line for line in conversion.lines if line.number]
+    counts = [sum(line.status == status for line in file_lines) for status in ("same", "differs", "none", "unknown")]
+    by_hand = sum(line.by_hand for line in file_lines)
     return (
-        f"{len(own)} keys: {counts[0]} the same, {counts[1]} that differ ({by_hand} to decide by hand), {counts[2]} "
+        f"{len(file_lines)} keys: {counts[0]} the same, {counts[1]} that differ ({by_hand} to decide by hand), {counts[2]} "
         f"without counterpart, {counts[3]} not in the table."
     )
 
@@ -127,9 +127,9 @@ def _section(values: Mapping[str, Any], prefix: str, conversion: Converted, expl
 
 def _leaf(indent: str, key: str, value: Any, names: Sequence[str]) -> str:
     """Return a key with its value, and behind its first line where it comes from."""
-    first, newline, rest = textwrap.indent(to_yaml({key: value}).rstrip("\n"), indent).partition("\n")
+    first, newline, following = textwrap.indent(to_yaml({key: value}).rstrip("\n"), indent).partition("\n")
     origin = f"  # {', '.join(names)}" if names else ""
-    return f"{first}{origin}{newline}{rest}"
+    return f"{first}{origin}{newline}{following}"
 
 
 def _has_keys_below(dotted: str, conversion: Converted) -> bool:
@@ -168,11 +168,11 @@ def _rest(conversion: Converted) -> Iterator[str]:
 
 
 def _remaining(line: Line, conversion: Converted) -> str:
-    place = f"line {line.number}, {escaped(line.key)}" if line.number else _origin(line, conversion)
+    label = f"line {line.number}, {escaped(line.key)}" if line.number else _origin(line, conversion)
     targets = f" -> {' and '.join(line.targets)}" if line.by_hand else ""
     silent = line.status in {"same", "differs"} and not line.by_hand
-    words = line.remark if silent else "; ".join(text for text in (line.remark, line.note) if text)
-    return f"{place}: {_short(line.value)}{targets}" + (f" - {words}" if words else "")
+    explanation = line.remark if silent else "; ".join(text for text in (line.remark, line.note) if text)
+    return f"{label}: {_short(line.value)}{targets}" + (f" - {explanation}" if explanation else "")
 
 
 def _short(value: Any) -> str:

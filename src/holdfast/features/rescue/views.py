@@ -64,7 +64,7 @@ def foreign_summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
         "random_state": checkpoint.random_state,
         "position": position and {key: value for key, value in vars(position).items() if value is not None},
         "configuration": checkpoint.model_files and str(checkpoint.model_files),
-        "findings": [vars(each) for each in checkpoint.findings],
+        "findings": [vars(finding) for finding in checkpoint.findings],
         "verdict": checkpoint.verdict,
         "damaged": checkpoint.verdict == "damaged",
     }
@@ -80,8 +80,8 @@ def _optimizer(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
 
 
 def _sizes(tensors: Collection[StoredTensor]) -> dict[str, Any]:
-    dtypes = Counter(str(each.dtype).removeprefix("torch.") for each in tensors if each.shape)
-    return {"bytes": sum(each.nbytes for each in tensors), "dtypes": dict(dtypes)}
+    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.shape)
+    return {"bytes": sum(tensor.nbytes for tensor in tensors), "dtypes": dict(dtypes)}
 
 
 def as_json(checkpoint: ForeignCheckpoint) -> str:
@@ -111,20 +111,20 @@ def _verdict(checkpoint: ForeignCheckpoint) -> str:
     if checkpoint.verdict == "whole":
         tensors = [
             *checkpoint.weights.values(),
-            *(each for slots in checkpoint.states.values() for each in slots.values()),
+            *(tensor for slots in checkpoint.states.values() for tensor in slots.values()),
         ]
-        return f"whole: {size_words(sum(each.nbytes for each in tensors))} of tensors agree with their checksums"
+        return f"whole: {size_words(sum(tensor.nbytes for tensor in tensors))} of tensors agree with their checksums"
     findings = checkpoint.of_kind("damage" if checkpoint.verdict == "damaged" else "unverified")
     return f"{checkpoint.verdict}: {len(findings)} finding{'s' if len(findings) > 1 else ''}"
 
 
 def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
-    chosen = checkpoint.of_kind(kind)
-    for finding in chosen[:_MOST]:
-        where = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
-        yield escaped(f"  {_HEADINGS[kind]:<10} {finding.text}{where}")
-    if len(chosen) > _MOST:
-        yield f"  {_HEADINGS[kind]:<10} and {len(chosen) - _MOST} more (--json has all)"
+    findings = checkpoint.of_kind(kind)
+    for finding in findings[:_MOST]:
+        suffix = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
+        yield escaped(f"  {_HEADINGS[kind]:<10} {finding.text}{suffix}")
+    if len(findings) > _MOST:
+        yield f"  {_HEADINGS[kind]:<10} and {len(findings) - _MOST} more (--json has all)"
 
 
 _HEADINGS: dict[Kind, str] = {
@@ -137,9 +137,9 @@ _HEADINGS: dict[Kind, str] = {
 """By kind of a finding, in the order in which they are told."""
 
 
-def _words(about: dict[str, Any], what: str) -> str:
+def _words(about: dict[str, Any], key: str) -> str:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
-    return f"{about[what]} {what}, {size_words(about['bytes'])} ({dtypes})"
+    return f"{about[key]} {key}, {size_words(about['bytes'])} ({dtypes})"
 
 
 def _whole(path: Path) -> ForeignCheckpoint:
@@ -155,7 +155,7 @@ def _whole(path: Path) -> ForeignCheckpoint:
     if damage:
         more = f"; and {len(damage) - 3} more" if len(damage) > 3 else ""
         raise CheckpointCorrupt(
-            f"{checkpoint.path} is damaged: {'; '.join(each.text for each in damage[:3])}{more}. Nothing was written. "
+            f"{checkpoint.path} is damaged: {'; '.join(finding.text for finding in damage[:3])}{more}. Nothing was written. "
             f"`holdfast checkpoint check {path}` tells all of it; import the step before."
         )
     return checkpoint
@@ -192,7 +192,7 @@ def _repairs(checkpoint: ForeignCheckpoint) -> Iterator[str]:
         yield escaped(f"repaired: {finding.text}")
 
 
-def import_checked(path: Path, run: Path, wishes: Wishes) -> Iterator[str]:
+def import_checked(path: Path, run: Path, options: Wishes) -> Iterator[str]:
     """Write a checkpoint of a run and yield what to say."""
     from holdfast.config.verbs.roots import load_run
     from holdfast.features.rescue.importing.importing import import_run
@@ -203,7 +203,7 @@ def import_checked(path: Path, run: Path, wishes: Wishes) -> Iterator[str]:
     _refuse_inside(path, run_directory(loaded.config))
     checkpoint = _whole(path)
     with joined_world(loaded.config.launch) as world:
-        imported = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
+        imported = import_run(checkpoint, loaded.config, loaded.base, world, options)
     for finding in checkpoint.of_kind("loss"):
         yield escaped(f"lost: {finding.text}")
     yield from map(escaped, imported.notes)

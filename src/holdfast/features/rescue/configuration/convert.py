@@ -61,10 +61,10 @@ class Converted:
         tree: dict[str, Any] = {}
         for dotted, value in self.settings.items():
             *above, last = dotted.split(".")
-            place = tree
+            branch = tree
             for key in above:
-                place = place.setdefault(key, {})
-            place[last] = {**value, **place.get(last, {})} if isinstance(value, Mapping) else value
+                branch = branch.setdefault(key, {})
+            branch[last] = {**value, **branch.get(last, {})} if isinstance(value, Mapping) else value
         return tree
 
 
@@ -90,11 +90,11 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     verb = verb or _verb(document, table, values)
     values = {dotted: _truth(value, table, dotted) for dotted, value in values.items()}
     facts = Facts({**table.defaults_for(verb), **values}, ranks, verb)
-    own = [_line(table, dotted, value, document.line(keys[dotted]), facts) for dotted, value in values.items()]
+    file_lines = [_line(table, dotted, value, document.line(keys[dotted]), facts) for dotted, value in values.items()]
     defaults = [
         _line(table, key, value, 0, facts) for key, value in table.defaults_for(verb).items() if key not in values
     ]
-    return _joined(table, facts, [line for line in defaults if line.settings or line.by_hand], own)
+    return _joined(table, facts, [line for line in defaults if line.settings or line.by_hand], file_lines)
 
 
 def _leaves(document: Document, table: Table) -> Iterator[tuple[KeyPath, Any]]:
@@ -130,10 +130,10 @@ def _resolved(value: Any, leaves: Mapping[KeyPath, Any], keys: Mapping[str, KeyP
 
 def _truth(value: Any, table: Table, key: str) -> Any:
     """Return the truth value that a word of YAML 1.1 stands for, unless the table has the word itself."""
-    named = (
+    is_in_table = (
         any(value in (entry.values or {}) for entry in table.entries.get(key, ())) if isinstance(value, str) else True
     )
-    return value if named else _WORDS.get(value.lower(), value)
+    return value if is_in_table else _WORDS.get(value.lower(), value)
 
 
 def _check_system(file: str, table: Table, values: Mapping[str, Any]) -> None:
@@ -141,11 +141,11 @@ def _check_system(file: str, table: Table, values: Mapping[str, Any]) -> None:
     tables = {name: load_key_table(name) for name in READABLE}
     marks = {
         name: [
-            key for key in values if key in own.own and not any(
-                key in other.entries for other_name, other in tables.items() if other_name != name
+            key for key in values if key in candidate.own and not any(
+                key in other_table.entries for other_name, other_table in tables.items() if other_name != name
             )
         ]
-        for name, own in tables.items()
+        for name, candidate in tables.items()
     }  # fmt: skip
     if marks[table.name]:
         return
@@ -163,12 +163,12 @@ def _check_system(file: str, table: Table, values: Mapping[str, Any]) -> None:
 
 def _verb(document: Document, table: Table, values: Mapping[str, Any]) -> str:
     for key, verbs in table.verb_by.items():
-        word = spelled(values.get(key))
-        if word in verbs:
-            return verbs[word]
-        if word and word != "false":
+        kind = spelled(values.get(key))
+        if kind in verbs:
+            return verbs[kind]
+        if kind and kind != "false":
             raise ConfigError(
-                f"{document.where((key,))}: {key}: {word} is no kind of run that `holdfast config import` writes; "
+                f"{document.where((key,))}: {key}: {kind} is no kind of run that `holdfast config import` writes; "
                 f"there are {', '.join(verbs)}."
             )
     marked = (verb for verb, marks in table.verb_marks.items() if any(values.get(key) is not None for key in marks))
@@ -180,10 +180,10 @@ def _line(table: Table, key: str, value: Any, number: int, facts: Facts) -> Line
     if entry is not None:
         line = Line(key, number, value, entry.status, note=entry.note, targets=entry.targets)
         return _with_outcome(line, entry, facts)
-    others = table.entries.get(key)
-    if others is None:
+    entries = table.entries.get(key)
+    if entries is None:
         return Line(key, number, value, "unknown")
-    verbs = " and ".join(f"holdfast {verb}" for other in others for verb in other.verbs)
+    verbs = " and ".join(f"holdfast {verb}" for candidate in entries for verb in candidate.verbs)
     return Line(key, number, value, "none", note=f"belongs to {verbs}, and this is for holdfast {facts.verb}")
 
 
@@ -225,11 +225,11 @@ def _accepted(key: str, keys: frozenset[str]) -> bool:
 
 def _unread(entry: Entry, facts: Facts) -> str:
     """Return why the other system does not read a key."""
-    for key, words in entry.when.items():
-        if spelled(facts.get(key)) not in words:
+    for key, values in entry.when.items():
+        if spelled(facts.get(key)) not in values:
             return f"{key} is {spelled(facts.get(key)) or 'not set'}"
-    for key, words in entry.unless.items():
-        if spelled(facts.get(key)) in words:
+    for key, values in entry.unless.items():
+        if spelled(facts.get(key)) in values:
             return f"{key} is {spelled(facts.get(key)) or 'not set'}"
     return ""
 
@@ -252,15 +252,15 @@ def _switches_off(values: Mapping[str, Any]) -> bool:
     return all(ours is None and theirs.lstrip("-").isdecimal() for theirs, ours in values.items())
 
 
-def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -> Converted:
+def _joined(table: Table, facts: Facts, defaults: list[Line], file_lines: list[Line]) -> Converted:
     """Let what the file says replace defaults, and leave out evaluations where there is nothing to evaluate on."""
-    lines = _evaluable(table, facts.verb, [*defaults, *own])
+    lines = _evaluable(table, facts.verb, [*defaults, *file_lines])
     settings: dict[str, Any] = {}
     origins: dict[str, tuple[Line, ...]] = {}
     order = {key: number for number, key in enumerate(table.entries)}
     # Defaults give way to keys of the file. Among these the table's order decides, where a choice such as a schedule
     # stands before its options, so that the order of the file changes nothing.
-    for line in sorted(lines, key=lambda each: (each.number > 0, order.get(each.key, 0))):
+    for line in sorted(lines, key=lambda converted: (converted.number > 0, order.get(converted.key, 0))):
         for key, value in line.settings.items():
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)

@@ -86,9 +86,9 @@ def _refuse_other_slots(checkpoint: ForeignCheckpoint, slots: tuple[str, ...], k
         )
     if lacking or extra:
         sides = {"lacks": lacking, "has": extra}
-        what = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in sides.items() if names)
+        difference = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in sides.items() if names)
         raise CheckpointMismatch(
-            f"{checkpoint.path} is not of this run's optimizer, {kind}: it {what}. Choose optim.kind as it was "
+            f"{checkpoint.path} is not of this run's optimizer, {kind}: it {difference}. Choose optim.kind as it was "
             "there, or import with --export and begin anew."
         )
 
@@ -128,9 +128,9 @@ def described_state(
     checkpoint: ForeignCheckpoint, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> OptimizerState:
     """Return what a manifest says of the optimizer: this run's class, and the groups and settings of there."""
-    own = {key for group in optimizer.param_groups for key in group} - {"params"}
+    setting_names = {key for group in optimizer.param_groups for key in group} - {"params"}
     groups = tuple(
-        GroupState(group.names, _settings({key: value for key, value in group.settings.items() if key in own}))
+        GroupState(group.names, _settings({key: value for key, value in group.settings.items() if key in setting_names}))
         for group in checkpoint.groups
     )
     return OptimizerState(qualified_name(optimizer), groups, tensors)

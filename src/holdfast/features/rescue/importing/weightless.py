@@ -92,12 +92,12 @@ def _refuse_several(config: TrainingConfig) -> None:
         )
     several = [
         key
-        for key, there in {
+        for key, is_set in {
             "critic": getattr(config, "critic", None) is not None,
             "optim.ema": config.optim.ema is not None,
             "reference.sync": getattr(getattr(config, "reference", None), "sync", None) is not None,
         }.items()
-        if there
+        if is_set
     ]
     if several:
         raise ConfigError(
@@ -108,14 +108,14 @@ def _refuse_several(config: TrainingConfig) -> None:
 
 def without_memory(model: nn.Module) -> None:
     """Give every parameter addresses on the CPU that nothing is written to, for which no memory is used; ties stay."""
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in made:
+            if id(parameter) not in replacements:
                 numbers = torch.empty(parameter.shape, dtype=parameter.dtype)
                 empty = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
-                made[id(parameter)] = made[id(empty)] = empty
-            module.register_parameter(name, made[id(parameter)])
+                replacements[id(parameter)] = replacements[id(empty)] = empty
+            module.register_parameter(name, replacements[id(parameter)])
 
 
 def _rows(setting: Setting, started: Started) -> RowsAlone:

@@ -42,14 +42,14 @@ _SECOND = re.compile(r"^(?:pytorch_model_fsdp|optimizer)_[1-9]\d*(?:\.bin)?$")
 
 def is_accelerate(names: set[str]) -> bool:
     """Return whether names in a directory are those of such a checkpoint."""
-    own = {MODEL_FOLDER, OPTIMIZER_FOLDER, MODEL_FILE, OPTIMIZER_FILE, "optimizer.pt"}
-    beside = {"scheduler.bin", "scheduler.pt", "trainer_state.json"}
-    return bool(names & own) and (bool(names & beside) or MODEL_FOLDER in names or MODEL_FILE in names)
+    state_names = {MODEL_FOLDER, OPTIMIZER_FOLDER, MODEL_FILE, OPTIMIZER_FILE, "optimizer.pt"}
+    progress_names = {"scheduler.bin", "scheduler.pt", "trainer_state.json"}
+    return bool(names & state_names) and (bool(names & progress_names) or MODEL_FOLDER in names or MODEL_FILE in names)
 
 
 def read_accelerate(folder: Path) -> ForeignCheckpoint:
     """Return the checkpoint in a directory."""
-    names = {each.name for each in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()}
     trainer = "trainer_state.json" in names or "scheduler.pt" in names
     system = "transformers' Trainer (or TRL)" if trainer else "accelerate"
     sharded = MODEL_FOLDER in names
@@ -72,20 +72,20 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
 
 
 def _refuse_two_models(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
-    others = sorted(name for name in names if _SECOND.match(name))
-    if others:
+    second_names = sorted(name for name in names if _SECOND.match(name))
+    if second_names:
         checkpoint.add(
-            "damage", f"it holds two models or optimizers: {others[0]} beside those of number 0, and one is read"
+            "damage", f"it holds two models or optimizers: {second_names[0]} beside those of number 0, and one is read"
         )
     if {MODEL_FOLDER, MODEL_FILE} <= names:
         checkpoint.add("damage", f"it holds its weights twice: {MODEL_FOLDER}/ and {MODEL_FILE} are of two saves")
 
 
-def _guarded(checkpoint: ForeignCheckpoint, what: str, act: Callable[[], None]) -> None:
+def _guarded(checkpoint: ForeignCheckpoint, label: str, act: Callable[[], None]) -> None:
     try:
         act()
     except (DamagedFile, OSError) as error:
-        checkpoint.add("damage", f"{what} {error}".strip())
+        checkpoint.add("damage", f"{label} {error}".strip())
 
 
 def _add_weights(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
@@ -169,15 +169,15 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
     if empty:
         checkpoint.add("repair", f"{len(empty)} empty entries in the optimizer's state are dropped (report 000)")
     if state and all(isinstance(key, int) for key in state):
-        named = named_states(Naming(checkpoint, [file], [state], groups))
-        if named is not None:
-            checkpoint.states, checkpoint.groups = named
+        states_and_groups = named_states(Naming(checkpoint, [file], [state], groups))
+        if states_and_groups is not None:
+            checkpoint.states, checkpoint.groups = states_and_groups
         return
     for key, slots in state.items():
         tensors = {slot: value for slot, value in slots.items() if isinstance(value, StoredView)}
         for slot, view in tensors.items():
-            made = StoredTensor(view.shape, view.dtype, (piece(file, view),))
-            checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = made
+            tensor = StoredTensor(view.shape, view.dtype, (piece(file, view),))
+            checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = tensor
     checkpoint.groups = [_group(group) for group in groups]
 
 
@@ -235,10 +235,10 @@ def _add_step(checkpoint: ForeignCheckpoint) -> None:
         checkpoint.add("damage", f"{counter.pieces[0].file} {error}")
         return
     if last not in {None, checkpoint.step}:
-        words = (
+        message = (
             f"accelerate's schedule stands at {last}, one for each rank and update; {checkpoint.step} updates were made"
         )
-        checkpoint.add("note", words)
+        checkpoint.add("note", message)
 
 
 def _add_trainer_state(checkpoint: ForeignCheckpoint, path: Path) -> None:

@@ -89,9 +89,9 @@ def is_modest(data: bytes) -> bool:
     return True
 
 
-def differ_where_it_matters(one: bytes, other: bytes, matters: bytes) -> bool:
+def differ_where_it_matters(data: bytes, followed: bytes, matters: bytes) -> bool:
     """Return whether two pickles of one length differ in more than constants; `matters` is of one that was followed."""
-    first, second, mask = (np.frombuffer(each, dtype=np.uint8) for each in (one, other, matters))
+    first, second, mask = (np.frombuffer(buffer, dtype=np.uint8) for buffer in (data, followed, matters))
     return bool(((first ^ second) & mask).any())
 
 
@@ -114,7 +114,7 @@ class Sizes:
         self.matters = bytearray(b"\xff") * len(data) if marks_constants else bytearray()
         """Zero where a constant stands: with another one there, all sizes are the same."""
         effects = self._effects()
-        self._handlers = {ord(each.code): self._handler(each, effects.get(each.name)) for each in pickletools.opcodes}
+        self._handlers = {ord(opcode.code): self._handler(opcode, effects.get(opcode.name)) for opcode in pickletools.opcodes}
 
     def follow(self) -> int:
         """Follow the instructions to the last one, and return the size of the result; 0 if they are cut short.
@@ -130,10 +130,10 @@ class Sizes:
             code = data[at]
             at += 1
             if code == _LONG_BINPUT and data[at + 3] == 0:  # below 2**24: others go the long way
-                place = data[at] | data[at + 1] << 8 | data[at + 2] << 16
-                if place > end:
+                index = data[at] | data[at + 1] << 8 | data[at + 2] << 16
+                if index > end:
                     raise _Immodest
-                memo[place] = stack[-1]
+                memo[index] = stack[-1]
                 at += 4
             elif code == _BINGET:
                 stack.append(memo[data[at]])
@@ -201,10 +201,10 @@ class Sizes:
         data, end, stack, memo = self._data, len(self._data), self._stack, self._memo
 
         def put(at: int) -> int:
-            place = int.from_bytes(data[at : at + length], "little")
-            if place > end:
+            index = int.from_bytes(data[at : at + length], "little")
+            if index > end:
                 raise _Immodest
-            memo[place] = stack[-1]
+            memo[index] = stack[-1]
             return at + length
 
         def get(at: int) -> int:
@@ -213,13 +213,13 @@ class Sizes:
 
         def follow_line(at: int) -> int:
             stop = data.index(b"\n", at)
-            place = _decimal(data[at:stop])
-            if puts and place > end:
+            index = _decimal(data[at:stop])
+            if puts and index > end:
                 raise _Immodest
             if puts:
-                memo[place] = stack[-1]
+                memo[index] = stack[-1]
             else:
-                stack.append(memo[place])
+                stack.append(memo[index])
             return stop + 1
 
         if length == pickletools.UP_TO_NEWLINE:
@@ -230,10 +230,10 @@ class Sizes:
         """Return what each instruction does to the stack, by its name, but for those that leave a constant."""
         stack, memo = self._stack, self._memo
         simple = {name: self._simple(*counts) for name, counts in _EFFECTS.items() if counts != (0, 1)}
-        made = {name: lambda: self._make(self._since_mark()) for name in ("TUPLE", "FROZENSET", "INST", "OBJ")}
+        from_mark = {name: lambda: self._make(self._since_mark()) for name in ("TUPLE", "FROZENSET", "INST", "OBJ")}
         return (
             simple
-            | made
+            | from_mark
             | {
                 "MEMOIZE": lambda: memo.__setitem__(len(memo), stack[-1]),
                 "MARK": lambda: self._marks.append(len(stack)),
@@ -252,17 +252,17 @@ class Sizes:
             }
         )
 
-    def _simple(self, taken: int, left: int) -> _Effect:
+    def _simple(self, popped: int, pushed: int) -> _Effect:
         stack, lists, most = self._stack, self._lists, self._most
         pop = stack.pop
-        if left == 0:
+        if pushed == 0:
             return lambda: None
 
         def make() -> None:
             size = 1
-            for _ in range(taken):
-                each = pop()
-                size += each if each > 0 else lists[-each]
+            for _ in range(popped):
+                entry = pop()
+                size += entry if entry > 0 else lists[-entry]
             if size > most:
                 raise _Immodest
             stack.append(size)
@@ -282,12 +282,12 @@ class Sizes:
             self._stack.pop()
 
     def _size(self, items: Sequence[int]) -> int:
-        return sum(each if each > 0 else self._lists[-each] for each in items)
+        return sum(entry if entry > 0 else self._lists[-entry] for entry in items)
 
     def _make(self, items: Sequence[int]) -> None:
         size = 1
-        for each in items:
-            size += each if each > 0 else self._lists[-each]
+        for entry in items:
+            size += entry if entry > 0 else self._lists[-entry]
         if size > self._most:
             raise _Immodest
         self._stack.append(size)

@@ -117,17 +117,17 @@ class Noted:
     given: tuple[Any, ...]
     fields: dict[str, Any]
 
-    def __new__(cls, *given: Any) -> Noted:
+    def __new__(cls, *arguments: Any) -> Noted:
         """Note what it was called with, or made of without a call."""
-        made = super().__new__(cls)
-        made.given, made.fields = given, {}
-        return made
+        instance = super().__new__(cls)
+        instance.given, instance.fields = arguments, {}
+        return instance
 
     def __setstate__(self, state: Any) -> None:
         """Keep the state of whatever it stands for: a dictionary, or slots behind None."""
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                self.fields |= part
+        for values in state if isinstance(state, tuple) else (state,):
+            if isinstance(values, dict):
+                self.fields |= values
         self.given += (state,)
 
 
@@ -192,9 +192,9 @@ def _builders() -> dict[str, Callable[..., Any]]:
         _check_view(view)
         return view
 
-    def tensor_of_dtype(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
+    def tensor_of_dtype(storage: Any, offset: Any, shape: Any, strides: Any, *extras: Any) -> StoredView:
         key, _, count = storage
-        dtype = next(each for each in rest if isinstance(each, torch.dtype))
+        dtype = next(value for value in extras if isinstance(value, torch.dtype))
         view = StoredView(key, dtype, count // dtype.itemsize, offset, tuple(shape), tuple(strides))
         _check_view(view)
         return view
@@ -203,13 +203,13 @@ def _builders() -> dict[str, Callable[..., Any]]:
         return kind.name, dtype, tuple(shape)
 
     def from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-        made = function(*arguments)
+        rebuilt = function(*arguments)
         name = getattr(kind, "name", None)
         if name in _DTENSOR:
-            return _from_dtensor(made[1], made[2], state)
+            return _from_dtensor(rebuilt[1], rebuilt[2], state)
         if name == _SHARDED:
-            return _from_sharded(made[1], made[2], state)
-        return made
+            return _from_sharded(rebuilt[1], rebuilt[2], state)
+        return rebuilt
 
     return {
         "collections.OrderedDict": type("StateDict", (StateDict,), {}),
@@ -228,8 +228,8 @@ def _builders() -> dict[str, Callable[..., Any]]:
 
 def _check_view(view: StoredView) -> None:
     numbers = (view.count, view.offset, *view.shape, *view.strides)
-    whole = all(type(number) is int and number >= 0 for number in numbers)
-    if not whole or len(view.shape) != len(view.strides) or not isinstance(view.storage, str):
+    are_counts = all(type(number) is int and number >= 0 for number in numbers)
+    if not are_counts or len(view.shape) != len(view.strides) or not isinstance(view.storage, str):
         raise DamagedFile("holds a tensor whose shape is none")
     end = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)) + 1
     if 0 not in view.shape and end > view.count:
@@ -240,8 +240,8 @@ def _from_dtensor(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sha
     slots = state[1] if isinstance(state, tuple) else state  # behind the attributes, of which it has none
     spec, local = slots["_spec"].fields, slots["_local_tensor"]
     mesh = spec["mesh"].fields
-    cut = [(axis, place) for axis, place in enumerate(spec["placements"]) if place.name.endswith("Shard")]
-    if any(place.name.rpartition(".")[2] not in {"Shard", "Replicate"} for place in spec["placements"]) or len(cut) > 1:
+    cut = [(axis, placement) for axis, placement in enumerate(spec["placements"]) if placement.name.endswith("Shard")]
+    if any(placement.name.rpartition(".")[2] not in {"Shard", "Replicate"} for placement in spec["placements"]) or len(cut) > 1:
         raise DamagedFile("holds a tensor that is cut over two axes of the mesh (tensor parallel), which is not read")
     axis, dim = (cut[0][0], cut[0][1].fields["dim"]) if cut else (None, None)
     coordinate = mesh.get("_coordinate_on_dim") or ()

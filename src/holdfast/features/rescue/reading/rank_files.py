@@ -57,16 +57,16 @@ def newest_step(folder: Path) -> tuple[Path, list[str]]:
     Raises:
         UnreadableForeign: There is no step.
     """
-    steps = {int(match[1]): each for each in folder.iterdir() if (match := STEP_FOLDER.match(each.name))}
+    steps = {int(match[1]): path for path in folder.iterdir() if (match := STEP_FOLDER.match(path.name))}
     tracked = _tracked(folder)
     if not steps:
         raise UnreadableForeign(f"{folder} has a tracker of verl or EasyR1 and no global_step_N beside it.")
-    steps = {step: each for step, each in steps.items() if holds_something(each)} or steps
+    steps = {step: path for step, path in steps.items() if holds_something(path)} or steps
     if tracked is not None and tracked not in steps:
         newest = max(steps)
-        words = f"the tracker names step {tracked}, whose directory is not there or empty; the newest is "
-        words += steps[newest].name
-        return steps[newest], [words]
+        message = f"the tracker names step {tracked}, whose directory is not there or empty; the newest is "
+        message += steps[newest].name
+        return steps[newest], [message]
     return steps[tracked if tracked is not None else max(steps)], []
 
 
@@ -129,11 +129,11 @@ def _listed(actor: Path) -> tuple[int, dict[str, dict[int, Path]]]:
     """
     files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}, "extra_state": {}}
     sizes: dict[int, str] = {}
-    for each in sorted(actor.iterdir()):
-        match = RANK_FILE.match(each.name)
+    for path in sorted(actor.iterdir()):
+        match = RANK_FILE.match(path.name)
         if match:
-            sizes.setdefault(int(match[2]), each.name)
-            files[match[1]][int(match[3])] = each
+            sizes.setdefault(int(match[2]), path.name)
+            files[match[1]][int(match[3])] = path
     if len(sizes) > 1:
         raise UnreadableForeign(
             f"{actor} holds rank files of several world sizes ({', '.join(map(str, sorted(sizes)))}), as where a run "
@@ -185,14 +185,14 @@ def _of_its_rank(file: TorchFile) -> Rank:
     return file, file.value()
 
 
-def _guarded(checkpoint: ForeignCheckpoint, what: str, make: Callable[[], StoredTensor]) -> StoredTensor | None:
+def _guarded(checkpoint: ForeignCheckpoint, label: str, make: Callable[[], StoredTensor]) -> StoredTensor | None:
     """Return what is made; None where it cannot be, which is noted as damage of what it is."""
     try:
         return make()
     except DamagedFile as error:
-        checkpoint.add("damage", f"{what} {error}")
+        checkpoint.add("damage", f"{label} {error}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        checkpoint.add("damage", f"{what} is no tensor that such a file holds ({type(error).__name__}: {error})")
+        checkpoint.add("damage", f"{label} is no tensor that such a file holds ({type(error).__name__}: {error})")
     return None
 
 
@@ -221,9 +221,9 @@ def _add_states_of_model(
             first = storages.setdefault((local.storage, local.offset, local.shape), str(name))
             if first != name:
                 checkpoint.tied_away[str(name)] = first
-        made = _guarded(checkpoint, f"{name}", lambda values=values: whole(values))  # type: ignore[misc]
-        if made is not None:
-            checkpoint.weights[str(name)] = made
+        tensor = _guarded(checkpoint, f"{name}", lambda values=values: whole(values))  # type: ignore[misc]
+        if tensor is not None:
+            checkpoint.weights[str(name)] = tensor
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
@@ -247,10 +247,10 @@ def _add_states(
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
         checkpoint.groups = [_group(group, str) for group in groups]
     else:
-        naming = Naming(checkpoint, files, states, groups)
-        named = named_states(naming)
-        if named is not None:
-            checkpoint.states, checkpoint.groups = named
+        numbered = Naming(checkpoint, files, states, groups)
+        states_and_groups = named_states(numbered)
+        if states_and_groups is not None:
+            checkpoint.states, checkpoint.groups = states_and_groups
     _note_dtypes_in_groups(checkpoint, groups)
 
 
@@ -289,20 +289,20 @@ def _add_named(
     for name in names:
         slots = list(dict.fromkeys(slot for state in states for slot in state.get(name, {})))
         for slot in slots:
-            parts = [
+            shards = [
                 (file, state[name][slot])
                 for file, state in zip(files, states, strict=True)
                 if slot in state.get(name, {})
             ]
-            made = _guarded(checkpoint, f"{slot} of {name}", lambda parts=parts: whole(parts))  # type: ignore[misc]
-            if made is not None:
-                checkpoint.states.setdefault(name, {})[str(slot)] = made
+            tensor = _guarded(checkpoint, f"{slot} of {name}", lambda shards=shards: whole(shards))  # type: ignore[misc]
+            if tensor is not None:
+                checkpoint.states.setdefault(name, {})[str(slot)] = tensor
 
 
 def _group(group: Mapping[str, Any], name: Callable[[Any], str | None]) -> StoredGroup:
-    names = (name(each) for each in group["params"])
+    names = (name(parameter) for parameter in group["params"])
     return StoredGroup(
-        tuple(each for each in names if each is not None),
+        tuple(parameter for parameter in names if parameter is not None),
         {key: value for key, value in group.items() if key != "params"},
     )
 

@@ -48,17 +48,17 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     Raises:
         UnreadableForeign: It holds none that is known, or those of two systems.
     """
-    place = None
+    recognised = None
     try:
-        place = recognise(path)
+        recognised = recognise(path)
         with collection_paused():
-            checkpoint = place.read(place.path)
+            checkpoint = recognised.read(recognised.path)
     except MALFORMED as error:
-        raise UnreadableForeign(f"{never_written(place.path if place else path, error)}.") from error
+        raise UnreadableForeign(f"{never_written(recognised.path if recognised else path, error)}.") from error
     except OSError as error:
         raise UnreadableForeign(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
-    checkpoint.add("damage", *place.damage)
-    checkpoint.add("note", *place.notes)
+    checkpoint.add("damage", *recognised.damage)
+    checkpoint.add("note", *recognised.notes)
     return checkpoint
 
 
@@ -74,7 +74,7 @@ def recognise(path: Path) -> ForeignPlace:
         raise UnreadableForeign(f"There is nothing at {path}.")
     if path.is_file():
         return _file(path)
-    names = {each.name for each in path.iterdir()}
+    names = {entry.name for entry in path.iterdir()}
     if not names:
         raise UnreadableForeign(f"{path} is an empty directory.")
     if MANIFEST in names:
@@ -132,8 +132,8 @@ def _below(path: Path, names: set[str]) -> ForeignPlace:
     if inner_name in names and (path / inner_name).is_dir():
         inner = recognise(path / inner_name)
         return inner._replace(notes=(*notes, *inner.notes)) if inner_name == newest else inner
-    places = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
-    files = sorted(places.values())  # last.ckpt may be a link to another one
+    checkpoints = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
+    files = sorted(checkpoints.values())  # last.ckpt may be a link to another one
     if len(files) == 1:
         return recognise(path / files[0])
     if files:
@@ -149,15 +149,15 @@ def _newest(path: Path, names: set[str]) -> tuple[str | None, list[str]]:
     if not steps:
         return None, []
     filled = [step for step, name in steps.items() if holds_something(path / name)]
-    chosen, newest = steps[max(filled or steps)], steps[max(steps)]
-    return chosen, [] if chosen == newest else [
-        f"{newest} is empty: a save that was cut off; {chosen} is the one before"
+    newest_filled, newest = steps[max(filled or steps)], steps[max(steps)]
+    return newest_filled, [] if newest_filled == newest else [
+        f"{newest} is empty: a save that was cut off; {newest_filled} is the one before"
     ]
 
 
 def _refuse_deepspeed(path: Path, names: set[str]) -> None:
     steps = [name for name in names if STEP_FOLDER.match(name.replace("global_step", "global_step_", 1))]
-    inner = {each.name for name in steps[:1] for each in (path / name).iterdir()} if "latest" in names else set()
+    inner = {entry.name for name in steps[:1] for entry in (path / name).iterdir()} if "latest" in names else set()
     if any(_DEEPSPEED.match(name) for name in names | inner):
         root = path if "latest" in names else path.parent
         command = f"python -m deepspeed.utils.zero_to_fp32 {root} OUT --safe_serialization"

@@ -34,10 +34,10 @@ _MOST = 2**53
 """No step, pass or row is beyond: floats count no further one by one."""
 
 
-def never_written(where: object, error: BaseException) -> str:
+def never_written(source: object, error: BaseException) -> str:
     """Say that something holds what its system never writes; of the error only short words are told."""
-    words = [word for word in error.args if isinstance(word, str)]
-    return f"{where} holds what its system never writes: {type(error).__name__} {' '.join(words)[:120]}".rstrip(" .")
+    texts = [text for text in error.args if isinstance(text, str)]
+    return f"{source} holds what its system never writes: {type(error).__name__} {' '.join(texts)[:120]}".rstrip(" .")
 
 
 def refuse_outside(path: Path, within: Path) -> None:
@@ -50,7 +50,7 @@ def refuse_outside(path: Path, within: Path) -> None:
         raise DamagedFile("is a link that leads out of its directory")
 
 
-def counted(value: object, what: str) -> int:
+def counted(value: object, quantity: str) -> int:
     """Return a step, a pass or a number of rows, which is a whole number from 0 to 2**53.
 
     Raises:
@@ -60,10 +60,10 @@ def counted(value: object, what: str) -> int:
         value = int(value)
     if type(value) is int and 0 <= value <= _MOST:
         return value
-    words = (
+    text = (
         f"{value!r}" if isinstance(value, float) or (type(value) is int and abs(value) <= _MOST) else "no such number"
     )
-    raise DamagedFile(f"holds what its system never writes: {what} is {words}")
+    raise DamagedFile(f"holds what its system never writes: {quantity} is {text}")
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class TensorPiece:
 
     def read(self) -> Tensor:
         """Return the part, in memory of its own."""
-        part = new_memory(self.file, self.sizes, self.dtype)
-        self.fill(part)
-        return part
+        tensor = new_memory(self.file, self.sizes, self.dtype)
+        self.fill(tensor)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -104,52 +104,52 @@ class StoredTensor:
 
     def read(self) -> Tensor:
         """Return the whole tensor; pieces are read into their place in it."""
-        where = self.pieces[0].file if self.pieces else "the checkpoint"
-        whole = new_memory(where, (math.prod(self.shape),) if self.flat else self.shape, self.dtype)
+        file = self.pieces[0].file if self.pieces else "the checkpoint"
+        tensor = new_memory(file, (math.prod(self.shape),) if self.flat else self.shape, self.dtype)
         for piece in self.pieces:
             ranges = zip(piece.offsets, piece.sizes, strict=True)
-            piece.fill(whole[tuple(slice(start, start + size) for start, size in ranges)])
-        return whole.reshape(self.shape)
+            piece.fill(tensor[tuple(slice(start, start + size) for start, size in ranges)])
+        return tensor.reshape(self.shape)
 
     def gap(self) -> str | None:
         """Return in words what the pieces leave out or hold twice; None if they tile the tensor."""
         total = math.prod(self.shape)
         space = (total,) if self.flat else self.shape
-        parts = [piece for piece in self.pieces if 0 not in piece.sizes]
-        covered = sum(math.prod(piece.sizes) for piece in parts)
+        nonempty = [piece for piece in self.pieces if 0 not in piece.sizes]
+        covered = sum(math.prod(piece.sizes) for piece in nonempty)
         if covered != total:
             return f"its parts hold {covered:,} of {total:,} elements"
-        if not all(_is_inside(piece, space) for piece in parts):
+        if not all(_is_inside(piece, space) for piece in nonempty):
             return "one part of it lies outside of its shape"
-        if _intersect(parts):
+        if _intersect(nonempty):
             return "some of it is there twice and some is not: its parts overlap"
         return None
 
 
-def _is_inside(part: TensorPiece, space: tuple[int, ...]) -> bool:
-    if not len(part.offsets) == len(part.sizes) == len(space):
+def _is_inside(piece: TensorPiece, space: tuple[int, ...]) -> bool:
+    if not len(piece.offsets) == len(piece.sizes) == len(space):
         return False
-    ranges = zip(part.offsets, part.sizes, space, strict=True)
-    return all(start >= 0 and size >= 0 and start + size <= whole for start, size, whole in ranges)
+    ranges = zip(piece.offsets, piece.sizes, space, strict=True)
+    return all(start >= 0 and size >= 0 and start + size <= extent for start, size, extent in ranges)
 
 
-def _intersect(parts: Sequence[TensorPiece]) -> bool:
+def _intersect(pieces: Sequence[TensorPiece]) -> bool:
     """Return whether two parts share an element: a sweep along the dimension that is cut most."""
-    axes = range(len(parts[0].sizes) if parts else 0)
-    axis = max(axes, key=lambda axis: len({part.offsets[axis] for part in parts}), default=None)
+    axes = range(len(pieces[0].sizes) if pieces else 0)
+    axis = max(axes, key=lambda axis: len({piece.offsets[axis] for piece in pieces}), default=None)
     if axis is None:
-        return len(parts) > 1
+        return len(pieces) > 1
     reaching: list[TensorPiece] = []
-    for part in sorted(parts, key=lambda part: part.offsets[axis]):
-        reaching = [each for each in reaching if each.offsets[axis] + each.sizes[axis] > part.offsets[axis]]
-        if any(_share(part, each) for each in reaching):
+    for piece in sorted(pieces, key=lambda piece: piece.offsets[axis]):
+        reaching = [earlier for earlier in reaching if earlier.offsets[axis] + earlier.sizes[axis] > piece.offsets[axis]]
+        if any(_share(piece, earlier) for earlier in reaching):
             return True
-        reaching.append(part)
+        reaching.append(piece)
     return False
 
 
-def _share(one: TensorPiece, other: TensorPiece) -> bool:
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+def _share(first: TensorPiece, second: TensorPiece) -> bool:
+    pairs = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
     return all(start < begin + length and begin < start + size for start, size, begin, length in pairs)
 
 
@@ -166,7 +166,7 @@ def plain_settings(settings: Mapping[str, Any]) -> str:
     """Return the same text for equal settings; nests in them count for nothing: their text may have no end."""
     plain = {key: value for key, value in settings.items() if isinstance(value, _SCALARS)}
     pairs = {key: value for key, value in settings.items() if isinstance(value, tuple) and len(value) <= 4}
-    flat = {key: value for key, value in pairs.items() if all(isinstance(each, _SCALARS) for each in value)}
+    flat = {key: value for key, value in pairs.items() if all(isinstance(element, _SCALARS) for element in value)}
     return repr(sorted((plain | flat).items()))
 
 
@@ -249,15 +249,15 @@ class ForeignCheckpoint:
         first = self.sources.setdefault(name, source)
         if name in self.weights and first != source:
             if not self.has_two_models:
-                words = f"two weights are called {name}: {first} and {source}; which of them is meant nobody can say"
-                self.add("damage", words)
+                message = f"two weights are called {name}: {first} and {source}; which of them is meant nobody can say"
+                self.add("damage", message)
             self.has_two_models = True
             return
         self.weights[name] = tensor
 
     def of_kind(self, kind: Kind) -> Sequence[ForeignFinding]:
         """Return the findings of one kind."""
-        return [each for each in self.findings if each.kind == kind]
+        return [finding for finding in self.findings if finding.kind == kind]
 
     @property
     def verdict(self) -> Verdict:
@@ -272,11 +272,11 @@ class ForeignCheckpoint:
         return frozenset(self.states)
 
 
-def in_a_row(parts: Sequence[TensorPiece], dim: int = 0) -> tuple[TensorPiece, ...]:
+def in_a_row(pieces: Sequence[TensorPiece], dim: int = 0) -> tuple[TensorPiece, ...]:
     """Return pieces one behind another along a dimension, whatever their offsets were."""
     placed, start = [], 0
-    for part in parts:
-        offsets = tuple(start if axis == dim else 0 for axis in range(len(part.sizes)))
-        placed.append(replace(part, offsets=offsets))
-        start += part.sizes[dim] if part.sizes else 0
+    for piece in pieces:
+        offsets = tuple(start if axis == dim else 0 for axis in range(len(piece.sizes)))
+        placed.append(replace(piece, offsets=offsets))
+        start += piece.sizes[dim] if piece.sizes else 0
     return tuple(placed)

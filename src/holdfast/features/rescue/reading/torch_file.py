@@ -158,7 +158,7 @@ class TorchFile:
         numbers = [member for name, member in self._members.items() if "/data/" in name]
         if not any(member.size > _SCALAR and member.checksum for member in numbers):
             return None
-        entries = ((name.removeprefix(self._prefix), each.size, each.checksum) for name, each in self._members.items())
+        entries = ((name.removeprefix(self._prefix), entry.size, entry.checksum) for name, entry in self._members.items())
         return tuple(sorted(entries))
 
     def check(self, view: StoredView) -> None:
@@ -208,9 +208,9 @@ class TorchFile:
         """
         begin, size = self._place(f"{self._prefix}data/{view.storage}")
         start = view.offset * view.dtype.itemsize
-        rest = size - start - len(target)
+        trailing = size - start - len(target)
         if size <= 2 * len(target):
-            self._compare(view.storage, begin, chain(_scratch(start), _blocks(target), _scratch(rest)), target)
+            self._compare(view.storage, begin, chain(_scratch(start), _blocks(target), _scratch(trailing)), target)
             return
         if view.storage not in self._compared:
             self._compare(view.storage, begin, _scratch(size))
@@ -302,8 +302,8 @@ class _Window:
 
     def read(self, size: int = -1) -> bytes:
         """Return the next bytes."""
-        left = max(0, self._length - self._at)
+        remaining = max(0, self._length - self._at)
         self._file.seek(self._begin + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(remaining if size < 0 else min(size, remaining))
         self._at += len(data)
         return data

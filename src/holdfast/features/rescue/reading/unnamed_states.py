@@ -127,7 +127,7 @@ def _in_two_groups(naming: Naming, names: Sequence[str]) -> dict[Any, str]:
     fitting: list[dict[Any, str]] = []
     for decayed in decayed_parameters(naming.checkpoint, names) if len(groups) == 2 else ():
         split = [name for name in names if name in decayed], [name for name in names if name not in decayed]
-        if [len(part) for part in split] != sizes:
+        if [len(members) for members in split] != sizes:
             continue
         one_each = dict(zip(naming.numbers, [*split[0], *split[1]], strict=True))
         if one_each not in fitting and _has_shapes_of_weights(naming, one_each):
@@ -179,8 +179,8 @@ def _run_lengths(naming: Naming, number: Any) -> list[int] | None:
     slot = next((slot for slot, value in _slot_values(naming, number) if getattr(value, "shape", ())), None)
     if slot is None:
         return None
-    held = [(state.get(number) or {}).get(slot) for state in naming.states]
-    return [math.prod(value.shape) if isinstance(value, StoredView) else 0 for value in held]
+    rank_values = [(state.get(number) or {}).get(slot) for state in naming.states]
+    return [math.prod(value.shape) if isinstance(value, StoredView) else 0 for value in rank_values]
 
 
 def _slot_values(naming: Naming, number: Any) -> Iterator[tuple[Any, Any]]:
@@ -214,22 +214,22 @@ def _of_parameters(naming: Naming, names: Mapping[Any, str]) -> States:
             if not any(isinstance(value, StoredView | Sharded) for _, value in holders):
                 continue  # a number that some optimizers keep, of which nothing here can go on
             if not isinstance(first, StoredView) or len(first.shape) != 1:
-                made = whole(holders)
+                tensor = whole(holders)
             else:
-                made = _of_runs(naming.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
-            if made.shape and made.shape != naming.checkpoint.weights[name].shape:
-                raise DamagedFile(f"is another model's: {slot} of {name} is {list(made.shape)}, the weight is "
+                tensor = _of_runs(naming.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
+            if tensor.shape and tensor.shape != naming.checkpoint.weights[name].shape:
+                raise DamagedFile(f"is another model's: {slot} of {name} is {list(tensor.shape)}, the weight is "
                                   f"{list(naming.checkpoint.weights[name].shape)}")  # fmt: skip
-            states.setdefault(name, {})[str(slot)] = made
+            states.setdefault(name, {})[str(slot)] = tensor
     return states
 
 
-def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], what: str) -> StoredTensor:
+def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], label: str) -> StoredTensor:
     """Return the tensor that ranks hold runs of, in the order of ranks."""
     pieces = in_a_row([_run(file, view, 0, math.prod(view.shape)) for file, view in holders])
     count = sum(piece.sizes[0] for piece in pieces)
     if count != math.prod(shape):
-        raise DamagedFile(f"has {count:,} numbers for {what}, which has {math.prod(shape):,}")
+        raise DamagedFile(f"has {count:,} numbers for {label}, which has {math.prod(shape):,}")
     return StoredTensor(shape, holders[0][1].dtype, pieces, flat=True)
 
 
@@ -237,9 +237,9 @@ def _run(file: TorchFile, view: StoredView, start: int, count: int) -> TensorPie
     """Return so many elements of a flat tensor in a file."""
     if math.prod(view.shape) > 1 and view.strides != (1,):
         raise DamagedFile("holds a run of a parameter whose numbers do not lie one behind another")
-    part = replace(view, offset=view.offset + start, shape=(count,))
+    run = replace(view, offset=view.offset + start, shape=(count,))
     file.check(view)
-    return TensorPiece((0,), (count,), view.dtype, partial(file.fill, part), file.path.name)
+    return TensorPiece((0,), (count,), view.dtype, partial(file.fill, run), file.path.name)
 
 
 def _of_units(naming: Naming, units: Mapping[Any, Sequence[str]]) -> States:
@@ -259,9 +259,9 @@ def _cut(
     first = holders[0][1]
     shapes = {name: naming.checkpoint.weights[name].shape for name in unit}
     if not first.shape:
-        own, *others = (piece(each, view) for each, view in holders)
+        first_piece, *copies = (piece(file, view) for file, view in holders)
         for name in unit:
-            yield name, StoredTensor((), first.dtype, (own,), tuple(others))
+            yield name, StoredTensor((), first.dtype, (first_piece,), tuple(copies))
         return
     needed = sum(math.prod(shape) for shape in shapes.values())
     sizes = [math.prod(view.shape) for _, view in holders]
@@ -272,8 +272,8 @@ def _cut(
     for name, shape in shapes.items():
         end = begin + math.prod(shape)
         pieces = [
-            _run(each, view, max(begin, start) - start, min(end, start + size) - max(begin, start))
-            for (each, view), start, size in zip(holders, starts, sizes, strict=False)
+            _run(file, view, max(begin, start) - start, min(end, start + size) - max(begin, start))
+            for (file, view), start, size in zip(holders, starts, sizes, strict=False)
             if max(begin, start) < min(end, start + size)
         ]
         yield name, StoredTensor(shape, first.dtype, in_a_row(pieces), flat=True)

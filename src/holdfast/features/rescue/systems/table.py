@@ -84,18 +84,18 @@ def load_key_table(name: str) -> Table:
     """Read the table of a system."""
     raw = _read(name)
     below = load_key_table(raw["extends"]) if "extends" in raw else None
-    own = {key: tuple(_entries(key, entry)) for key, entry in raw["keys"].items()}
+    entries = {key: tuple(_entries(key, entry)) for key, entry in raw["keys"].items()}
     verbs = raw.get("verbs", {})
     return Table(
         name,
         raw["system"],
         raw["version"] if below is None else f"{raw['version']}, {below.version}",
-        {**(below.entries if below else {}), **own},
+        {**(below.entries if below else {}), **entries},
         raw.get("defaults", {}),
         verbs.get("by", {}),
         {verb: tuple(marks) for verb, marks in verbs.get("marks", {}).items()},
         verbs.get("otherwise", "sft"),
-        frozenset(own),
+        frozenset(entries),
     )
 
 
@@ -111,8 +111,8 @@ def _read(name: str) -> dict[str, Any]:
 def _entries(key: str, raw: Mapping[str, Any]) -> Iterator[Entry]:
     """Yield the entries of a key: one, or one for each command that is named."""
     if set(raw) <= set(VERBS):
-        for verb, part in raw.items():
-            yield _entry(key, {**part, "verbs": [verb]})
+        for verb, options in raw.items():
+            yield _entry(key, {**options, "verbs": [verb]})
         return
     yield _entry(key, raw)
 
@@ -123,7 +123,7 @@ def _entry(key: str, raw: Mapping[str, Any]) -> Entry:
     options = {name: raw[name] for name in ("values", "rule", "when", "unless", "needs", "earlier") if name in raw}
     for name in ("when", "unless"):
         if name in options:
-            options[name] = {other: [spelled(value) for value in values] for other, values in options[name].items()}
+            options[name] = {condition: [spelled(value) for value in values] for condition, values in options[name].items()}
     return Entry(
         key,
         cast("KeyStatus", status),
@@ -157,17 +157,17 @@ def describe_key(name: str, keys_here: Sequence[str]) -> str:
         name: The unknown key.
         keys_here: Dotted keys of the tree that was meant.
     """
-    other = hint(name)
-    if other is None:
+    key_hint = hint(name)
+    if key_hint is None:
         return ""
-    entry = other.entry
+    entry = key_hint.entry
     if entry.status == "none":
-        return f"{other.system} {entry.key} has no counterpart here: {entry.note}"
+        return f"{key_hint.system} {entry.key} has no counterpart here: {entry.note}"
     keys = " and ".join(entry.targets)
-    where = "here" if set(entry.targets) & set(keys_here) else "here, in files of another command"
+    scope = "here" if set(entry.targets) & set(keys_here) else "here, in files of another command"
     if entry.status == "same":
-        return f"it is called {keys} {where}"
-    return f"{other.system} {entry.key} differs from {keys} {where}: {entry.note}"
+        return f"it is called {keys} {scope}"
+    return f"{key_hint.system} {entry.key} differs from {keys} {scope}: {entry.note}"
 
 
 def hint(key: str) -> Hint | None:
