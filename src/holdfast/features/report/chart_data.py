@@ -21,7 +21,7 @@ from holdfast.features.report.metrics import (
 from holdfast.features.report.reading import RunRecord
 from holdfast.features.report.samples import ShownSample
 from holdfast.features.report.story import ENTRY_KINDS
-from holdfast.features.report.thinning import bucket_means, drawn_places
+from holdfast.features.report.thinning import bucket_means, drawn_indices
 from holdfast.text.escaping import escaped
 
 SIGNIFICANT = 7
@@ -87,7 +87,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 def _column(column: Column, axes: dict[tuple[int, ...], int]) -> list[Any]:
     """Return [number of its steps, values]."""
-    indices = drawn_places(column.values)
+    indices = drawn_indices(column.values)
     axis = tuple(column.steps[index] for index in indices)
     return [axes.setdefault(axis, len(axes)), [rounded(column.values[index]) for index in indices]]
 
@@ -138,7 +138,7 @@ def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
     """Return completions in few bytes: prompts once, rows as lists."""
     prompts: dict[str, int] = {}
     finishes: dict[str, int] = {}
-    reward_names = list(dict.fromkeys(name for item in items for name in item.parts))
+    reward_names = list(dict.fromkeys(name for item in items for name in item.function_rewards))
     rows = [
         [
             item.step,
@@ -149,11 +149,13 @@ def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
             rounded(item.advantage, _OF_SAMPLES) if item.trained else None,
             finishes.setdefault(escaped(item.finish), len(finishes)),
             int(item.trained),
-            [rounded(item.parts.get(name), _OF_SAMPLES) for name in reward_names] if len(reward_names) > 1 else 0,
+            [rounded(item.function_rewards.get(name), _OF_SAMPLES) for name in reward_names]
+            if len(reward_names) > 1
+            else 0,
         ]
         for item in items
     ]
-    full_texts = {str(index): _whole(item.whole) for index, item in enumerate(items) if item.whole is not None}
+    full_texts = {str(index): _full_text(item.full) for index, item in enumerate(items) if item.full is not None}
     return {
         "prompts": list(prompts),
         "finishes": list(finishes),
@@ -163,7 +165,7 @@ def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
     }
 
 
-def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
+def _full_text(values: Mapping[str, Any]) -> dict[str, Any]:
     tokens = [
         [text, rounded(logprob, _OF_SAMPLES), rounded(advantage, _OF_SAMPLES)]
         for text, logprob, advantage in values["tokens"]

@@ -19,7 +19,7 @@ _MEASURED = (TIMING, "throughput/", "memory/", "step_time", "ranks/")
 
 
 @dataclass(frozen=True)
-class Parting:
+class DivergencePoint:
     """The first step at which two runs have another number."""
 
     step: int
@@ -30,13 +30,13 @@ class Parting:
     """Of the first metric."""
 
 
-def parting(first: RunRecord, second: RunRecord) -> Parting | None:
+def first_divergence(first: RunRecord, second: RunRecord) -> DivergencePoint | None:
     """Return where two runs part; None if all numbers of steps that both made are the same, times and memory aside."""
     steps: dict[int, list[str]] = {}
     for name in first.curves.columns.keys() & second.curves.columns.keys():
         if name.startswith(_MEASURED):
             continue
-        step = _first_other(first.curves.columns[name], second.curves.columns[name])
+        step = _first_difference(first.curves.columns[name], second.curves.columns[name])
         if step is not None:
             steps.setdefault(step, []).append(name)
     if not steps:
@@ -45,10 +45,10 @@ def parting(first: RunRecord, second: RunRecord) -> Parting | None:
     order = [*leading(steps[step]), *sorted(steps[step])]
     names = tuple(dict.fromkeys(name for name in order if name in steps[step]))
     values = (_at(run.curves.columns[names[0]], step) for run in (first, second))
-    return Parting(step, names, *(value for value in values if value is not None))
+    return DivergencePoint(step, names, *(value for value in values if value is not None))
 
 
-def _first_other(first: Column, second: Column) -> int | None:
+def _first_difference(first: Column, second: Column) -> int | None:
     values = dict(zip(second.steps, second.values, strict=True))
     for step, value in zip(first.steps, first.values, strict=True):
         counterpart = values.get(step)
@@ -71,7 +71,7 @@ def compare(first: RunRecord, second: RunRecord) -> Iterator[str]:
     yield ""
     yield from _curves(first, second)
     yield ""
-    yield _parting_words(first, second)
+    yield _divergence_sentence(first, second)
 
 
 def _difference(title: str, first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[str]:
@@ -104,7 +104,9 @@ def _at_equal_steps(name: str, first: Column, second: Column) -> Iterator[list[s
     first_values = dict(zip(first.steps, first.values, strict=True))
     second_values = dict(zip(second.steps, second.values, strict=True))
     for step in _spread(sorted(first_values.keys() & second_values.keys())):
-        difference = "same" if first_values[step] == second_values[step] else digits(second_values[step] - first_values[step])
+        difference = (
+            "same" if first_values[step] == second_values[step] else digits(second_values[step] - first_values[step])
+        )
         yield [name, str(step), digits(first_values[step]), digits(second_values[step]), difference]
 
 
@@ -121,8 +123,8 @@ def _spread(steps: Sequence[int]) -> list[int]:
     return [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
 
 
-def _parting_words(first: RunRecord, second: RunRecord) -> str:
-    divergence = parting(first, second)
+def _divergence_sentence(first: RunRecord, second: RunRecord) -> str:
+    divergence = first_divergence(first, second)
     if divergence is None:
         both = min(run.curves.last or 0 for run in (first, second))
         return (
@@ -131,8 +133,8 @@ def _parting_words(first: RunRecord, second: RunRecord) -> str:
     ours, theirs = _names(first, second)
     more = f" and {len(divergence.metrics) - 1} more" if len(divergence.metrics) > 1 else ""
     return (
-        f"The first step that differs is {divergence.step}: {divergence.metrics[0]} is {divergence.first!r} in {ours} and "
-        f"{divergence.second!r} in {theirs}{more}."
+        f"The first step that differs is {divergence.step}: {divergence.metrics[0]} is {divergence.first!r} in {ours} "
+        f"and {divergence.second!r} in {theirs}{more}."
     )
 
 

@@ -49,7 +49,7 @@ def write_page(directories: Sequence[Path], output: Path | None, between: Callab
             f"{len(directories)} runs are more than the {MOST_RUNS} whose curves can be told apart. Name fewer."
         )
     target = output or (directories[0] / PAGE if len(directories) == 1 else Path(PAGE))
-    _check_place(target)
+    _check_target(target)
     page = page_of([read_run(directory, between) for directory in directories], between)
     staging = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -58,14 +58,16 @@ def write_page(directories: Sequence[Path], output: Path | None, between: Callab
         between()
         staging.replace(target)
     except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}. Name another place with -o.") from error
+        raise UserError(
+            f"{target} cannot be written: {error.strerror or error}. Name another place with -o."
+        ) from error
     finally:
         with suppress(OSError):
             staging.unlink(missing_ok=True)
     return target
 
 
-def _check_place(target: Path) -> None:
+def _check_target(target: Path) -> None:
     try:
         if not target.exists():
             return
@@ -74,7 +76,9 @@ def _check_place(target: Path) -> None:
                 if MARK.encode() in file.read(4096):
                     return
     except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}. Name another place with -o.") from error
+        raise UserError(
+            f"{target} cannot be written: {error.strerror or error}. Name another place with -o."
+        ) from error
     raise UserError(f"{target} is not a page of `holdfast report`, so it is not replaced. Name another place with -o.")
 
 
@@ -222,7 +226,7 @@ def _samples(runs: Sequence[RunRecord]) -> str:
     if len(runs) > 1:
         names = "".join(tag("option", text(run.name), value=str(index)) for index, run in enumerate(runs))
         controls.insert(0, tag("label", text("Run "), tag("select", names, id="run")))
-    rules = dict.fromkeys(run.samples.words for run in runs if run.samples.items)
+    rules = dict.fromkeys(run.samples.rule for run in runs if run.samples.items)
     return section(
         "samples",
         "Samples",

@@ -39,16 +39,16 @@ class ShownSample:
     """The first characters, printable."""
     completion: str
     reward: float | None
-    parts: dict[str, float | None]
+    function_rewards: dict[str, float | None]
     advantage: float | None
     finish: str
     trained: bool
-    place: int
+    offset: int
     """Where its line begins, or -1 in a table file."""
     has_tokens: bool = False
     is_cut: bool = False
     """Whether the text is longer than what is here."""
-    whole: dict[str, Any] | None = None
+    full: dict[str, Any] | None = None
     """Prompt, completion, and tokens as [text, log-probability, advantage], where all of it is shown."""
 
 
@@ -62,7 +62,7 @@ class Samples:
     unread: int = 0
 
     @property
-    def words(self) -> str:
+    def rule(self) -> str:
         """Return the rule by which these were chosen, in sentences."""
         if self.total <= len(self.items):
             return SAMPLE_RULE
@@ -94,8 +94,8 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
             samples.unread += 1
     for sample in _in_tables(directory / SAMPLE_FOLDER, between):
         thinner.take(sample)
-    samples.items, samples.total = thinner.chosen()
-    _read_whole(path, choose_whole(samples.items))
+    samples.items, samples.total = thinner.selection()
+    _read_full(path, choose_full(samples.items))
     return samples
 
 
@@ -115,11 +115,13 @@ def sample_of(line: Any, offset: int) -> ShownSample | None:
         prompt=_first(prompt),
         completion=_first(completion),
         reward=_number(line.get("reward")),
-        parts={str(name): _number(value) for name, value in rewards.items()} if isinstance(rewards, dict) else {},
+        function_rewards={str(name): _number(value) for name, value in rewards.items()}
+        if isinstance(rewards, dict)
+        else {},
         advantage=_number(line.get("advantage")),
         finish=str(line.get("finish", "")),
         trained=line.get("trained") is not False,
-        place=offset,
+        offset=offset,
         has_tokens=bool(line.get("tokens")),
         is_cut=len(prompt) > SHOWN_CHARACTERS or len(completion) > SHOWN_CHARACTERS,
     )
@@ -168,14 +170,14 @@ class _Thinner:
         self._steps = {sampled_step: items for sampled_step, items in self._steps.items() if sampled_step <= step}
         self._size = sum(map(len, self._steps.values()))
 
-    def chosen(self) -> tuple[list[ShownSample], int]:
+    def selection(self) -> tuple[list[ShownSample], int]:
         while self._size > self._most and len(self._steps) > 1:
             self._halve()
         items = [item for step in sorted(self._steps) for item in self._steps[step]]
         return items[: 2 * self._most], sum(self._counts.values())
 
 
-def choose_whole(items: Sequence[ShownSample]) -> list[ShownSample]:
+def choose_full(items: Sequence[ShownSample]) -> list[ShownSample]:
     """Return the completions that are shown whole, by `SAMPLE_RULE`."""
     steps: dict[int, list[ShownSample]] = {}
     for item in items:
@@ -198,17 +200,17 @@ def choose_whole(items: Sequence[ShownSample]) -> list[ShownSample]:
     return list(samples.values())
 
 
-def _read_whole(path: Path, samples: Sequence[ShownSample]) -> None:
+def _read_full(path: Path, samples: Sequence[ShownSample]) -> None:
     """Read all of the text and the tokens of some completions."""
-    in_file = sorted((item for item in samples if item.place >= 0), key=lambda item: item.place)
+    in_file = sorted((item for item in samples if item.offset >= 0), key=lambda item: item.offset)
     if not in_file:
         return
     with RegularFile(path) as file:
         for item in in_file:
-            file.seek(item.place)
+            file.seek(item.offset)
             line = parsed(_line_of(file))
             if isinstance(line, dict):
-                item.whole = whole_sample(line)
+                item.full = full_sample(line)
 
 
 def _line_of(file: RegularFile) -> bytes:
@@ -218,7 +220,7 @@ def _line_of(file: RegularFile) -> bytes:
     return data.partition(b"\n")[0]
 
 
-def whole_sample(line: Mapping[str, Any]) -> dict[str, Any]:
+def full_sample(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return prompt, completion and tokens of a line of samples.jsonl, printable, cut beyond reason."""
     tokens = line.get("tokens")
     return {
@@ -252,8 +254,10 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSampl
         except (OSError, ArrowException):
             continue
         for row in rows:
-            rewards = {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
+            rewards = {
+                name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")
+            }
             sample = sample_of({**row, "rewards": rewards}, -1)
             if sample is not None:
-                sample.whole = whole_sample(row) if sample.is_cut else None
+                sample.full = full_sample(row) if sample.is_cut else None
                 yield sample

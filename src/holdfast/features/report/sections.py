@@ -297,7 +297,7 @@ def configuration_section(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         if run.parent is not None:
             name = f"{run.name} started" if len(runs) > 1 else "It started"
-            blocks.append(tag("p", text(f"{name} from {run.parent.words}.")))
+            blocks.append(tag("p", text(f"{name} from {run.parent.description}.")))
             blocks.append(_from_parent(run, run.parent.configuration))
     for run in runs:
         rows = [[tag("code", text(key)), text(value)] for key, value in run.configuration.items()]
@@ -346,7 +346,10 @@ def _machines(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
     if any(starts):
         for key in ("ranks", "device"):
             yield key, [_changes([str(event.get(key, NOT_THERE)) for event in start_events]) for start_events in starts]
-        yield "first start", [moment(start_events[0].get("time")) if start_events else NOT_THERE for start_events in starts]
+        yield (
+            "first start",
+            [moment(start_events[0].get("time")) if start_events else NOT_THERE for start_events in starts],
+        )
         yield "starts", [str(len(start_events)) for start_events in starts]
 
 

@@ -27,7 +27,7 @@ _OF_THE_PLACE = ("run.name", "run.dir")
 class Parent:
     """What a run started from."""
 
-    words: str
+    description: str
     configuration: Mapping[str, str] | None
     """Of the parent run, flat; None where it does not lie beside this run."""
 

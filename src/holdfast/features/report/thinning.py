@@ -18,7 +18,7 @@ RULE = (
 )
 
 
-def drawn_places(values: Sequence[float]) -> list[int] | range:
+def drawn_indices(values: Sequence[float]) -> list[int] | range:
     """Return the places of the points that are drawn, in order."""
     size = len(values)
     if size <= MOST_POINTS:

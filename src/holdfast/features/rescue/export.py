@@ -67,7 +67,7 @@ def export_foreign(
             parent={"imported": str(checkpoint.path), "system": checkpoint.system},
         )  # fmt: skip
         form = ExportFormat(dtype, _LARGEST_FILE_BYTES, {ABOUT_FILE: about.text()})
-        write_model(Tensors(weights), headers, origin, directory, RankGroup(), form)
+        write_model(LazyTensors(weights), headers, origin, directory, RankGroup(), form)
 
 
 def _written(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -91,8 +91,8 @@ def fitting(checkpoint: ForeignCheckpoint, shapes: Mapping[str, tuple[int, ...]]
     ]
     if problems:
         raise CheckpointMismatch(
-            f"{checkpoint.path} does not fit the model of its configuration: {'; '.join(problems)}. Nothing was written. "
-            "Name the directory of the right model with --model, or a run's file with its adapters with --as."
+            f"{checkpoint.path} does not fit the model of its configuration: {'; '.join(problems)}. Nothing was "
+            "written. Name the directory of the right model with --model, or a run's file with its adapters with --as."
         )
     return [name for name in weights if name in shapes or name in buffers]
 
@@ -112,8 +112,8 @@ def lay_small_files(folder: Path, checkpoint: ForeignCheckpoint, model: Path | N
     if configuration is None or tokenizer is None:
         missing = "config.json" if configuration is None else "tokenizer"
         raise UnreadableForeign(
-            f"{checkpoint.path} has no {missing} beside it, and an export has one. Name the directory of the model that "
-            "it began with: --model DIR."
+            f"{checkpoint.path} has no {missing} beside it, and an export has one. Name the directory of the model "
+            "that it began with: --model DIR."
         )
     files = [file for file in configuration.iterdir() if tokenizer == configuration or not _is_of_tokens(file)]
     files += [file for file in tokenizer.iterdir() if _is_of_tokens(file)]
@@ -178,7 +178,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Tensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors of a checkpoint, read when they are asked for."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:

@@ -15,9 +15,9 @@ from holdfast.text.escaping import escaped
 if TYPE_CHECKING:
     from torch import dtype
 
-    from holdfast.features.rescue.importing.importing import Wishes
+    from holdfast.features.rescue.importing.importing import ImportOptions
     from holdfast.features.rescue.reading.examine import ForeignLevel
-    from holdfast.features.rescue.reading.record import ForeignCheckpoint, Kind, StoredTensor
+    from holdfast.features.rescue.reading.record import FindingKind, ForeignCheckpoint, StoredTensor
 
 _MOST = 12
 """Findings of one kind that a person is shown; a script gets all."""
@@ -95,9 +95,9 @@ def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
     ranks = "" if checkpoint.world_size is None else f", {checkpoint.world_size} ranks"
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     yield escaped(f"{checkpoint.path}: {checkpoint.system}{ranks}{step} ({checkpoint.form})")
-    yield f"  weights    {_words(about['weights'], 'tensors')}"
+    yield f"  weights    {_tensor_summary(about['weights'], 'tensors')}"
     if (optimizer := about["optimizer"]) is not None:
-        yield f"  optimizer  {_words(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
+        yield f"  optimizer  {_tensor_summary(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
         if without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states):
             yield f"             {without} weights have no state: frozen, buffers, or without a gradient so far"
     if about["schedule_step"] is not None:
@@ -118,7 +118,7 @@ def _verdict(checkpoint: ForeignCheckpoint) -> str:
     return f"{checkpoint.verdict}: {len(findings)} finding{'s' if len(findings) > 1 else ''}"
 
 
-def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
+def _findings(checkpoint: ForeignCheckpoint, kind: FindingKind) -> Iterator[str]:
     findings = checkpoint.of_kind(kind)
     for finding in findings[:_MOST]:
         suffix = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
@@ -127,7 +127,7 @@ def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
         yield f"  {_HEADINGS[kind]:<10} and {len(findings) - _MOST} more (--json has all)"
 
 
-_HEADINGS: dict[Kind, str] = {
+_HEADINGS: dict[FindingKind, str] = {
     "note": "note",
     "repair": "repaired",
     "loss": "lost",
@@ -137,12 +137,12 @@ _HEADINGS: dict[Kind, str] = {
 """By kind of a finding, in the order in which they are told."""
 
 
-def _words(about: dict[str, Any], key: str) -> str:
+def _tensor_summary(about: dict[str, Any], key: str) -> str:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
     return f"{about[key]} {key}, {size_words(about['bytes'])} ({dtypes})"
 
 
-def _whole(path: Path) -> ForeignCheckpoint:
+def _undamaged(path: Path) -> ForeignCheckpoint:
     """Open a checkpoint that is to be imported.
 
     Raises:
@@ -155,8 +155,8 @@ def _whole(path: Path) -> ForeignCheckpoint:
     if damage:
         more = f"; and {len(damage) - 3} more" if len(damage) > 3 else ""
         raise CheckpointCorrupt(
-            f"{checkpoint.path} is damaged: {'; '.join(finding.text for finding in damage[:3])}{more}. Nothing was written. "
-            f"`holdfast checkpoint check {path}` tells all of it; import the step before."
+            f"{checkpoint.path} is damaged: {'; '.join(finding.text for finding in damage[:3])}{more}. Nothing was "
+            f"written. `holdfast checkpoint check {path}` tells all of it; import the step before."
         )
     return checkpoint
 
@@ -169,7 +169,7 @@ def export_checked(
     from holdfast.features.rescue.reading.rank_order import refuse_untold_order
 
     _refuse_inside(path, directory)
-    checkpoint = _whole(path)
+    checkpoint = _undamaged(path)
     if not trust_rank_order:
         refuse_untold_order(checkpoint, ("weights",))
     export_foreign(checkpoint, directory, model=model, dtype=dtype)
@@ -192,7 +192,7 @@ def _repairs(checkpoint: ForeignCheckpoint) -> Iterator[str]:
         yield escaped(f"repaired: {finding.text}")
 
 
-def import_checked(path: Path, run: Path, options: Wishes) -> Iterator[str]:
+def import_checked(path: Path, run: Path, options: ImportOptions) -> Iterator[str]:
     """Write a checkpoint of a run and yield what to say."""
     from holdfast.config.verbs.roots import load_run
     from holdfast.features.rescue.importing.importing import import_run
@@ -201,11 +201,11 @@ def import_checked(path: Path, run: Path, options: Wishes) -> Iterator[str]:
 
     loaded = load_run(run, [])
     _refuse_inside(path, run_directory(loaded.config))
-    checkpoint = _whole(path)
+    checkpoint = _undamaged(path)
     with joined_world(loaded.config.launch) as world:
         imported = import_run(checkpoint, loaded.config, loaded.base, world, options)
     for finding in checkpoint.of_kind("loss"):
         yield escaped(f"lost: {finding.text}")
     yield from map(escaped, imported.notes)
-    yield f"{checkpoint.path} ({checkpoint.system}) is {imported.place}"
+    yield f"{checkpoint.path} ({checkpoint.system}) is {imported.path}"
     yield f"continue it: holdfast {loaded.config.verb} {run} {imported.override}".rstrip()

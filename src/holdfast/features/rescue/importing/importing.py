@@ -51,7 +51,7 @@ from holdfast.training.saving.run_snapshot import run_assets
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ImportOptions:
     """What a user says of an import."""
 
     data_from_start: bool = False
@@ -62,10 +62,10 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """What an import wrote."""
 
-    place: str
+    path: str
     """Of the checkpoint."""
     notes: list[str]
     override: str = ""
@@ -73,8 +73,8 @@ class Imported:
 
 
 def import_run(
-    checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path, world: World, options: Wishes
-) -> Imported:
+    checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path, world: World, options: ImportOptions
+) -> ImportResult:
     """Write a checkpoint of a new run, or of weights alone where there is nothing else.
 
     Raises:
@@ -99,11 +99,11 @@ def import_run(
     snapshot = _snapshot(run, checkpoint, step)
     _refuse_misfit(run, checkpoint, snapshot, step)
     notes += [*_repairs(checkpoint), *_without_state(checkpoint)]
-    notes += _move_to(run, checkpoint, step, options)
-    return Imported(_written(run, checkpoint, snapshot, step), notes)
+    notes += _set_position(run, checkpoint, step, options)
+    return ImportResult(_write_run(run, checkpoint, snapshot, step), notes)
 
 
-def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> Imported:
+def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> ImportResult:
     """Write weights alone as what they are: a checkpoint that a run begins from, and that none resumes.
 
     Raises:
@@ -113,8 +113,11 @@ def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: l
     if target.exists():
         raise ConfigError(f"{target} is there already, and nothing is overwritten. Give another run.name in the file.")
     names = run.trained.unfreezing.parameters
-    snapshot = _of_tensors(
-        {MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read) for name, tensor in checkpoint.weights.items()},
+    snapshot = _snapshot_of(
+        {
+            MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
+            for name, tensor in checkpoint.weights.items()
+        },
         frozenset(MODEL + name for name, value in names.items() if value.requires_grad),
         run,
     )
@@ -130,7 +133,7 @@ def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: l
         raise
     summary = "it holds weights alone: the run begins at step 0 with a new optimizer, schedule and order of rows"
     path = f"{target}/{step_name(step)}"
-    return Imported(path, [*notes, *_repairs(checkpoint), summary], f"checkpoint.init_from={path}")
+    return ImportResult(path, [*notes, *_repairs(checkpoint), summary], f"checkpoint.init_from={path}")
 
 
 def _origin(checkpoint: ForeignCheckpoint) -> str:
@@ -157,7 +160,7 @@ def _without_state(checkpoint: ForeignCheckpoint) -> list[str]:
     ]
 
 
-def _step(checkpoint: ForeignCheckpoint, options: Wishes) -> int:
+def _step(checkpoint: ForeignCheckpoint, options: ImportOptions) -> int:
     step = checkpoint.step if options.step is None else options.step
     if step is None and not checkpoint.states:
         return 0
@@ -176,12 +179,13 @@ def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
     """Return what will be written; its tensors have no memory until they are."""
     states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
     planned = {
-        MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read) for name, tensor in checkpoint.weights.items()
+        MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
+        for name, tensor in checkpoint.weights.items()
     }
     planned |= {f"{OPTIM}{name}.{slot}": tensor for name, slots in states.items() for slot, tensor in slots.items()}
     seed_rank(run.setting.config.seed, 0, deterministic=run.setting.config.determinism, step=step)
     trained = {name for group in checkpoint.groups for name in group.names} | set(checkpoint.states)
-    snapshot = _of_tensors(planned, frozenset(MODEL + name for name in trained), run)
+    snapshot = _snapshot_of(planned, frozenset(MODEL + name for name in trained), run)
     by_name = {
         name: {slot: snapshot.tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()
     }
@@ -193,7 +197,7 @@ def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
     )
 
 
-def _of_tensors(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
+def _snapshot_of(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
     """Return a snapshot of tensors that are read when they are written."""
     return Snapshot(
         tensors={name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in planned.items()},
@@ -208,14 +212,14 @@ def _of_tensors(planned: Mapping[str, PlannedTensor], trained: frozenset[str], r
 
 
 def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def named() -> Tensor:
+    def read_finite() -> Tensor:
         try:
             tensor = read()
         except (DamagedFile, OSError) as error:
             raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
         return finite(name, tensor)
 
-    return named
+    return read_finite
 
 
 def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> None:
@@ -253,7 +257,7 @@ def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
         yield f"it trained {len(checkpoint.states)} parameters; model.freeze must name the others, such as {here[0]}"
 
 
-def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, options: Wishes) -> list[str]:
+def _set_position(run: Run, checkpoint: ForeignCheckpoint, step: int, options: ImportOptions) -> list[str]:
     """Put the run at a step and its rows where they stood; return what to say of it.
 
     Raises:
@@ -271,7 +275,7 @@ def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, options: Wishes
     else:
         run.stream.cursor, note = _cursor(run, checkpoint, checkpoint.position)
         notes.append(note)
-    return [*notes, *_rates(run, checkpoint, step)]
+    return [*notes, *_compare_rates(run, checkpoint, step)]
 
 
 def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tuple[Cursor, str]:
@@ -290,20 +294,20 @@ def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tupl
     rows = _rows_done(position, data.batch_size, total_rows or 0)
     if total_rows is not None and rows > total_rows:
         raise ConfigError(
-            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {total_rows:,}: they are other rows. "
-            "Name the same ones, or give --data-from-start. Nothing was written."
+            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {total_rows:,}: they are other "
+            "rows. Name the same ones, or give --data-from-start. Nothing was written."
         )
     done = _passes_done(checkpoint, position, rows, data.batch_size, total_rows or 0)
-    cursor = _behind(rows, done or 0, total_rows or 0, data.batch_size)
-    return cursor, _where(rows, done, shuffled=data.shuffle)
+    cursor = _cursor_after(rows, done or 0, total_rows or 0, data.batch_size)
+    return cursor, _position_note(rows, done, shuffled=data.shuffle)
 
 
-def _behind(rows: int, passes: int, total_rows: int, batch_size: int) -> Cursor:
+def _cursor_after(rows: int, passes: int, total_rows: int, batch_size: int) -> Cursor:
     first = passes * total_rows
     return Cursor(first + rows, passes, first, math.ceil(rows / batch_size), rows, 0)
 
 
-def _where(rows: int, done: int | None, *, shuffled: bool) -> str:
+def _position_note(rows: int, done: int | None, *, shuffled: bool) -> str:
     name = "a pass whose number is not stated, and which is the first here" if done is None else f"pass {done + 1}"
     if not rows:
         return f"data: goes on with the first row of {name}"
@@ -333,7 +337,7 @@ def _rows_done(position: Position, batch_size: int, total_rows: int) -> int:
     return round((position.share or 0.0) * total_rows)
 
 
-def _rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
+def _compare_rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
     """Compare the learning rates there and here."""
     optim, total = run.setting.config.optim, run.setting.config.steps
     source_rate = rate_of(checkpoint)
@@ -343,7 +347,7 @@ def _rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
     return [f"learning rate: {source_rate:g} there, {rate:g} for the next step here (optim.lr and optim.schedule)"]
 
 
-def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
+def _write_run(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
     """Write a checkpoint and its run's directory; return the checkpoint's place."""
     setting, config = run.setting, run.setting.config
     lost = [finding.text for finding in checkpoint.of_kind("loss")]

@@ -115,12 +115,13 @@ def _slot(
     if tensor.dtype is torch.bfloat16 and dtype is torch.float32:  # every bfloat16 is a float32
         return PlannedTensor(tensor.shape, dtype, lambda: tensor.read().to(torch.float32))
     raise CheckpointMismatch(
-        f"{checkpoint.path}: {slot} is {_word(tensor.dtype)} there, and the parameters of this run are "
-        f"{_word(dtype)}: making it {_word(dtype)} would lose digits. Set model.dtype: {_word(tensor.dtype)}."
+        f"{checkpoint.path}: {slot} is {_dtype_name(tensor.dtype)} there, and the parameters of this run are "
+        f"{_dtype_name(dtype)}: making it {_dtype_name(dtype)} would lose digits. Set model.dtype: "
+        f"{_dtype_name(tensor.dtype)}."
     )
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -130,7 +131,9 @@ def described_state(
     """Return what a manifest says of the optimizer: this run's class, and the groups and settings of there."""
     setting_names = {key for group in optimizer.param_groups for key in group} - {"params"}
     groups = tuple(
-        GroupState(group.names, _settings({key: value for key, value in group.settings.items() if key in setting_names}))
+        GroupState(
+            group.names, _settings({key: value for key, value in group.settings.items() if key in setting_names})
+        )
         for group in checkpoint.groups
     )
     return OptimizerState(qualified_name(optimizer), groups, tensors)

@@ -36,7 +36,7 @@ from holdfast.training.setup.rows import row_filter, training_reader
 _KINDS = (SFTConfig, DPOConfig, GRPOConfig)
 
 
-class RowsAlone(BatchStream[Any, Any]):
+class BatchlessStream(BatchStream[Any, Any]):
     """The rows of a run and a position in them; it makes no batches."""
 
     def _batch_of(self, candidates: Candidates[Any]) -> Any:
@@ -118,7 +118,7 @@ def without_memory(model: nn.Module) -> None:
             module.register_parameter(name, replacements[id(parameter)])
 
 
-def _rows(setting: Setting, started: Started) -> RowsAlone:
+def _rows(setting: Setting, started: Started) -> BatchlessStream:
     def tokenise(*_: Any) -> Any:
         raise NotImplementedError
 
@@ -126,4 +126,4 @@ def _rows(setting: Setting, started: Started) -> RowsAlone:
     reader: Any = CandidateReader(
         training_reader(config, started.data), tokenise, setting.ranks, row_filter(setting), None
     )
-    return RowsAlone(reader, config.data, setting.ranks)
+    return BatchlessStream(reader, config.data, setting.ranks)

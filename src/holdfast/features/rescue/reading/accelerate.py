@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.features.rescue.reading.dcp_systems import add_contents
 from holdfast.features.rescue.reading.hugging_face import add_safetensors
-from holdfast.features.rescue.reading.parts import opened_file, piece
+from holdfast.features.rescue.reading.parts import opened_file, stored_piece
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import (
     DamagedFile,
@@ -142,7 +142,7 @@ def add_full_weights(checkpoint: ForeignCheckpoint, file: TorchFile, state: Any)
 
 
 def _add_view(checkpoint: ForeignCheckpoint, file: TorchFile, name: str, view: StoredView) -> None:
-    checkpoint.weights[name] = StoredTensor(view.shape, view.dtype, (piece(file, view),))
+    checkpoint.weights[name] = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
@@ -162,21 +162,21 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
     Raises:
         DamagedFile: It holds no state of an optimizer.
     """
-    from holdfast.features.rescue.reading.unnamed_states import Naming, named_states
+    from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states
 
     state, groups = _parts(file, content)
     empty = [key for key, slots in state.items() if not slots]
     if empty:
         checkpoint.add("repair", f"{len(empty)} empty entries in the optimizer's state are dropped (report 000)")
     if state and all(isinstance(key, int) for key in state):
-        states_and_groups = named_states(Naming(checkpoint, [file], [state], groups))
+        states_and_groups = named_states(NumberedStates(checkpoint, [file], [state], groups))
         if states_and_groups is not None:
             checkpoint.states, checkpoint.groups = states_and_groups
         return
     for key, slots in state.items():
         tensors = {slot: value for slot, value in slots.items() if isinstance(value, StoredView)}
         for slot, view in tensors.items():
-            tensor = StoredTensor(view.shape, view.dtype, (piece(file, view),))
+            tensor = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
             checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = tensor
     checkpoint.groups = [_group(group) for group in groups]
 

@@ -32,7 +32,7 @@ _NEAR = 0.15
 class _Adapters(NamedTuple):
     """Adapters by the name of the matrix's layer."""
 
-    parts: Mapping[str, tuple[StoredTensor, StoredTensor]]
+    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
     scales: Mapping[str, float] | None
     """What B A is multiplied with; None where nothing says it."""
     apart: bool
@@ -49,7 +49,7 @@ def compare_with_base(checkpoint: ForeignCheckpoint, base: Path) -> None:
     Raises:
         UnreadableForeign: The base is no model directory.
     """
-    adapters = _of(checkpoint)
+    adapters = _adapters_of(checkpoint)
     if adapters is None:
         checkpoint.add("note", "it has no adapters, so there is nothing that was merged")
         return
@@ -57,24 +57,24 @@ def compare_with_base(checkpoint: ForeignCheckpoint, base: Path) -> None:
     if not weights:
         raise UnreadableForeign(f"{base} holds no weights to compare with: --base names a model directory.")
     try:
-        merges = _along(checkpoint, adapters, weights)
+        merges = _merge_count(checkpoint, adapters, weights)
     except (DamagedFile, OSError) as error:
         checkpoint.add("damage", f"its adapters cannot be compared with {base}: a file {error}")
         return
     if merges is None:
         checkpoint.add("note", f"none of its adapted matrices is in {base}, so nobody can say what was merged")
         return
-    _tell(checkpoint, adapters, merges, base)
+    _add_finding(checkpoint, adapters, merges, base)
 
 
-def _tell(checkpoint: ForeignCheckpoint, adapters: _Adapters, merges: float, base: Path) -> None:
-    count, layers = round(merges), f"{len(adapters.parts)} adapted matrices"
+def _add_finding(checkpoint: ForeignCheckpoint, adapters: _Adapters, merges: float, base: Path) -> None:
+    count, layers = round(merges), f"{len(adapters.pairs)} adapted matrices"
     again = "; whoever loads both adds them again" if not adapters.apart else ""
     if adapters.scales is None and abs(merges) > _NEAR:
         checkpoint.add(
             "damage",
-            f"its adapters were merged already: its {layers} are those of {base} and {merges:.2f} B A, and the adapters "
-            f"are there too{again}. Take its weights without the adapters, or the adapters on the base; this is not "
+            f"its adapters were merged already: its {layers} are those of {base} and {merges:.2f} B A, and the "
+            f"adapters are there too{again}. Take its weights without the adapters, or the adapters on the base; this is not "
             "repaired",
         )
     elif abs(merges - count) > _NEAR or count < 0:
@@ -94,11 +94,11 @@ def _tell(checkpoint: ForeignCheckpoint, adapters: _Adapters, merges: float, bas
         checkpoint.add("note", f"its adapters were merged {'once' if count else 'not at all'}, compared with {base}")
 
 
-def _along(checkpoint: ForeignCheckpoint, adapters: _Adapters, base: Mapping[str, StoredTensor]) -> float | None:
+def _merge_count(checkpoint: ForeignCheckpoint, adapters: _Adapters, base: Mapping[str, StoredTensor]) -> float | None:
     """Return how often the adapters are in the weights: least squares over all matrices, one in memory at a time."""
     product = square = 0.0
     weights = _plain(checkpoint.weights)
-    for layer, (a, b) in adapters.parts.items():
+    for layer, (a, b) in adapters.pairs.items():
         name = f"{layer}.weight"
         theirs, ours = base.get(name), weights.get(name)
         if theirs is None or ours is None or theirs.shape != ours.shape:
@@ -116,7 +116,7 @@ def _wide(tensor: StoredTensor) -> Tensor:
     return tensor.read().to(torch.float64)
 
 
-def _of(checkpoint: ForeignCheckpoint) -> _Adapters | None:
+def _adapters_of(checkpoint: ForeignCheckpoint) -> _Adapters | None:
     """Return the adapters among a checkpoint's weights, or those of peft's files beside them."""
     inline = dict(_pairs(checkpoint.weights))
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -125,7 +125,9 @@ def _of(checkpoint: ForeignCheckpoint) -> _Adapters | None:
         if not (directory / _FILE).is_file():
             continue
         pairs = inline or dict(_pairs(read_hugging_face(directory / _FILE).weights))
-        return _Adapters(pairs, _scales(directory / _SETTINGS, pairs), apart=bool(name) and not inline) if pairs else None
+        return (
+            _Adapters(pairs, _scales(directory / _SETTINGS, pairs), apart=bool(name) and not inline) if pairs else None
+        )
     return _Adapters(inline, None, apart=False) if inline else None
 
 

@@ -53,18 +53,18 @@ class DcpDirectory:
             ) from None
         except (CheckpointCorrupt, OSError) as error:
             raise DamagedFile(str(error)) from None
-        self._places: dict[str, dict[tuple[int, ...] | None, Any]] = {}
+        self._chunks: dict[str, dict[tuple[int, ...] | None, Any]] = {}
         for index, info in (self._metadata.storage_data or {}).items():
             offset = None if index.offset is None else tuple(index.offset)
-            self._places.setdefault(index.fqn, {})[offset] = info
+            self._chunks.setdefault(index.fqn, {})[offset] = info
         self._sizes = self._measured()
-        self.parts: dict[str, tuple[Any, ...]] = self._paths()
+        self.keys_of: dict[str, tuple[Any, ...]] = self._paths()
         """Flat name -> the keys it was made of; only names that DCP made flat are listed by their keys."""
 
     def _measured(self) -> dict[str, int]:
         """Return the sizes of the files that are there, and note what is missing, cut short or not listed."""
         ends: dict[str, int] = {}
-        for chunks in self._places.values():
+        for chunks in self._chunks.values():
             for info in chunks.values():
                 ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         self._compare_list_with_itself()
@@ -90,11 +90,11 @@ class DcpDirectory:
 
     def _compare_list_with_itself(self) -> None:
         """Note what the list, which has no checksum, says in one way here and in another there."""
-        strange = sorted(self._places.keys() - self._metadata.state_dict_metadata.keys())
+        strange = sorted(self._chunks.keys() - self._metadata.state_dict_metadata.keys())
         if strange:
             self._checkpoint.add("damage", f"{METADATA} says where {strange[0]} lies, and lists no such name")
         ranges: dict[str, list[tuple[int, int, str]]] = {}
-        for name, chunks in self._places.items():
+        for name, chunks in self._chunks.items():
             for info in chunks.values():
                 ranges.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length, name))
         for file, taken in ranges.items():
@@ -112,7 +112,9 @@ class DcpDirectory:
             return {name: (name,) for name in names}
         for name in names:
             if not isinstance(planner_data.get(name), tuple) or ".".join(map(str, planner_data[name])) != name:
-                raise DamagedFile(f"{METADATA} contradicts itself: the keys of {name} are {planner_data.get(name)!r:.200}")
+                raise DamagedFile(
+                    f"{METADATA} contradicts itself: the keys of {name} are {planner_data.get(name)!r:.200}"
+                )
         return {name: planner_data[name] for name in names}
 
     def __iter__(self) -> Iterator[str]:
@@ -135,9 +137,9 @@ class DcpDirectory:
         pieces = []
         for chunk in entry.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            info = self._places.get(name, {}).get(offsets)
+            info = self._chunks.get(name, {}).get(offsets)
             if info is None and not sizes:
-                info = self._places.get(name, {}).get(None)
+                info = self._chunks.get(name, {}).get(None)
             if info is None:
                 if 0 in sizes:
                     continue
@@ -165,7 +167,7 @@ class DcpDirectory:
         Raises:
             DamagedFile: It is nowhere, damaged, or asks for a class.
         """
-        info = next(iter(self._places.get(name, {}).values()), None)
+        info = next(iter(self._chunks.get(name, {}).values()), None)
         if info is None:
             raise DamagedFile("is in no file")
         if info.length > _MOST_METADATA or self._sizes.get(info.relative_path, 0) < info.offset + info.length:

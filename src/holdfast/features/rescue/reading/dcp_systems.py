@@ -51,7 +51,7 @@ def _key(directory: DcpDirectory, name: str) -> tuple[str, tuple[str, ...]]:
 
     A weight that stands at the top itself, as torchtitan's do, has its name below and no key.
     """
-    keys = tuple(map(str, directory.parts[name]))
+    keys = tuple(map(str, directory.keys_of[name]))
     if len(keys) == 1:
         first, _, inner_name = name.partition(".")
         if first in _OPTIMIZERS or first in _APART:

@@ -52,7 +52,7 @@ def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> N
 def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
     _compare_with_configuration(checkpoint)
     _check_schedule(checkpoint)
-    for name, tensor in _all(checkpoint):
+    for name, tensor in _named_tensors(checkpoint):
         gap = tensor.gap()
         if gap is not None:
             checkpoint.add("damage", f"{name}: {gap}")
@@ -60,7 +60,7 @@ def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
     _compare_steps(checkpoint)
     _compare_copies(checkpoint, _FEW if level == "headers" else None)
     if level == "tensors":
-        for name, tensor in _all(checkpoint):
+        for name, tensor in _named_tensors(checkpoint):
             _read(checkpoint, name, tensor)
         _compare_ties(checkpoint)
         _compare_rest(checkpoint)
@@ -98,7 +98,7 @@ def _check_schedule(checkpoint: ForeignCheckpoint) -> None:
         checkpoint.add("damage", f"{checkpoint.path.name} {error}")
 
 
-def _all(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
+def _named_tensors(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
     yield from checkpoint.weights.items()
     for name, slots in checkpoint.states.items():
         yield from ((f"{slot} of {name}", tensor) for slot, tensor in slots.items())
@@ -109,13 +109,13 @@ def _read(checkpoint: ForeignCheckpoint, name: str, tensor: StoredTensor) -> Non
     from holdfast.checkpoint.format.unsupported_tensors import is_finite  # imports what headers do without
 
     for piece in tensor.pieces:
-        values = _piece(checkpoint, name, piece)
+        values = _read_piece(checkpoint, name, piece)
         if values is not None and values.is_floating_point() and not is_finite(values):
             count = int((~torch.isfinite(values.float())).sum())
             checkpoint.add("damage", f"{name} holds {count:,} numbers that are NaN or infinite ({piece.file})")
 
 
-def _piece(checkpoint: ForeignCheckpoint, name: str, piece: TensorPiece) -> Tensor | None:
+def _read_piece(checkpoint: ForeignCheckpoint, name: str, piece: TensorPiece) -> Tensor | None:
     try:
         return piece.read()
     except (DamagedFile, OSError) as error:
@@ -160,7 +160,9 @@ def _compare_parameters(checkpoint: ForeignCheckpoint, parameters: Mapping[str, 
     is_complete = checkpoint.system != "Hugging Face" or weights.keys() <= parameters.keys()
     if lacking and is_complete:  # else a weight has another name in the files, and is converted
         checkpoint.add("damage", f"it lacks {len(lacking)} weights of its configuration's model, such as {lacking[0]}")
-    mismatched = [name for name in parameters if name in weights and tuple(parameters[name].shape) != weights[name].shape]
+    mismatched = [
+        name for name in parameters if name in weights and tuple(parameters[name].shape) != weights[name].shape
+    ]
     if mismatched:
         name = mismatched[0]
         checkpoint.add(
@@ -207,13 +209,13 @@ def _compare_states(checkpoint: ForeignCheckpoint) -> None:
                 message = f"{slot} of {name} is {list(state.shape)}, the weight {list(weight.shape)}"
                 checkpoint.add("damage", f"{message}: they are of two models or two steps")
             elif state.shape and state.dtype != weight.dtype:
-                dtypes[slot, _word(state.dtype), _word(weight.dtype)] += 1
+                dtypes[slot, _dtype_name(state.dtype), _dtype_name(weight.dtype)] += 1
     _compare_slots(checkpoint)
     for (slot, dtype, weight_dtype), count in dtypes.items():
         checkpoint.add(
             "note",
-            f"{slot} of {count} parameters is {dtype}, the weights {weight_dtype}: torch's own loading of a state makes it "
-            f"{weight_dtype}; here it stays what it is where the optimizer can go on with that",
+            f"{slot} of {count} parameters is {dtype}, the weights {weight_dtype}: torch's own loading of a state makes "
+            f"it {weight_dtype}; here it stays what it is where the optimizer can go on with that",
         )
 
 
@@ -226,22 +228,22 @@ def _compare_slots(checkpoint: ForeignCheckpoint) -> None:
             checkpoint.add("damage", f"the optimizer lacks {', '.join(sorted(lacking))} of {name}, which others have")
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _compare_copies(checkpoint: ForeignCheckpoint, most: int | None) -> None:
     """Compare what every rank should hold alike: a step that differs is of another save."""
     compared = 0
-    for name, tensor in _all(checkpoint):
+    for name, tensor in _named_tensors(checkpoint):
         if not tensor.copies:
             continue
         compared += 1
         if most is not None and compared > most:
             return
-        first_values = _piece(checkpoint, name, tensor.pieces[0])
+        first_values = _read_piece(checkpoint, name, tensor.pieces[0])
         for copy in tensor.copies:
-            copied_values = _piece(checkpoint, name, copy)
+            copied_values = _read_piece(checkpoint, name, copy)
             if first_values is not None and copied_values is not None and not torch.equal(first_values, copied_values):
                 values = f" ({first_values.item():g} and {copied_values.item():g})" if first_values.numel() == 1 else ""
                 checkpoint.add(
@@ -288,13 +290,13 @@ def _compare_steps(checkpoint: ForeignCheckpoint) -> None:
     if steps[fewest] == steps[most]:
         return
     message = f"the optimizer made {steps[fewest]} updates of {fewest} and {steps[most]} of {most}"
-    if _is_by(_layer, steps) or _is_by(_module_kind, steps):
+    if _agrees_within(_layer, steps) or _agrees_within(_module_kind, steps):
         checkpoint.add("note", f"{message}: what was trained later has fewer")
     else:
         checkpoint.add("damage", f"{message}, and no layer or kind of module has one number: they are of two saves")
 
 
-def _is_by(key: Callable[[str], str], steps: Mapping[str, int]) -> bool:
+def _agrees_within(key: Callable[[str], str], steps: Mapping[str, int]) -> bool:
     """Return whether all parameters with one key have one number of steps."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for name, step in steps.items():

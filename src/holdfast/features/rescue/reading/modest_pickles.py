@@ -27,9 +27,9 @@ _COUNTED = {
 _LINES = {"GLOBAL": 2, "INST": 2}
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
 _EFFECTS = {
-    each.name: (len(each.stack_before), len(each.stack_after))
-    for each in pickletools.opcodes
-    if pickletools.markobject not in (*each.stack_before, *each.stack_after)
+    opcode.name: (len(opcode.stack_before), len(opcode.stack_after))
+    for opcode in pickletools.opcodes
+    if pickletools.markobject not in (*opcode.stack_before, *opcode.stack_after)
 }
 """By instruction that knows no mark: how many values it takes, and how many it leaves."""
 _STOP, _BINGET, _LONG_BINPUT = ord(pickle.STOP), ord(pickle.BINGET), ord(pickle.LONG_BINPUT)
@@ -114,7 +114,9 @@ class Sizes:
         self.matters = bytearray(b"\xff") * len(data) if marks_constants else bytearray()
         """Zero where a constant stands: with another one there, all sizes are the same."""
         effects = self._effects()
-        self._handlers = {ord(opcode.code): self._handler(opcode, effects.get(opcode.name)) for opcode in pickletools.opcodes}
+        self._handlers = {
+            ord(opcode.code): self._handler(opcode, effects.get(opcode.name)) for opcode in pickletools.opcodes
+        }
 
     def follow(self) -> int:
         """Follow the instructions to the last one, and return the size of the result; 0 if they are cut short.

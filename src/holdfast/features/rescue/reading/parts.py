@@ -36,7 +36,7 @@ def opened_file(
     return file
 
 
-def whole(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
+def joined_tensor(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
     """Return the tensor whose parts each rank holds one of.
 
     Raises:
@@ -45,17 +45,19 @@ def whole(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
     first = ranks[0][1]
     if isinstance(first, StoredView):
         file, view = ranks[0]
-        copies = tuple(piece(copy_file, theirs) for copy_file, theirs in ranks[1:])
+        copies = tuple(stored_piece(copy_file, theirs) for copy_file, theirs in ranks[1:])
         if any(copy.sizes != view.shape for copy in copies):
             raise DamagedFile("has another shape on another rank")
-        return StoredTensor(view.shape, view.dtype, (piece(file, view),), copies)
+        return StoredTensor(view.shape, view.dtype, (stored_piece(file, view),), copies)
     _refuse_unlike([shard for _, shard in ranks])
     if first.dim is None:
-        first_piece, *copy_pieces = (piece(file, shard.local) for file, shard in ranks)
+        first_piece, *copy_pieces = (stored_piece(file, shard.local) for file, shard in ranks)
         return StoredTensor(first.shape, first.dtype, (first_piece,), tuple(copy_pieces))
     if first.cut_axis is None:  # a ShardedTensor says where its parts begin
-        pieces = [piece(file, shard.local, shard.offsets) for file, shard in ranks if shard.local is not None]
-        return StoredTensor(first.shape, first.dtype, tuple(sorted(pieces, key=lambda shard: shard.offsets)))
+        pieces = [stored_piece(file, shard.local, shard.offsets) for file, shard in ranks if shard.local is not None]
+        return StoredTensor(
+            first.shape, first.dtype, tuple(sorted(pieces, key=lambda tensor_piece: tensor_piece.offsets))
+        )
     return StoredTensor(first.shape, first.dtype, in_a_row(_along_axis(ranks, first.cut_axis), first.dim))
 
 
@@ -81,13 +83,13 @@ def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[Tenso
             raise DamagedFile(f"is there twice: {file.path.name} holds the part of another rank")
         coordinates.add(coordinate)
         if not any(index for at, index in enumerate(coordinate) if at != axis):
-            pieces[coordinate[axis]] = piece(file, shard.local)
+            pieces[coordinate[axis]] = stored_piece(file, shard.local)
     if sorted(pieces) != list(range(len(pieces))):
         raise DamagedFile(f"lacks a part: the files are those of ranks {sorted(pieces)} of the mesh")
     return [pieces[coordinate] for coordinate in sorted(pieces)]
 
 
-def piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> TensorPiece:
+def stored_piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> TensorPiece:
     """Return a part of a tensor that a file holds.
 
     Raises:

@@ -44,7 +44,7 @@ _DTENSOR = frozenset(
     }
 )
 _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_NOTED = frozenset(
+_OPAQUE_NAMES = frozenset(
     {
         "torch.device",
         "torch.serialization._get_layout",
@@ -110,17 +110,17 @@ class Sharded:
     """Where the part begins, if the file says so."""
 
 
-class Noted:
+class OpaqueObject:
     """Anything with a listed name: its name, what it was called with, and its state."""
 
     name = ""
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     fields: dict[str, Any]
 
-    def __new__(cls, *arguments: Any) -> Noted:
+    def __new__(cls, *arguments: Any) -> OpaqueObject:
         """Note what it was called with, or made of without a call."""
         instance = super().__new__(cls)
-        instance.given, instance.fields = arguments, {}
+        instance.arguments, instance.fields = arguments, {}
         return instance
 
     def __setstate__(self, state: Any) -> None:
@@ -128,7 +128,7 @@ class Noted:
         for values in state if isinstance(state, tuple) else (state,):
             if isinstance(values, dict):
                 self.fields |= values
-        self.given += (state,)
+        self.arguments += (state,)
 
 
 class StateDict(dict[Any, Any]):
@@ -144,7 +144,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, extra: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._extra = extra
-        self._known: dict[str, Any] = {}
+        self._stand_ins: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a listed name.
@@ -153,11 +153,11 @@ class _Unpickler(pickle.Unpickler):
             DamagedFile: Any other name.
         """
         dotted = f"{module}.{name}"
-        if dotted not in self._known:
-            self._known[dotted] = self._made(module, name, dotted)
-        return self._known[dotted]
+        if dotted not in self._stand_ins:
+            self._stand_ins[dotted] = self._stand_in_for(module, name, dotted)
+        return self._stand_ins[dotted]
 
-    def _made(self, module: str, name: str, dotted: str) -> Any:
+    def _stand_in_for(self, module: str, name: str, dotted: str) -> Any:
         if dotted in self._extra:
             return self._extra[dotted]
         if module == "torch" and name in STORAGES:
@@ -167,8 +167,8 @@ class _Unpickler(pickle.Unpickler):
         builders = _builders()
         if dotted in builders:
             return builders[dotted]
-        if dotted in _NOTED or dotted in _DTENSOR or dotted == _SHARDED or dotted.startswith(_PLACEMENTS):
-            return type(name, (Noted,), {"name": dotted})
+        if dotted in _OPAQUE_NAMES or dotted in _DTENSOR or dotted == _SHARDED or dotted.startswith(_PLACEMENTS):
+            return type(name, (OpaqueObject,), {"name": dotted})
         raise DamagedFile(f"asks for {dotted}, which no such file needs; nothing of it was run")
 
     def persistent_load(self, saved: Any) -> Any:
@@ -216,8 +216,8 @@ def _builders() -> dict[str, Callable[..., Any]]:
         "collections.defaultdict": lambda *_: StateDict(),
         "torch.Size": tuple,
         # ShardedTensor's state asks for a class by its class: whatever it asks for, it is noted.
-        "__builtin__.getattr": lambda *_: type("Noted", (Noted,), {}),
-        "builtins.getattr": lambda *_: type("Noted", (Noted,), {}),
+        "__builtin__.getattr": lambda *_: type("OpaqueObject", (OpaqueObject,), {}),
+        "builtins.getattr": lambda *_: type("OpaqueObject", (OpaqueObject,), {}),
         "torch._utils._rebuild_tensor_v2": tensor,
         "torch._utils._rebuild_tensor_v3": tensor_of_dtype,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -241,7 +241,10 @@ def _from_dtensor(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sha
     spec, local = slots["_spec"].fields, slots["_local_tensor"]
     mesh = spec["mesh"].fields
     cut = [(axis, placement) for axis, placement in enumerate(spec["placements"]) if placement.name.endswith("Shard")]
-    if any(placement.name.rpartition(".")[2] not in {"Shard", "Replicate"} for placement in spec["placements"]) or len(cut) > 1:
+    if (
+        any(placement.name.rpartition(".")[2] not in {"Shard", "Replicate"} for placement in spec["placements"])
+        or len(cut) > 1
+    ):
         raise DamagedFile("holds a tensor that is cut over two axes of the mesh (tensor parallel), which is not read")
     axis, dim = (cut[0][0], cut[0][1].fields["dim"]) if cut else (None, None)
     coordinate = mesh.get("_coordinate_on_dim") or ()

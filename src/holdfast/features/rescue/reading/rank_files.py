@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from holdfast.features.rescue.reading.parts import opened_file, whole
+from holdfast.features.rescue.reading.parts import joined_tensor, opened_file
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_untold_order
 from holdfast.features.rescue.reading.record import (
@@ -34,12 +34,12 @@ from holdfast.features.rescue.reading.record import (
     refuse_outside,
 )
 from holdfast.features.rescue.reading.torch_file import TorchFile
-from holdfast.features.rescue.reading.unnamed_states import Naming, named_states
+from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states
 from holdfast.files import MOST_TEXT_BYTES, read_bytes, read_json
 
 RANK_FILE = re.compile(r"^(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt$")
 STEP_FOLDER = re.compile(r"^global_step_(\d{1,15})$")
-TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
+TRACKER_FILES = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 _LOADERS = ("data.pt", "dataloader.pt")
 
 Rank = tuple[TorchFile, Any]
@@ -77,7 +77,7 @@ def holds_something(folder: Path) -> bool:
 
 def _tracked(folder: Path) -> int | None:
     try:
-        text, record = folder / TRACKERS[0], folder / TRACKERS[1]
+        text, record = folder / TRACKER_FILES[0], folder / TRACKER_FILES[1]
         if text.is_file():
             return int(read_bytes(text, 1000).decode().strip())
         if record.is_file():
@@ -221,7 +221,7 @@ def _add_states_of_model(
             first = storages.setdefault((local.storage, local.offset, local.shape), str(name))
             if first != name:
                 checkpoint.tied_away[str(name)] = first
-        tensor = _guarded(checkpoint, f"{name}", lambda values=values: whole(values))  # type: ignore[misc]
+        tensor = _guarded(checkpoint, f"{name}", lambda values=values: joined_tensor(values))  # type: ignore[misc]
         if tensor is not None:
             checkpoint.weights[str(name)] = tensor
 
@@ -247,7 +247,7 @@ def _add_states(
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
         checkpoint.groups = [_group(group, str) for group in groups]
     else:
-        numbered = Naming(checkpoint, files, states, groups)
+        numbered = NumberedStates(checkpoint, files, states, groups)
         states_and_groups = named_states(numbered)
         if states_and_groups is not None:
             checkpoint.states, checkpoint.groups = states_and_groups
@@ -294,7 +294,7 @@ def _add_named(
                 for file, state in zip(files, states, strict=True)
                 if slot in state.get(name, {})
             ]
-            tensor = _guarded(checkpoint, f"{slot} of {name}", lambda shards=shards: whole(shards))  # type: ignore[misc]
+            tensor = _guarded(checkpoint, f"{slot} of {name}", lambda shards=shards: joined_tensor(shards))  # type: ignore[misc]
             if tensor is not None:
                 checkpoint.states.setdefault(name, {})[str(slot)] = tensor
 
@@ -394,7 +394,7 @@ def _of_workers(main: Any, batches: Any, since: int) -> Position | None:
 
 def tracker_text(folder: Path) -> str:
     """Return what the tracker of a run says, for a person."""
-    for name in TRACKERS:
+    for name in TRACKER_FILES:
         if (folder / name).is_file():
             return json.dumps(read_bytes(folder / name, 10_000).decode(errors="replace"))
     return ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.reading.pickles import Sharded, StoredView
-from holdfast.features.rescue.reading.record import ForeignCheckpoint, Part, plain_settings
+from holdfast.features.rescue.reading.record import ForeignCheckpoint, StateKind, plain_settings
 from holdfast.features.rescue.reading.torch_file import TorchFile
 
 _ALIGNMENTS = (4, 8, 2, 1)
@@ -23,7 +23,7 @@ _ALIGNMENTS = (4, 8, 2, 1)
 
 
 def note_untold_order(
-    checkpoint: ForeignCheckpoint, contents: Part, files: Sequence[TorchFile], values: Iterable[Any]
+    checkpoint: ForeignCheckpoint, contents: StateKind, files: Sequence[TorchFile], values: Iterable[Any]
 ) -> None:
     """Note files of which nothing says whose they are.
 
@@ -70,7 +70,7 @@ def refuse_untold_order(checkpoint: ForeignCheckpoint, contents: Collection[str]
         )
 
 
-def _is_unplaced(value: Any, contents: Part) -> bool:
+def _is_unplaced(value: Any, contents: StateKind) -> bool:
     match value:
         case StoredView():  # a weight that every rank has whole is compared with that of the others
             return contents == "optimizer" and math.prod(value.shape) > 1
@@ -79,11 +79,11 @@ def _is_unplaced(value: Any, contents: Part) -> bool:
     return False
 
 
-Unit = Sequence[tuple[int, Sequence[int] | None]]
+WrappedUnit = Sequence[tuple[int, Sequence[int] | None]]
 """A wrapped unit: of each parameter its number of elements, and how many each file has; None without a state."""
 
 
-def misplaced_files(units: Sequence[Unit], world: int) -> list[int] | None:
+def misplaced_files(units: Sequence[WrappedUnit], world: int) -> list[int] | None:
     """Return which files hold runs of another rank, with original parameters under FSDP1.
 
     Args:

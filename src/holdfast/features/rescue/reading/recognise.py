@@ -16,7 +16,7 @@ from holdfast.features.rescue.reading.hugging_face import is_hugging_face, read_
 from holdfast.features.rescue.reading.lightning import META, read_lightning
 from holdfast.features.rescue.reading.rank_files import (
     STEP_FOLDER,
-    TRACKERS,
+    TRACKER_FILES,
     holds_something,
     is_rank_folder,
     newest_step,
@@ -25,13 +25,13 @@ from holdfast.features.rescue.reading.rank_files import (
 from holdfast.features.rescue.reading.record import MALFORMED, ForeignCheckpoint, UnreadableForeign, never_written
 
 _DEEPSPEED = re.compile(r"^(zero_pp_rank_\d+_.*|mp_rank_\d+_model_states)\.pt$|^zero_to_fp32\.py$")
-_KNOWN = (
+_SUPPORTED = (
     "verl and EasyR1 rank files, accelerate, transformers' Trainer and TRL under FSDP, Lightning, torchtitan, DCP "
     "directories, Hugging Face directories"
 )
 
 
-class ForeignPlace(NamedTuple):
+class RecognisedCheckpoint(NamedTuple):
     """A path that holds a checkpoint, and what reads it."""
 
     path: Path
@@ -50,7 +50,7 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     """
     recognised = None
     try:
-        recognised = recognise(path)
+        recognised = recognise_checkpoint(path)
         with collection_paused():
             checkpoint = recognised.read(recognised.path)
     except MALFORMED as error:
@@ -62,7 +62,7 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     return checkpoint
 
 
-def recognise(path: Path) -> ForeignPlace:
+def recognise_checkpoint(path: Path) -> RecognisedCheckpoint:
     """Return where a path's checkpoint is, and its reader.
 
     Raises:
@@ -73,7 +73,7 @@ def recognise(path: Path) -> ForeignPlace:
     if not path.exists():
         raise UnreadableForeign(f"There is nothing at {path}.")
     if path.is_file():
-        return _file(path)
+        return _recognise_file(path)
     names = {entry.name for entry in path.iterdir()}
     if not names:
         raise UnreadableForeign(f"{path} is an empty directory.")
@@ -88,58 +88,58 @@ def recognise(path: Path) -> ForeignPlace:
         )
     if systems:
         return next(iter(systems.values()))
-    return _below(path, names)
+    return _checkpoint_below(path, names)
 
 
-def _file(path: Path) -> ForeignPlace:
+def _recognise_file(path: Path) -> RecognisedCheckpoint:
     if path.suffix == ".ckpt":
-        return ForeignPlace(path, read_lightning)
+        return RecognisedCheckpoint(path, read_lightning)
     if path.suffix == ".safetensors":
-        return ForeignPlace(path, read_hugging_face)
+        return RecognisedCheckpoint(path, read_hugging_face)
     raise UnreadableForeign(
         f"{path} is one file. Name the directory of a checkpoint, a .ckpt of Lightning, or a file of safetensors."
     )
 
 
-def _systems(path: Path, names: set[str]) -> dict[str, ForeignPlace]:
+def _systems(path: Path, names: set[str]) -> dict[str, RecognisedCheckpoint]:
     """Return every system whose names a directory has."""
-    systems: dict[str, ForeignPlace] = {}
+    systems: dict[str, RecognisedCheckpoint] = {}
     if is_rank_folder(names):
-        systems["verl or EasyR1"] = ForeignPlace(path, read_rank_files)
+        systems["verl or EasyR1"] = RecognisedCheckpoint(path, read_rank_files)
     if is_accelerate(names):
-        systems["accelerate or transformers' Trainer"] = ForeignPlace(path, read_accelerate)
+        systems["accelerate or transformers' Trainer"] = RecognisedCheckpoint(path, read_accelerate)
     elif is_hugging_face(names):
-        systems["Hugging Face"] = ForeignPlace(path, read_hugging_face)
+        systems["Hugging Face"] = RecognisedCheckpoint(path, read_hugging_face)
     if META in names:
-        systems["Lightning"] = ForeignPlace(path, read_lightning)
+        systems["Lightning"] = RecognisedCheckpoint(path, read_lightning)
     elif is_dcp(path):
-        systems["DCP"] = ForeignPlace(path, read_lightning if path.suffix == ".ckpt" else read_plain)
+        systems["DCP"] = RecognisedCheckpoint(path, read_lightning if path.suffix == ".ckpt" else read_plain)
     return systems
 
 
-def _below(path: Path, names: set[str]) -> ForeignPlace:
+def _checkpoint_below(path: Path, names: set[str]) -> RecognisedCheckpoint:
     """Return the checkpoint in a directory of steps, or in a run's.
 
     Raises:
         UnreadableForeign: There is none, or nobody can say which.
     """
-    if names & set(TRACKERS) or any(STEP_FOLDER.match(name) for name in names):
+    if names & set(TRACKER_FILES) or any(STEP_FOLDER.match(name) for name in names):
         step, damage = newest_step(path)
-        inner = recognise(step)
+        inner = recognise_checkpoint(step)
         return inner._replace(damage=(*damage, *inner.damage))
     newest, notes = _newest(path, names)
     inner_name = "actor" if "actor" in names else newest or "checkpoint"
     if inner_name in names and (path / inner_name).is_dir():
-        inner = recognise(path / inner_name)
+        inner = recognise_checkpoint(path / inner_name)
         return inner._replace(notes=(*notes, *inner.notes)) if inner_name == newest else inner
     checkpoints = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
     files = sorted(checkpoints.values())  # last.ckpt may be a link to another one
     if len(files) == 1:
-        return recognise(path / files[0])
+        return recognise_checkpoint(path / files[0])
     if files:
         raise UnreadableForeign(f"{path} holds {len(files)} checkpoints of Lightning. Name one, such as {files[-1]}.")
     raise UnreadableForeign(
-        f"{path} holds no checkpoint that is known ({', '.join(sorted(names)[:5])}). Known are {_KNOWN}."
+        f"{path} holds no checkpoint that is known ({', '.join(sorted(names)[:5])}). Known are {_SUPPORTED}."
     )
 
 

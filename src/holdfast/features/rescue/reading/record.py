@@ -14,9 +14,9 @@ from torch import Tensor
 from holdfast.checkpoint.place.memory import new_memory
 from holdfast.errors import UserError
 
-Kind = Literal["damage", "unverified", "repair", "loss", "note"]
-Part = Literal["weights", "optimizer"]
-Verdict = Literal["whole", "cannot be told", "damaged"]
+FindingKind = Literal["damage", "unverified", "repair", "loss", "note"]
+StateKind = Literal["weights", "optimizer"]
+CheckpointVerdict = Literal["whole", "cannot be told", "damaged"]
 
 
 class UnreadableForeign(UserError):  # noqa: N818 - the name says what is wrong
@@ -121,7 +121,7 @@ class StoredTensor:
             return f"its parts hold {covered:,} of {total:,} elements"
         if not all(_is_inside(piece, space) for piece in nonempty):
             return "one part of it lies outside of its shape"
-        if _intersect(nonempty):
+        if _any_overlap(nonempty):
             return "some of it is there twice and some is not: its parts overlap"
         return None
 
@@ -133,7 +133,7 @@ def _is_inside(piece: TensorPiece, space: tuple[int, ...]) -> bool:
     return all(start >= 0 and size >= 0 and start + size <= extent for start, size, extent in ranges)
 
 
-def _intersect(pieces: Sequence[TensorPiece]) -> bool:
+def _any_overlap(pieces: Sequence[TensorPiece]) -> bool:
     """Return whether two parts share an element: a sweep along the dimension that is cut most."""
     axes = range(len(pieces[0].sizes) if pieces else 0)
     axis = max(axes, key=lambda axis: len({piece.offsets[axis] for piece in pieces}), default=None)
@@ -141,14 +141,16 @@ def _intersect(pieces: Sequence[TensorPiece]) -> bool:
         return len(pieces) > 1
     reaching: list[TensorPiece] = []
     for piece in sorted(pieces, key=lambda piece: piece.offsets[axis]):
-        reaching = [earlier for earlier in reaching if earlier.offsets[axis] + earlier.sizes[axis] > piece.offsets[axis]]
-        if any(_share(piece, earlier) for earlier in reaching):
+        reaching = [
+            earlier for earlier in reaching if earlier.offsets[axis] + earlier.sizes[axis] > piece.offsets[axis]
+        ]
+        if any(_overlap(piece, earlier) for earlier in reaching):
             return True
         reaching.append(piece)
     return False
 
 
-def _share(first: TensorPiece, second: TensorPiece) -> bool:
+def _overlap(first: TensorPiece, second: TensorPiece) -> bool:
     pairs = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
     return all(start < begin + length and begin < start + size for start, size, begin, length in pairs)
 
@@ -188,7 +190,7 @@ class Position:
 class ForeignFinding:
     """One thing that a person should know."""
 
-    kind: Kind
+    kind: FindingKind
     text: str
     there: bool = True
     """Of a loss: whether the other system's own resume loses it too."""
@@ -229,12 +231,12 @@ class ForeignCheckpoint:
     """File -> what compares those of its bytes with their checksums that no tensor was read from."""
     without_checksums: set[str] = field(default_factory=set)
     """Files of numbers that were opened and have no checksums."""
-    untold_order: set[Part] = field(default_factory=set)
+    untold_order: set[StateKind] = field(default_factory=set)
     """Of which nothing says which rank wrote which file: they are put together in the order of the files' names."""
     has_two_models: bool = False
     """Whether a second weight of some name was refused."""
 
-    def add(self, kind: Kind, *texts: str, there: bool = True) -> None:
+    def add(self, kind: FindingKind, *texts: str, there: bool = True) -> None:
         """Note findings."""
         self.findings += [ForeignFinding(kind, text.removesuffix("."), there) for text in texts]
 
@@ -255,12 +257,12 @@ class ForeignCheckpoint:
             return
         self.weights[name] = tensor
 
-    def of_kind(self, kind: Kind) -> Sequence[ForeignFinding]:
+    def of_kind(self, kind: FindingKind) -> Sequence[ForeignFinding]:
         """Return the findings of one kind."""
         return [finding for finding in self.findings if finding.kind == kind]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckpointVerdict:
         """What an examination came to: whole is said only where all bytes that are read were compared."""
         if self.of_kind("damage"):
             return "damaged"

@@ -85,7 +85,7 @@ class TorchFile:
         if self._length == 0:
             raise DamagedFile("is empty")
         try:
-            with zipfile.ZipFile(_Window(file, self._begin, self._length)) as archive:
+            with zipfile.ZipFile(_FileWindow(file, self._begin, self._length)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -112,7 +112,7 @@ class TorchFile:
         return "is no file of torch.save"
 
     def _bytes(self, name: str) -> bytes:
-        begin, size = self._place(name)
+        begin, size = self._member_range(name)
         with open_regular(self.path) as file:
             file.seek(begin)
             data = file.read(size)
@@ -122,7 +122,7 @@ class TorchFile:
             raise DamagedFile(f"is damaged: the checksum of {name} does not fit")
         return data
 
-    def _place(self, name: str) -> tuple[int, int]:
+    def _member_range(self, name: str) -> tuple[int, int]:
         """Return where in the file a member's bytes begin, and how many there are."""
         member = self._members.get(name)
         if member is None:
@@ -158,7 +158,9 @@ class TorchFile:
         numbers = [member for name, member in self._members.items() if "/data/" in name]
         if not any(member.size > _SCALAR and member.checksum for member in numbers):
             return None
-        entries = ((name.removeprefix(self._prefix), entry.size, entry.checksum) for name, entry in self._members.items())
+        entries = (
+            (name.removeprefix(self._prefix), entry.size, entry.checksum) for name, entry in self._members.items()
+        )
         return tuple(sorted(entries))
 
     def check(self, view: StoredView) -> None:
@@ -206,7 +208,7 @@ class TorchFile:
         A checksum is of all of a storage. What stands around the tensor is read along with it where it is no more than
         the tensor, as the padding of FSDP2 is; of a storage that many tensors share, all is read once before the first.
         """
-        begin, size = self._place(f"{self._prefix}data/{view.storage}")
+        begin, size = self._member_range(f"{self._prefix}data/{view.storage}")
         start = view.offset * view.dtype.itemsize
         trailing = size - start - len(target)
         if size <= 2 * len(target):
@@ -226,7 +228,7 @@ class TorchFile:
         for name in self._members:
             storage = name.removeprefix(begin)
             if name.startswith(begin) and storage not in self._compared:
-                self._compare(storage, self._place(name)[0], _scratch(self._members[name].size))
+                self._compare(storage, self._member_range(name)[0], _scratch(self._members[name].size))
 
     def _compare(
         self, storage: str, begin: int, blocks: Iterable[memoryview], target: memoryview | None = None
@@ -279,7 +281,7 @@ def _is_row_major(view: StoredView) -> bool:
     return True
 
 
-class _Window:
+class _FileWindow:
     """A part of a file as a file of its own, for zipfile."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
