@@ -24,10 +24,10 @@ class DivergencePoint:
 
     step: int
     metrics: tuple[str, ...]
-    """All that differ there."""
+    """All metrics that differ at the step."""
     first: float
     second: float
-    """Of the first metric."""
+    """Both values of the first metric."""
 
 
 def first_divergence(first: RunRecord, second: RunRecord) -> DivergencePoint | None:
@@ -111,7 +111,7 @@ def _at_equal_steps(name: str, first: Column, second: Column) -> Iterator[list[s
 
 
 def _names(first: RunRecord, second: RunRecord) -> tuple[str, str]:
-    """Return what the runs are called, their places where both have one name."""
+    """Return what the runs are called, their paths where both have one name."""
     if first.name != second.name:
         return first.name, second.name
     return escaped(str(first.directory)), escaped(str(second.directory))

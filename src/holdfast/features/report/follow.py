@@ -31,18 +31,18 @@ _SAMPLE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank left of itself in the launch directory."""
+    """The last phase, step and sign of life that a rank wrote to the launch directory."""
 
     rank: int
     phase: str
     step: int | None
     age: float
-    """Seconds since it last said something."""
+    """Seconds since the rank last wrote a file."""
 
 
 @dataclass
 class RunStatus:
-    """What is known of a run now."""
+    """The state of a run at the last look."""
 
     name: str
     verb: str
@@ -68,7 +68,7 @@ class RunStatus:
 
 
 class Follower:
-    """Looks at a run again and again.
+    """Reads what a run has written since the last look.
 
     Args:
         directory: Of the run.

@@ -44,7 +44,7 @@ class ShownSample:
     finish: str
     trained: bool
     offset: int
-    """Where its line begins, or -1 in a table file."""
+    """Byte offset of its line in samples.jsonl; -1 for a row of a table file."""
     has_tokens: bool = False
     is_cut: bool = False
     """Whether the text is longer than what is here."""
@@ -136,7 +136,7 @@ def _number(value: Any) -> float | None:
 
 
 class _Thinner:
-    """Holds completions of at most twice so many; beyond, every second of its steps is left out."""
+    """Holds at most twice as many completions as requested; beyond that, every second step is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""The parts of the page that are there without a script: numbers, tables and sentences."""
+"""The sections of the page that need no script: numbers, tables and sentences."""
 
 from __future__ import annotations
 

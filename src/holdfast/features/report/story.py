@@ -30,7 +30,7 @@ _ASSIGNED = re.compile(
 
 @dataclass(frozen=True)
 class Mark:
-    """Something at a step."""
+    """An event of a run, at its step."""
 
     kind: str
     """failed, stopped, resumed, saved, evaluated, alarm, exported, or other."""
@@ -79,7 +79,7 @@ def marks_of(curves: Curves, events: Sequence[Event]) -> list[Mark]:
 
 
 def _end_of_start(rewind: Rewind, events: Sequence[Event], offset: int) -> int:
-    """Return the place behind the events of the start that ended before a resume."""
+    """Return the index behind the last event of the start that ended before a resume."""
     for index in range(offset, len(events)):
         event = events[index]
         if event.get("event") == "start" and _step(event) == rewind.to and index > offset:

@@ -19,7 +19,7 @@ RULE = (
 
 
 def drawn_indices(values: Sequence[float]) -> list[int] | range:
-    """Return the places of the points that are drawn, in order."""
+    """Return the indices of the points that are drawn, in order."""
     size = len(values)
     if size <= MOST_POINTS:
         return range(size)
@@ -31,7 +31,7 @@ def drawn_indices(values: Sequence[float]) -> list[int] | range:
 
 
 def _extremes(values: Sequence[float], start: int, end: int) -> set[int]:
-    """Return the places of the first, the lowest, the highest, the last and one missing value of a part."""
+    """Return the indices of the first, lowest, highest and last value of a bucket, and of one that is not finite."""
     bucket = values[start:end]
     indices = {start, end - 1}
     total = sum(bucket)

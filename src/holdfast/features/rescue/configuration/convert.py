@@ -27,7 +27,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 @dataclass(frozen=True)
 class ConvertedLine:
-    """What came of one key of the other system."""
+    """The conversion of one key of the other system."""
 
     key: str
     number: int
@@ -45,7 +45,7 @@ class ConvertedLine:
 
 @dataclass(frozen=True)
 class ConvertedConfig:
-    """A file of another system as one of ours."""
+    """A file of another system, converted to our configuration."""
 
     table: KeyTable
     verb: str
@@ -57,7 +57,7 @@ class ConvertedConfig:
     """Of each of these keys, the lines that set it."""
 
     def values(self) -> dict[str, Any]:
-        """Return the tree."""
+        """Return the configuration as a tree."""
         tree: dict[str, Any] = {}
         for dotted, value in self.settings.items():
             *above, last = dotted.split(".")
@@ -224,7 +224,7 @@ def _accepted(key: str, keys: frozenset[str]) -> bool:
 
 
 def _unread(entry: KeyEntry, facts: Facts) -> str:
-    """Return why the other system does not read a key."""
+    """Return why the other system does not read a key; "" if it reads it."""
     for key, values in entry.when.items():
         if spelled(facts.get(key)) not in values:
             return f"{key} is {spelled(facts.get(key)) or 'not set'}"

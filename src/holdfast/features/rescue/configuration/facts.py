@@ -1,4 +1,4 @@
-"""What a conversion knows, and what it returns."""
+"""The input and the result of a conversion."""
 
 from __future__ import annotations
 

@@ -52,24 +52,24 @@ from holdfast.training.saving.run_snapshot import run_assets
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What a user says of an import."""
+    """The options that a user gives for an import."""
 
     data_from_start: bool = False
     step: int | None = None
-    """Where the checkpoint states none."""
+    """The step, where the checkpoint states none."""
     trust_rank_order: bool = False
-    """Take every rank's file for the one that its name says, where nothing in it does."""
+    """Believe the rank in a file's name where the file itself does not state one."""
 
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import wrote."""
+    """The checkpoint that an import wrote."""
 
     path: str
     """Of the checkpoint."""
     notes: list[str]
     override: str = ""
-    """What the command of the run needs besides its file."""
+    """The override that the run's command needs besides its file."""
 
 
 def import_run(
@@ -146,7 +146,7 @@ def _repairs(checkpoint: ForeignCheckpoint) -> list[str]:
 
 
 def _without_state(checkpoint: ForeignCheckpoint) -> list[str]:
-    """Say of which parameters that the optimizer had it kept nothing."""
+    """Return a note on parameters of the optimizer that have no state."""
     names = [
         name
         for group in checkpoint.groups
@@ -348,7 +348,7 @@ def _compare_rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[s
 
 
 def _write_run(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
-    """Write a checkpoint and its run's directory; return the checkpoint's place."""
+    """Write a checkpoint and its run's directory; return the checkpoint's path."""
     setting, config = run.setting, run.setting.config
     lost = [finding.text for finding in checkpoint.of_kind("loss")]
     source = {"system": checkpoint.system, "path": str(checkpoint.path), "step": step}

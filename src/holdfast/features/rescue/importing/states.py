@@ -128,7 +128,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def described_state(
     checkpoint: ForeignCheckpoint, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> OptimizerState:
-    """Return what a manifest says of the optimizer: this run's class, and the groups and settings of there."""
+    """Return what a manifest says of the optimizer: this run's class, and the other system's groups and settings."""
     setting_names = {key for group in optimizer.param_groups for key in group} - {"params"}
     groups = tuple(
         GroupState(

@@ -37,7 +37,7 @@ _KINDS = (SFTConfig, DPOConfig, GRPOConfig)
 
 
 class BatchlessStream(BatchStream[Any, Any]):
-    """The rows of a run and a position in them; it makes no batches."""
+    """A stream that holds the rows of a run and a position in them, and makes no batches."""
 
     def _batch_of(self, candidates: Candidates[Any]) -> Any:
         """Never called: nothing asks for the next batch."""

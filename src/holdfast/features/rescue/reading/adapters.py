@@ -34,9 +34,9 @@ class _Adapters(NamedTuple):
 
     pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
     scales: Mapping[str, float] | None
-    """What B A is multiplied with; None where nothing says it."""
+    """The factor of B A; None where no file states it."""
     apart: bool
-    """Whether they lie where no loader adds them of its own accord."""
+    """Whether they lie in a directory from which no loader adds them automatically."""
 
 
 def compare_with_base(checkpoint: ForeignCheckpoint, base: Path) -> None:
@@ -74,8 +74,8 @@ def _add_finding(checkpoint: ForeignCheckpoint, adapters: _Adapters, merges: flo
         checkpoint.add(
             "damage",
             f"its adapters were merged already: its {layers} are those of {base} and {merges:.2f} B A, and the "
-            f"adapters are there too{again}. Take its weights without the adapters, or the adapters on the base; this is not "
-            "repaired",
+            f"adapters are there too{again}. Take its weights without the adapters, or the adapters on the base; this "
+            "is not repaired",
         )
     elif abs(merges - count) > _NEAR or count < 0:
         checkpoint.add("note", f"its {layers} differ from {base} by more than its adapters: trained, or another base")

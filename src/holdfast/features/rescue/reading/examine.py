@@ -1,4 +1,4 @@
-"""What is wrong with another system's checkpoint, and what a resume would lose: there, and here."""
+"""Find what is wrong with another system's checkpoint, and what a resume would lose, there and here."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ def _compare_states(checkpoint: ForeignCheckpoint) -> None:
     for (slot, dtype, weight_dtype), count in dtypes.items():
         checkpoint.add(
             "note",
-            f"{slot} of {count} parameters is {dtype}, the weights {weight_dtype}: torch's own loading of a state makes "
-            f"it {weight_dtype}; here it stays what it is where the optimizer can go on with that",
+            f"{slot} of {count} parameters is {dtype}, the weights {weight_dtype}: torch's own loading of a state "
+            f"makes it {weight_dtype}; here it stays what it is where the optimizer can go on with that",
         )
 
 

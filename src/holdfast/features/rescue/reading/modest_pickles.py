@@ -35,13 +35,13 @@ _EFFECTS = {
 _STOP, _BINGET, _LONG_BINPUT = ord(pickle.STOP), ord(pickle.BINGET), ord(pickle.LONG_BINPUT)
 
 _Handler = Callable[[int], int]
-"""Follows an instruction whose argument begins at a place; returns where the next instruction begins."""
+"""Follows an instruction whose argument begins at an offset; returns the offset of the next instruction."""
 _Effect = Callable[[], object]
 """Does to the stack what an instruction does."""
 
 
 class _Immodest(Exception):  # noqa: N818 - an answer
-    """It asks for too much."""
+    """The pickle asks for too much memory or time."""
 
 
 def _decimal(digits: bytes) -> int:
@@ -90,7 +90,7 @@ def is_modest(data: bytes) -> bool:
 
 
 def differ_where_it_matters(data: bytes, followed: bytes, matters: bytes) -> bool:
-    """Return whether two pickles of one length differ in more than constants; `matters` is of one that was followed."""
+    """Return whether two pickles of one length differ in more than constants; `matters` is of the followed one."""
     first, second, mask = (np.frombuffer(buffer, dtype=np.uint8) for buffer in (data, followed, matters))
     return bool(((first ^ second) & mask).any())
 
@@ -112,7 +112,7 @@ class Sizes:
         self._memo: dict[int, int] = {}
         self._lists = [0]
         self.matters = bytearray(b"\xff") * len(data) if marks_constants else bytearray()
-        """Zero where a constant stands: with another one there, all sizes are the same."""
+        """Zero at the bytes of constants: all sizes stay the same when such a byte changes."""
         effects = self._effects()
         self._handlers = {
             ord(opcode.code): self._handler(opcode, effects.get(opcode.name)) for opcode in pickletools.opcodes
@@ -307,7 +307,7 @@ class Sizes:
                 raise _Immodest
 
     def _look_up(self, keys: Sequence[int], *, makes: bool = False) -> None:
-        """Count what it takes to look keys up."""
+        """Add the size of keys that are hashed to the total of all keys."""
         self._keys += self._size(keys)
         if self._keys > self._most:
             raise _Immodest

@@ -1,4 +1,4 @@
-"""Tensors of parts that lie in the files of several ranks."""
+"""Tensors whose shards lie in the files of several ranks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def opened_file(
 
 
 def joined_tensor(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
-    """Return the tensor whose parts each rank holds one of.
+    """Return the tensor of which every rank holds a shard.
 
     Raises:
-        DamagedFile: The parts cannot be of one tensor.
+        DamagedFile: The shards cannot be of one tensor.
     """
     first = ranks[0][1]
     if isinstance(first, StoredView):
@@ -70,10 +70,10 @@ def _refuse_unlike(shards: Sequence[Any]) -> None:
 
 
 def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[TensorPiece]:
-    """Return the parts of a tensor in the order of a mesh axis; of copies over other axes, the first.
+    """Return the pieces of a tensor in the order of a mesh axis; of copies over other axes, the first.
 
     Raises:
-        DamagedFile: A part is there twice, or a file is another rank's.
+        DamagedFile: A shard is there twice, or a file is another rank's.
     """
     pieces: dict[int, TensorPiece] = {}
     coordinates: set[tuple[int, ...]] = set()
@@ -90,7 +90,7 @@ def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[Tenso
 
 
 def stored_piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> TensorPiece:
-    """Return a part of a tensor that a file holds.
+    """Return the piece of a tensor that a file holds.
 
     Raises:
         DamagedFile: The file lacks its numbers.

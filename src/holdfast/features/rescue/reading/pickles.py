@@ -74,7 +74,7 @@ _OPAQUE_NAMES = frozenset(
         "numpy.dtypes.UInt32DType",
     }
 )
-"""Names that are noted with what was given to them, and mean nothing else here."""
+"""Names of objects whose arguments are kept, and which are neither imported nor called."""
 _PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
 
 
@@ -93,7 +93,7 @@ class StoredView:
 
 @dataclass(frozen=True)
 class Sharded:
-    """One rank's part of a tensor."""
+    """One rank's shard of a tensor."""
 
     shape: tuple[int, ...]
     """Of the whole."""
@@ -107,24 +107,24 @@ class Sharded:
     cut_axis: int | None
     """The mesh axis that `dim` is cut over."""
     offsets: tuple[int, ...] | None = None
-    """Where the part begins, if the file says so."""
+    """Where the shard begins, if the file says so."""
 
 
 class OpaqueObject:
-    """Anything with a listed name: its name, what it was called with, and its state."""
+    """Stands for an object with a listed name: it keeps the name, the arguments of its call, and the state."""
 
     name = ""
     arguments: tuple[Any, ...]
     fields: dict[str, Any]
 
     def __new__(cls, *arguments: Any) -> OpaqueObject:
-        """Note what it was called with, or made of without a call."""
+        """Keep the arguments of the call."""
         instance = super().__new__(cls)
         instance.arguments, instance.fields = arguments, {}
         return instance
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the state of whatever it stands for: a dictionary, or slots behind None."""
+        """Keep the state of the object that it stands for: a dictionary, or (None, slots)."""
         for values in state if isinstance(state, tuple) else (state,):
             if isinstance(values, dict):
                 self.fields |= values
@@ -139,7 +139,7 @@ class StateDict(dict[Any, Any]):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of a list, and nothing else."""
+    """Resolves the names of a closed list, and refuses every other name."""
 
     def __init__(self, data: bytes, extra: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")

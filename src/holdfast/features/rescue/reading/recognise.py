@@ -37,9 +37,9 @@ class RecognisedCheckpoint(NamedTuple):
     path: Path
     read: Callable[[Path], ForeignCheckpoint]
     damage: tuple[str, ...] = ()
-    """What is wrong on the way there."""
+    """What is wrong in the directories above the checkpoint."""
     notes: tuple[str, ...] = ()
-    """What was passed by on the way there."""
+    """What was skipped on the way to the checkpoint."""
 
 
 def open_foreign(path: Path) -> ForeignCheckpoint:

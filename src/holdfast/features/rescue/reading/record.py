@@ -16,6 +16,7 @@ from holdfast.errors import UserError
 
 FindingKind = Literal["damage", "unverified", "repair", "loss", "note"]
 StateKind = Literal["weights", "optimizer"]
+"""What a rank's files hold."""
 CheckpointVerdict = Literal["whole", "cannot be told", "damaged"]
 
 
@@ -31,11 +32,11 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """What readers raise where a value has another form than its system writes."""
 _SCALARS = (bool, int, float, str, torch.dtype, type(None))
 _MOST = 2**53
-"""No step, pass or row is beyond: floats count no further one by one."""
+"""The largest step, pass or row: beyond it, a float cannot represent every integer."""
 
 
 def never_written(source: object, error: BaseException) -> str:
-    """Say that something holds what its system never writes; of the error only short words are told."""
+    """Return the message for a value that its system never writes; of the error, only short texts are quoted."""
     texts = [text for text in error.args if isinstance(text, str)]
     return f"{source} holds what its system never writes: {type(error).__name__} {' '.join(texts)[:120]}".rstrip(" .")
 
@@ -68,7 +69,7 @@ def counted(value: object, quantity: str) -> int:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A part of a tensor that lies in one place."""
+    """A block of a tensor that lies in one file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -79,7 +80,7 @@ class TensorPiece:
     """Its file, for messages."""
 
     def read(self) -> Tensor:
-        """Return the part, in memory of its own."""
+        """Read the block into new memory and return it."""
         tensor = new_memory(self.file, self.sizes, self.dtype)
         self.fill(tensor)
         return tensor
@@ -87,13 +88,13 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in another system's files; its pieces tile it, but for the doubts of `gaps`."""
+    """A tensor in another system's files; its pieces tile it, unless `gap` says otherwise."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[TensorPiece, ...]
     copies: tuple[TensorPiece, ...] = ()
-    """Of a tensor that every rank has: those of the other ranks."""
+    """The other ranks' copies, where every rank stores the whole tensor."""
     flat: bool = False
     """Whether pieces are runs of the tensor's elements in row-major order, as FSDP1 cuts them."""
 
@@ -134,7 +135,7 @@ def _is_inside(piece: TensorPiece, space: tuple[int, ...]) -> bool:
 
 
 def _any_overlap(pieces: Sequence[TensorPiece]) -> bool:
-    """Return whether two parts share an element: a sweep along the dimension that is cut most."""
+    """Return whether two pieces share an element: a sweep along the dimension that is cut most."""
     axes = range(len(pieces[0].sizes) if pieces else 0)
     axis = max(axes, key=lambda axis: len({piece.offsets[axis] for piece in pieces}), default=None)
     if axis is None:
@@ -165,7 +166,7 @@ class StoredGroup:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> str:
-    """Return the same text for equal settings; nests in them count for nothing: their text may have no end."""
+    """Return the same text for equal settings. Nested values are left out, since they may refer to themselves."""
     plain = {key: value for key, value in settings.items() if isinstance(value, _SCALARS)}
     pairs = {key: value for key, value in settings.items() if isinstance(value, tuple) and len(value) <= 4}
     flat = {key: value for key, value in pairs.items() if all(isinstance(element, _SCALARS) for element in value)}
@@ -174,7 +175,7 @@ def plain_settings(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Position:
-    """Where its data stood, as far as the system says."""
+    """The position in the data, as far as the system states it."""
 
     epoch: int | None
     """Whole passes that were done; None where only the step says something of them."""
@@ -183,12 +184,12 @@ class Position:
     batches: int | None = None
     """Batches drawn in it, where their size is not known."""
     share: float | None = None
-    """The part of it that was done, where nothing else is known."""
+    """The fraction of the pass that was done, where nothing else is known."""
 
 
 @dataclass(frozen=True)
 class ForeignFinding:
-    """One thing that a person should know."""
+    """A finding of the examination, for a person."""
 
     kind: FindingKind
     text: str
@@ -232,7 +233,7 @@ class ForeignCheckpoint:
     without_checksums: set[str] = field(default_factory=set)
     """Files of numbers that were opened and have no checksums."""
     untold_order: set[StateKind] = field(default_factory=set)
-    """Of which nothing says which rank wrote which file: they are put together in the order of the files' names."""
+    """Kinds of files that do not say which rank wrote them; they are joined in the order of their names."""
     has_two_models: bool = False
     """Whether a second weight of some name was refused."""
 

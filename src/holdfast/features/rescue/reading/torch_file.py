@@ -21,7 +21,7 @@ from holdfast.features.rescue.reading.record import DamagedFile
 from holdfast.files import file_kind, open_regular
 
 _BLOCK = 2**20
-"""Bytes that are read at a time, so that their checksum finds them near the processor."""
+"""Bytes that are read at a time, so that they are still in the cache when their checksum is computed."""
 _MOST_PICKLE = 2**30
 """No pickle of names and shapes is larger; a sparse file may claim any size."""
 _SCALAR = 16
@@ -38,7 +38,7 @@ class _Member(NamedTuple):
 
 
 class TorchFile:
-    """What one file holds; its tensors are read when they are asked for.
+    """The contents of one file; a tensor is read when it is requested.
 
     No byte is returned before all of its member was compared with the archive's checksum: the pickle when it is read,
     a storage the first time that any view of it is.
@@ -203,7 +203,7 @@ class TorchFile:
         target.copy_(flat.as_strided(view.shape, view.strides))
 
     def _read(self, view: StoredView, target: memoryview) -> None:
-        """Read the bytes from a tensor's first to its last element, block by block while they are near the processor.
+        """Read the bytes from a tensor's first to its last element, block by block while they are in the cache.
 
         A checksum is of all of a storage. What stands around the tensor is read along with it where it is no more than
         the tensor, as the padding of FSDP2 is; of a storage that many tensors share, all is read once before the first.
@@ -282,13 +282,13 @@ def _is_row_major(view: StoredView) -> bool:
 
 
 class _FileWindow:
-    """A part of a file as a file of its own, for zipfile."""
+    """A range of a file that behaves like a file, for zipfile."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
 
     def seekable(self) -> bool:
-        """Say that one can seek."""
+        """Return True: zipfile seeks."""
         return True
 
     def tell(self) -> int:
@@ -296,7 +296,7 @@ class _FileWindow:
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move."""
+        """Set the position and return it."""
         self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence] + offset
         if self._at < 0:
             raise OSError("negative seek")  # as a file says; zipfile takes it for the end of its search

@@ -37,7 +37,7 @@ _UNIT = re.compile(r"^(.*?\.\d+)\.")
 
 
 class _Unnamed(DamagedFile):
-    """Nobody can say which number is which parameter; the weights may be whole."""
+    """The state does not tell which number is which parameter; the weights may be intact."""
 
 
 States = dict[str, dict[str, StoredTensor]]
@@ -45,7 +45,7 @@ States = dict[str, dict[str, StoredTensor]]
 
 @dataclass(frozen=True)
 class NumberedStates:
-    """What is known where names are looked for."""
+    """Optimizer states whose parameters are numbered, with the checkpoint and the files that they are of."""
 
     checkpoint: ForeignCheckpoint
     files: Sequence[TorchFile]
