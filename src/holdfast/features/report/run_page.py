@@ -16,7 +16,7 @@ from holdfast.training.directory import IDENTITY, count_starts
 
 
 class _PageTimeout(BaseException):
-    """The time is over, or a signal asks the command to end. A BaseException, so that no `except Exception` catches it."""
+    """The time is over, or a signal asks the command to end. No `except Exception` catches it."""
 
 
 def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
