@@ -193,6 +193,7 @@ def _builders() -> dict[str, Callable[..., Any]]:
         return view
 
     def tensor_of_dtype(storage: Any, offset: Any, shape: Any, strides: Any, *extras: Any) -> StoredView:
+        # Version 3 is for dtypes without a typed storage: the storage counts bytes, and the dtype is a later argument.
         key, _, count = storage
         dtype = next(value for value in extras if isinstance(value, torch.dtype))
         view = StoredView(key, dtype, count // dtype.itemsize, offset, tuple(shape), tuple(strides))

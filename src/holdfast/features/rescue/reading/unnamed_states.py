@@ -95,16 +95,16 @@ def _named(numbered: NumberedStates) -> tuple[dict[Any, tuple[str, ...]], States
         raise _Unnamed("numbers its parameters, and the weights are sorted by name: without a configuration that fits "
                        "them nobody can know which is which")  # fmt: skip
     if len(numbered.groups) > 1:
-        one_each = _in_two_groups(numbered, names)
+        names_by_number = _in_two_groups(numbered, names)
         checkpoint.form += "; the optimizer's numbers follow the Trainer's groups, decayed and not"
-        return {number: (name,) for number, name in one_each.items()}, _of_parameters(numbered, one_each)
+        return {number: (name,) for number, name in names_by_number.items()}, _of_parameters(numbered, names_by_number)
     units = units_of(names)
     if len(numbers) == len(names):
         checkpoint.form += "; the optimizer's numbers follow the order of the model's parameters"
-        one_each = dict(zip(numbers, names, strict=True))
-        states = _of_parameters(numbered, one_each)
-        _check_order(numbered, one_each, units)
-        return {number: (name,) for number, name in one_each.items()}, states
+        names_by_number = dict(zip(numbers, names, strict=True))
+        states = _of_parameters(numbered, names_by_number)
+        _check_order(numbered, names_by_number, units)
+        return {number: (name,) for number, name in names_by_number.items()}, states
     if len(numbers) == len(units):
         checkpoint.form += "; flat parameters, one per layer"
         by_number = {number: tuple(unit) for number, unit in zip(numbers, units, strict=True)}
@@ -129,9 +129,9 @@ def _in_two_groups(numbered: NumberedStates, names: Sequence[str]) -> dict[Any, 
         split = [name for name in names if name in decayed], [name for name in names if name not in decayed]
         if [len(members) for members in split] != sizes:
             continue
-        one_each = dict(zip(numbered.numbers, [*split[0], *split[1]], strict=True))
-        if one_each not in fitting and _has_shapes_of_weights(numbered, one_each):
-            fitting.append(one_each)
+        names_by_number = dict(zip(numbered.numbers, [*split[0], *split[1]], strict=True))
+        if names_by_number not in fitting and _has_shapes_of_weights(numbered, names_by_number):
+            fitting.append(names_by_number)
     if len(fitting) != 1:
         raise _Unnamed(
             f"numbers its parameters in {len(groups)} groups of {' and '.join(map(str, sizes))}, and by number and "

@@ -82,7 +82,7 @@ class KeyTable:
 @cache
 def load_key_table(name: str) -> KeyTable:
     """Read the table of a system."""
-    raw = _read(name)
+    raw = parse_text(_text(name), f"{name}.yaml").values
     below = load_key_table(raw["extends"]) if "extends" in raw else None
     entries = {key: tuple(_entries(key, entry)) for key, entry in raw["keys"].items()}
     verbs = raw.get("verbs", {})
@@ -102,10 +102,6 @@ def load_key_table(name: str) -> KeyTable:
 @cache
 def _text(name: str) -> str:
     return Path(__file__).with_name(f"{name}.yaml").read_text("utf-8")
-
-
-def _read(name: str) -> dict[str, Any]:
-    return parse_text(_text(name), f"{name}.yaml").values
 
 
 def _entries(key: str, raw: Mapping[str, Any]) -> Iterator[KeyEntry]:
