@@ -138,24 +138,24 @@ def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
     """Return completions in few bytes: prompts once, rows as lists."""
     prompts: dict[str, int] = {}
     finishes: dict[str, int] = {}
-    reward_names = list(dict.fromkeys(name for item in items for name in item.function_rewards))
+    reward_names = list(dict.fromkeys(name for sample in items for name in sample.function_rewards))
     rows = [
         [
-            item.step,
-            item.sample_id,
-            prompts.setdefault(item.prompt, len(prompts)),
-            item.completion,
-            rounded(item.reward, _OF_SAMPLES),
-            rounded(item.advantage, _OF_SAMPLES) if item.trained else None,
-            finishes.setdefault(escaped(item.finish), len(finishes)),
-            int(item.trained),
-            [rounded(item.function_rewards.get(name), _OF_SAMPLES) for name in reward_names]
+            sample.step,
+            sample.sample_id,
+            prompts.setdefault(sample.prompt, len(prompts)),
+            sample.completion,
+            rounded(sample.reward, _OF_SAMPLES),
+            rounded(sample.advantage, _OF_SAMPLES) if sample.trained else None,
+            finishes.setdefault(escaped(sample.finish), len(finishes)),
+            int(sample.trained),
+            [rounded(sample.function_rewards.get(name), _OF_SAMPLES) for name in reward_names]
             if len(reward_names) > 1
             else 0,
         ]
-        for item in items
+        for sample in items
     ]
-    full_texts = {str(index): _full_text(item.full) for index, item in enumerate(items) if item.full is not None}
+    full_texts = {str(index): _full_text(sample.full) for index, sample in enumerate(items) if sample.full is not None}
     return {
         "prompts": list(prompts),
         "finishes": list(finishes),

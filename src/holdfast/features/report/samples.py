@@ -180,37 +180,37 @@ class _Thinner:
 def choose_full(items: Sequence[ShownSample]) -> list[ShownSample]:
     """Return the completions that are shown whole, by `SAMPLE_RULE`."""
     steps: dict[int, list[ShownSample]] = {}
-    for item in items:
-        steps.setdefault(item.step, []).append(item)
+    for sample in items:
+        steps.setdefault(sample.step, []).append(sample)
     order = list(steps)
     count = min(len(order), WHOLE // 4)
     spread = [order[round(number * (len(order) - 1) / max(1, count - 1))] for number in range(count)]
     samples: dict[int, ShownSample] = {}
     for step in spread:
-        scored = [item for item in steps[step] if item.reward is not None]
-        ranked = sorted(scored, key=lambda item: item.reward or 0.0)
+        scored = [sample for sample in steps[step] if sample.reward is not None]
+        ranked = sorted(scored, key=lambda sample: sample.reward or 0.0)
         best = [ranked[-1], ranked[0]] if ranked else []
-        for item in (*best, *(item for item in steps[step] if item.has_tokens)):
+        for sample in (*best, *(sample for sample in steps[step] if sample.has_tokens)):
             if len(samples) < WHOLE:
-                samples[id(item)] = item
-    for item in reversed(items):
+                samples[id(sample)] = sample
+    for sample in reversed(items):
         if len(samples) >= WHOLE:
             break
-        samples[id(item)] = item
+        samples[id(sample)] = sample
     return list(samples.values())
 
 
 def _read_full(path: Path, samples: Sequence[ShownSample]) -> None:
     """Read all of the text and the tokens of some completions."""
-    in_file = sorted((item for item in samples if item.offset >= 0), key=lambda item: item.offset)
+    in_file = sorted((sample for sample in samples if sample.offset >= 0), key=lambda sample: sample.offset)
     if not in_file:
         return
     with RegularFile(path) as file:
-        for item in in_file:
-            file.seek(item.offset)
+        for sample in in_file:
+            file.seek(sample.offset)
             line = parsed(_line_of(file))
             if isinstance(line, dict):
-                item.full = full_sample(line)
+                sample.full = full_sample(line)
 
 
 def _line_of(file: RegularFile) -> bytes:

@@ -51,9 +51,9 @@ def _decimal(digits: bytes) -> int:
 
 
 def _skipping(length: int, effect: _Effect) -> _Handler:
-    def follow(at: int) -> int:
+    def follow(position: int) -> int:
         effect()
-        return at + length
+        return position + length
 
     return follow
 
@@ -127,23 +127,23 @@ class Sizes:
             IndexError, KeyError, ValueError: It cannot be read.
         """
         data, stack, memo, handlers, end = self._data, self._stack, self._memo, self._handlers, len(self._data)
-        at = 0
-        while at < end:
-            code = data[at]
-            at += 1
-            if code == _LONG_BINPUT and data[at + 3] == 0:  # below 2**24: others go the long way
-                index = data[at] | data[at + 1] << 8 | data[at + 2] << 16
+        position = 0
+        while position < end:
+            code = data[position]
+            position += 1
+            if code == _LONG_BINPUT and data[position + 3] == 0:  # below 2**24: others go the long way
+                index = data[position] | data[position + 1] << 8 | data[position + 2] << 16
                 if index > end:
                     raise _Immodest
                 memo[index] = stack[-1]
-                at += 4
+                position += 4
             elif code == _BINGET:
-                stack.append(memo[data[at]])
-                at += 1
+                stack.append(memo[data[position]])
+                position += 1
             elif code == _STOP:
                 return self._size(stack[-1:])
             else:
-                at = handlers[code](at)
+                position = handlers[code](position)
         return 0
 
     def _handler(self, instruction: pickletools.OpcodeInfo, effect: _Effect | None) -> _Handler:
@@ -164,20 +164,20 @@ class Sizes:
     def _constant(self, length: int) -> _Handler:
         append, matters, zeros = self._stack.append, self.matters, bytes(length)
 
-        def follow(at: int) -> int:
+        def follow(position: int) -> int:
             append(1)
             if matters:
-                matters[at : at + length] = zeros
-            return at + length
+                matters[position : position + length] = zeros
+            return position + length
 
         return follow if length else _skipping(0, lambda: append(1))
 
     def _counted(self, size: int, effect: _Effect) -> _Handler:
         data, end, matters = self._data, len(self._data), self.matters
 
-        def follow(at: int) -> int:
-            start = at + size
-            length = int.from_bytes(data[at:start], "little")
+        def follow(position: int) -> int:
+            start = position + size
+            length = int.from_bytes(data[position:start], "little")
             if start + length > end:
                 raise _Immodest
             if matters and length < _LONG:
@@ -190,11 +190,11 @@ class Sizes:
     def _lined(self, lines: int, effect: _Effect) -> _Handler:
         data = self._data
 
-        def follow(at: int) -> int:
+        def follow(position: int) -> int:
             for _ in range(lines):
-                at = data.index(b"\n", at) + 1
+                position = data.index(b"\n", position) + 1
             effect()
-            return at
+            return position
 
         return follow
 
@@ -202,20 +202,20 @@ class Sizes:
         """Return the handler of an instruction that puts into the memo, or gets from it."""
         data, end, stack, memo = self._data, len(self._data), self._stack, self._memo
 
-        def put(at: int) -> int:
-            index = int.from_bytes(data[at : at + length], "little")
+        def put(position: int) -> int:
+            index = int.from_bytes(data[position : position + length], "little")
             if index > end:
                 raise _Immodest
             memo[index] = stack[-1]
-            return at + length
+            return position + length
 
-        def get(at: int) -> int:
-            stack.append(memo[int.from_bytes(data[at : at + length], "little")])
-            return at + length
+        def get(position: int) -> int:
+            stack.append(memo[int.from_bytes(data[position : position + length], "little")])
+            return position + length
 
-        def follow_line(at: int) -> int:
-            stop = data.index(b"\n", at)
-            index = _decimal(data[at:stop])
+        def follow_line(position: int) -> int:
+            stop = data.index(b"\n", position)
+            index = _decimal(data[position:stop])
             if puts and index > end:
                 raise _Immodest
             if puts:

@@ -82,7 +82,7 @@ def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[Tenso
         if coordinate in coordinates:
             raise DamagedFile(f"is there twice: {file.path.name} holds the part of another rank")
         coordinates.add(coordinate)
-        if not any(index for at, index in enumerate(coordinate) if at != axis):
+        if not any(index for mesh_axis, index in enumerate(coordinate) if mesh_axis != axis):
             pieces[coordinate[axis]] = stored_piece(file, shard.local)
     if sorted(pieces) != list(range(len(pieces))):
         raise DamagedFile(f"lacks a part: the files are those of ranks {sorted(pieces)} of the mesh")

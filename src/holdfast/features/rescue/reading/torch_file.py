@@ -254,13 +254,13 @@ class TorchFile:
 
 
 def _blocks(target: memoryview) -> Iterator[memoryview]:
-    return (target[at : at + _BLOCK] for at in range(0, len(target), _BLOCK))
+    return (target[start : start + _BLOCK] for start in range(0, len(target), _BLOCK))
 
 
 def _scratch(count: int) -> Iterator[memoryview]:
     """Yield memory for so many bytes, the same again and again."""
     block = memoryview(bytearray(min(count, _BLOCK)))
-    return (block[: min(_BLOCK, count - at)] for at in range(0, count, _BLOCK))
+    return (block[: min(_BLOCK, count - start)] for start in range(0, count, _BLOCK))
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
