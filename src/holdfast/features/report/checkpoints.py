@@ -20,15 +20,15 @@ class CheckpointLine:
 
     step: int
     bytes_: int | None
-    """Of all files; None where nothing says so."""
+    """Size of all files; None where it is not recorded."""
     seconds: float | None
-    """That its save took."""
+    """Duration of its save."""
     verified: bool
     """Whether the run noted that every byte was read back; nothing is hashed again here."""
     is_there: bool
     """Whether its manifest is on the disk now."""
     resumes: str
-    """In words: on which ranks, and how exactly."""
+    """A phrase: on how many ranks it resumes, and how exactly."""
 
 
 def checkpoint_lines(

@@ -62,7 +62,7 @@ class Curves:
 
     columns: dict[str, Column] = field(default_factory=dict)
     lost: dict[str, list[Column]] = field(default_factory=dict)
-    """By metric, the parts that resumes went back behind."""
+    """Metric -> the columns of steps that were lost when a resume went back behind them."""
     rewinds: list[Rewind] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     """Steps of the effective log with an evaluation."""

@@ -55,11 +55,11 @@ class RunStatus:
     samples: Sequence[ShownSample] = ()
     ranks: Sequence[RankStatus] = ()
     started: float | None = None
-    """When the last start began, where it noted that."""
+    """Time of the last start, where the run noted it."""
     first_step: int = 0
-    """That the last start began with."""
+    """The step that the last start began with."""
     active: float | None = None
-    """When the log last grew."""
+    """Time at which the log last grew."""
 
     @property
     def total(self) -> int | None:

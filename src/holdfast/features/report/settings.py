@@ -29,7 +29,7 @@ class Parent:
 
     description: str
     configuration: Mapping[str, str] | None
-    """Of the parent run, flat; None where it does not lie beside this run."""
+    """Configuration of the parent run by dotted key; None where that run is in another directory."""
 
 
 def read_configuration(directory: Path) -> tuple[dict[str, Any], str]:

@@ -38,7 +38,7 @@ class ConvertedLine:
     """Dotted keys here with their values."""
     note: str = ""
     remark: str = ""
-    """Of this value: the arithmetic, or why nothing is written."""
+    """The arithmetic of this value, or why nothing is written for it."""
     by_hand: bool = False
     targets: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class ConvertedConfig:
     settings: Mapping[str, Any]
     """Dotted keys here with their values, in the order in which they were first set."""
     origins: Mapping[str, tuple[ConvertedLine, ...]]
-    """Of each of these keys, the lines that set it."""
+    """The lines that set each of these keys."""
 
     def values(self) -> dict[str, Any]:
         """Return the configuration as a tree."""

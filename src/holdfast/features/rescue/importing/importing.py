@@ -66,7 +66,7 @@ class ImportResult:
     """The checkpoint that an import wrote."""
 
     path: str
-    """Of the checkpoint."""
+    """Path of the checkpoint."""
     notes: list[str]
     override: str = ""
     """The override that the run's command needs besides its file."""

@@ -96,14 +96,14 @@ class Sharded:
     """One rank's shard of a tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     local: StoredView | None
-    """None where this rank holds nothing."""
+    """The local shard; None where this rank holds nothing."""
     dim: int | None
     """The dimension that is cut; None where every rank has the whole."""
     coordinate: tuple[int, ...]
-    """Of the rank on the mesh; empty if the file does not say."""
+    """The rank's coordinate on the mesh; empty if the file does not state it."""
     cut_axis: int | None
     """The mesh axis that `dim` is cut over."""
     offsets: tuple[int, ...] | None = None

@@ -161,7 +161,7 @@ class StoredGroup:
     """A param group of an optimizer."""
 
     names: tuple[str, ...]
-    """Of its parameters; those that nobody could name are left out."""
+    """Names of its parameters; a parameter without a known name is left out."""
     settings: Mapping[str, Any]
 
 
@@ -194,7 +194,7 @@ class ForeignFinding:
     kind: FindingKind
     text: str
     there: bool = True
-    """Of a loss: whether the other system's own resume loses it too."""
+    """For a loss: whether the other system's own resume loses it too."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class ForeignCheckpoint:
     """Whether its step counts the optimizer's updates; verl's does not where a step has several."""
     schedule: Mapping[str, Any] | None = None
     schedule_step: int | None = None
-    """Where its schedule stands, in a system whose schedule may count updates of which a step has several."""
+    """The schedule's step, in a system whose schedule may count several updates per step."""
     position: Position | None = None
     random_state: bool = False
     """Whether it holds the state of random generators."""

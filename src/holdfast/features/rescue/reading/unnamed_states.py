@@ -49,9 +49,9 @@ class NumberedStates:
 
     checkpoint: ForeignCheckpoint
     files: Sequence[TorchFile]
-    """By rank."""
+    """The file of each rank."""
     states: Sequence[Mapping[Any, Any]]
-    """By rank: number -> key -> value."""
+    """For each rank: number -> key -> value."""
     groups: Sequence[Mapping[str, Any]]
 
     @property
