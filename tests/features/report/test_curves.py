@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.features.report.curves import Curves, LineReader, Rewind
-from holdfast.features.report.thinning import MOST_POINTS, bucket_means, drawn_places
+from holdfast.features.report.thinning import MOST_POINTS, bucket_means, drawn_indices
 from holdfast.metrics.sink import read_metrics
 from tests.features.report.cases import killed_run
 
@@ -79,7 +79,7 @@ def test_extremes_and_gaps_of_a_long_curve_stay() -> None:
     values = [math.sin(place / 3000) for place in range(100_000)]
     values[70_001], values[12_345], values[50_000] = 9.0, -7.0, math.nan
 
-    places = drawn_places(values)
+    places = drawn_indices(values)
 
     assert len(places) <= MOST_POINTS + 1
     assert list(places) == sorted(set(places))
@@ -88,7 +88,7 @@ def test_extremes_and_gaps_of_a_long_curve_stay() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, MOST_POINTS])
 def test_short_curves_are_drawn_whole(size: int) -> None:
-    assert list(drawn_places([1.0] * size)) == list(range(size))
+    assert list(drawn_indices([1.0] * size)) == list(range(size))
 
 
 def test_means_of_parts_add_up_to_the_whole() -> None:

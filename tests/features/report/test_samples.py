@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.features.report.curves import do_nothing
-from holdfast.features.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_whole, read_samples
+from holdfast.features.report.samples import SHOWN_CHARACTERS, WHOLE, ShownSample, choose_full, read_samples
 from holdfast.metrics.sink import SampleFiles
 from tests.features.report.cases import RunFolder, killed_run
 
@@ -34,15 +34,15 @@ def test_long_texts_are_cut_and_whole_ones_are_read_again(tmp_path: Path) -> Non
     short, long = read_samples(run.place, do_nothing).items
 
     assert long.completion == text[:SHOWN_CHARACTERS] + "…"
-    assert long.whole is not None
-    assert long.whole["completion"] == text
-    assert short.whole is not None
+    assert long.full is not None
+    assert long.full["completion"] == text
+    assert short.full is not None
 
 
 def test_the_best_and_the_worst_of_spread_steps_come_first_and_the_newest_fill_up() -> None:
     items = [sample(step, place, float(place)) for step in range(1, 1001) for place in range(8)]
 
-    chosen = choose_whole(items)
+    chosen = choose_full(items)
 
     assert len(chosen) == WHOLE
     steps = {item.step for item in chosen}
@@ -63,7 +63,7 @@ def test_of_too_many_whole_steps_are_left_out_evenly(tmp_path: Path) -> None:
     assert samples.total == 1600
     assert 100 <= len(samples.items) <= 200
     assert {after - before for before, after in zip(steps, steps[1:], strict=False)} == {steps[1] - steps[0]}
-    assert samples.words.startswith("Of 1,600 completions those of ")
+    assert samples.rule.startswith("Of 1,600 completions those of ")
 
 
 def test_tables_are_read_as_lines_are(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_tables_are_read_as_lines_are(tmp_path: Path) -> None:
 
     (item,) = read_samples(run.place, do_nothing).items
 
-    assert (item.step, item.sample_id, item.reward, item.parts) == (3, 5, 1.0, {"exact": 1.0})
-    assert item.whole is not None
-    assert item.whole["completion"] == "c" * 400
+    assert (item.step, item.sample_id, item.reward, item.function_rewards) == (3, 5, 1.0, {"exact": 1.0})
+    assert item.full is not None
+    assert item.full["completion"] == "c" * 400
 
 
 def test_what_is_no_number_has_none_and_tokens_are_printable(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_what_is_no_number_has_none_and_tokens_are_printable(tmp_path: Path) -> 
 
     last = items[-1]
     assert (last.reward, last.advantage) == (None, None)
-    assert last.whole is not None
-    assert last.whole["tokens"] == [["\\x1b", -1.0, 0.0]]
+    assert last.full is not None
+    assert last.full["tokens"] == [["\\x1b", -1.0, 0.0]]

@@ -21,7 +21,7 @@ from holdfast.features.report.metrics import (
 from holdfast.features.report.reading import RunRecord
 from holdfast.features.report.samples import ShownSample
 from holdfast.features.report.story import ENTRY_KINDS
-from holdfast.features.report.thinning import bucket_means, drawn_places
+from holdfast.features.report.thinning import bucket_means, drawn_indices
 from holdfast.text.escaping import escaped
 
 SIGNIFICANT = 7
@@ -62,7 +62,7 @@ def rounded(value: float | None, digits: int = SIGNIFICANT) -> float | int | Non
 
 def _chart(name: str, names: Sequence[str], verb: str) -> dict[str, Any]:
     label = metric_label(name, verb)
-    evaluations = [{"name": each, "set": of_set} for of_set, each in evaluations_of(name, names)]
+    evaluations = [{"name": evaluation, "set": of_set} for of_set, evaluation in evaluations_of(name, names)]
     return {"name": name, "title": label.title, "unit": label.unit, "evaluations": evaluations}
 
 
@@ -73,8 +73,8 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "name": run.name,
         "curves": {escaped(name): _column(column, axes) for name, column in curves.columns.items()},
         "lost": {
-            escaped(name): [_column(part, axes) for part in parts[-_MOST_LOST:]]
-            for name, parts in curves.lost.items()
+            escaped(name): [_column(lost_column, axes) for lost_column in lost_columns[-_MOST_LOST:]]
+            for name, lost_columns in curves.lost.items()
             if not name.startswith((TIMING, EVALUATION))
         },
         "steps": [_axis(axis) for axis in axes],
@@ -87,9 +87,9 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 def _column(column: Column, axes: dict[tuple[int, ...], int]) -> list[Any]:
     """Return [number of its steps, values]."""
-    places = drawn_places(column.values)
-    axis = tuple(column.steps[place] for place in places)
-    return [axes.setdefault(axis, len(axes)), [rounded(column.values[place]) for place in places]]
+    indices = drawn_indices(column.values)
+    axis = tuple(column.steps[index] for index in indices)
+    return [axes.setdefault(axis, len(axes)), [rounded(column.values[index]) for index in indices]]
 
 
 def _axis(steps: tuple[int, ...]) -> dict[str, Any]:
@@ -112,19 +112,19 @@ def _phases(run: RunRecord) -> dict[str, Any]:
     times = columns.get("step_time")
     if times is None or not len(times.steps):
         return {}
-    steps, whole = bucket_means(times.steps, times.values, _PHASE_POINTS)
-    parts = {
+    steps, step_seconds = bucket_means(times.steps, times.values, _PHASE_POINTS)
+    phase_seconds = {
         name.removeprefix(TIMING): bucket_means(times.steps, _at(times.steps, column), _PHASE_POINTS)[1]
         for name, column in columns.items()
         if name.startswith(TIMING)
     }
-    of_steps = [values for name, values in parts.items() if TIMING + name != EVALUATING]
-    rest = [total - sum(values) for total, values in zip(whole, zip(*of_steps, strict=True), strict=False)]
-    ranked = sorted(parts, key=lambda name: -sum(parts[name]))
-    named = [[escaped(name), [rounded(value) for value in parts[name]]] for name in ranked]
-    if sum(rest) > ROUNDING * sum(whole):  # an earlier version's phases left some time to none
-        named.append(["rest of the step", [rounded(max(0.0, value)) for value in rest]])
-    return {"steps": steps, "parts": named}
+    of_steps = [values for name, values in phase_seconds.items() if TIMING + name != EVALUATING]
+    remainder = [total - sum(values) for total, values in zip(step_seconds, zip(*of_steps, strict=True), strict=False)]
+    ranked = sorted(phase_seconds, key=lambda name: -sum(phase_seconds[name]))
+    phases = [[escaped(name), [rounded(value) for value in phase_seconds[name]]] for name in ranked]
+    if sum(remainder) > ROUNDING * sum(step_seconds):  # an earlier version's phases left some time to none
+        phases.append(["rest of the step", [rounded(max(0.0, value)) for value in remainder]])
+    return {"steps": steps, "parts": phases}
 
 
 def _at(steps: Sequence[int], column: Column) -> list[float]:
@@ -138,32 +138,34 @@ def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
     """Return completions in few bytes: prompts once, rows as lists."""
     prompts: dict[str, int] = {}
     finishes: dict[str, int] = {}
-    parts = list(dict.fromkeys(name for item in items for name in item.parts))
+    reward_names = list(dict.fromkeys(name for sample in items for name in sample.function_rewards))
     rows = [
         [
-            item.step,
-            item.sample_id,
-            prompts.setdefault(item.prompt, len(prompts)),
-            item.completion,
-            rounded(item.reward, _OF_SAMPLES),
-            rounded(item.advantage, _OF_SAMPLES) if item.trained else None,
-            finishes.setdefault(escaped(item.finish), len(finishes)),
-            int(item.trained),
-            [rounded(item.parts.get(name), _OF_SAMPLES) for name in parts] if len(parts) > 1 else 0,
+            sample.step,
+            sample.sample_id,
+            prompts.setdefault(sample.prompt, len(prompts)),
+            sample.completion,
+            rounded(sample.reward, _OF_SAMPLES),
+            rounded(sample.advantage, _OF_SAMPLES) if sample.trained else None,
+            finishes.setdefault(escaped(sample.finish), len(finishes)),
+            int(sample.trained),
+            [rounded(sample.function_rewards.get(name), _OF_SAMPLES) for name in reward_names]
+            if len(reward_names) > 1
+            else 0,
         ]
-        for item in items
+        for sample in items
     ]
-    whole = {str(place): _whole(item.whole) for place, item in enumerate(items) if item.whole is not None}
+    full_texts = {str(index): _full_text(sample.full) for index, sample in enumerate(items) if sample.full is not None}
     return {
         "prompts": list(prompts),
         "finishes": list(finishes),
-        "parts": [escaped(name) for name in parts],
+        "parts": [escaped(name) for name in reward_names],
         "rows": rows,
-        "whole": whole,
+        "whole": full_texts,
     }
 
 
-def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
+def _full_text(values: Mapping[str, Any]) -> dict[str, Any]:
     tokens = [
         [text, rounded(logprob, _OF_SAMPLES), rounded(advantage, _OF_SAMPLES)]
         for text, logprob, advantage in values["tokens"]

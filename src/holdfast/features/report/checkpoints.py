@@ -20,15 +20,15 @@ class CheckpointLine:
 
     step: int
     bytes_: int | None
-    """Of all files; None where nothing says so."""
+    """Size of all files; None where it is not recorded."""
     seconds: float | None
-    """That its save took."""
+    """Duration of its save."""
     verified: bool
     """Whether the run noted that every byte was read back; nothing is hashed again here."""
     is_there: bool
     """Whether its manifest is on the disk now."""
     resumes: str
-    """In words: on which ranks, and how exactly."""
+    """A phrase: on how many ranks it resumes, and how exactly."""
 
 
 def checkpoint_lines(
@@ -61,15 +61,15 @@ def _is_save(event: Mapping[str, Any]) -> bool:
 def _manifests(folder: Path) -> dict[int, Mapping[str, Any]]:
     manifests: dict[int, Mapping[str, Any]] = {}
     try:
-        places = sorted(folder.glob(f"step-*/{MANIFEST}"))
+        paths = sorted(folder.glob(f"step-*/{MANIFEST}"))
     except OSError:
         return manifests
-    for place in places:
-        number = place.parent.name.removeprefix("step-")
+    for path in paths:
+        number = path.parent.name.removeprefix("step-")
         if not number.isdecimal():
             continue
         try:
-            values = read_json(place)["manifest"]
+            values = read_json(path)["manifest"]
             manifests[int(number)] = values if isinstance(values, dict) else {}
         except (OSError, ValueError, KeyError, TypeError):
             manifests[int(number)] = {}

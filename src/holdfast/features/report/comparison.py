@@ -19,24 +19,24 @@ _MEASURED = (TIMING, "throughput/", "memory/", "step_time", "ranks/")
 
 
 @dataclass(frozen=True)
-class Parting:
+class DivergencePoint:
     """The first step at which two runs have another number."""
 
     step: int
     metrics: tuple[str, ...]
-    """All that differ there."""
+    """All metrics that differ at the step."""
     first: float
     second: float
-    """Of the first metric."""
+    """Both values of the first metric."""
 
 
-def parting(first: RunRecord, second: RunRecord) -> Parting | None:
+def first_divergence(first: RunRecord, second: RunRecord) -> DivergencePoint | None:
     """Return where two runs part; None if all numbers of steps that both made are the same, times and memory aside."""
     steps: dict[int, list[str]] = {}
     for name in first.curves.columns.keys() & second.curves.columns.keys():
         if name.startswith(_MEASURED):
             continue
-        step = _first_other(first.curves.columns[name], second.curves.columns[name])
+        step = _first_difference(first.curves.columns[name], second.curves.columns[name])
         if step is not None:
             steps.setdefault(step, []).append(name)
     if not steps:
@@ -45,14 +45,14 @@ def parting(first: RunRecord, second: RunRecord) -> Parting | None:
     order = [*leading(steps[step]), *sorted(steps[step])]
     names = tuple(dict.fromkeys(name for name in order if name in steps[step]))
     values = (_at(run.curves.columns[names[0]], step) for run in (first, second))
-    return Parting(step, names, *(value for value in values if value is not None))
+    return DivergencePoint(step, names, *(value for value in values if value is not None))
 
 
-def _first_other(one: Column, other: Column) -> int | None:
-    values = dict(zip(other.steps, other.values, strict=True))
-    for step, value in zip(one.steps, one.values, strict=True):
-        there = values.get(step)
-        if there is not None and value != there and (value == value or there == there):  # noqa: PLR0124 - NaN
+def _first_difference(first: Column, second: Column) -> int | None:
+    values = dict(zip(second.steps, second.values, strict=True))
+    for step, value in zip(first.steps, first.values, strict=True):
+        counterpart = values.get(step)
+        if counterpart is not None and value != counterpart and (value == value or counterpart == counterpart):  # noqa: PLR0124 - NaN
             return step
     return None
 
@@ -71,16 +71,16 @@ def compare(first: RunRecord, second: RunRecord) -> Iterator[str]:
     yield ""
     yield from _curves(first, second)
     yield ""
-    yield _parting_words(first, second)
+    yield _divergence_sentence(first, second)
 
 
-def _difference(what: str, one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[str]:
-    rows = [[key, here, there] for key, here, there in setting_differences(one, other)]
+def _difference(title: str, first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[str]:
+    rows = [[key, first_value, second_value] for key, first_value, second_value in setting_differences(first, second)]
     yield ""
     if not rows:
-        yield f"{what}: the same"
+        yield f"{title}: the same"
         return
-    yield f"{what}: {len(rows)} key{'s' * (len(rows) != 1)} differ{'s' * (len(rows) == 1)}"
+    yield f"{title}: {len(rows)} key{'s' * (len(rows) != 1)} differ{'s' * (len(rows) == 1)}"
     yield from _table(rows)
 
 
@@ -100,16 +100,18 @@ def _curves(first: RunRecord, second: RunRecord) -> Iterator[str]:
     yield from _table([["metric", "step", *_names(first, second), "difference"], *rows], numbers=True)
 
 
-def _at_equal_steps(name: str, one: Column, other: Column) -> Iterator[list[str]]:
-    here = dict(zip(one.steps, one.values, strict=True))
-    there = dict(zip(other.steps, other.values, strict=True))
-    for step in _spread(sorted(here.keys() & there.keys())):
-        difference = "same" if here[step] == there[step] else digits(there[step] - here[step])
-        yield [name, str(step), digits(here[step]), digits(there[step]), difference]
+def _at_equal_steps(name: str, first: Column, second: Column) -> Iterator[list[str]]:
+    first_values = dict(zip(first.steps, first.values, strict=True))
+    second_values = dict(zip(second.steps, second.values, strict=True))
+    for step in _spread(sorted(first_values.keys() & second_values.keys())):
+        difference = (
+            "same" if first_values[step] == second_values[step] else digits(second_values[step] - first_values[step])
+        )
+        yield [name, str(step), digits(first_values[step]), digits(second_values[step]), difference]
 
 
 def _names(first: RunRecord, second: RunRecord) -> tuple[str, str]:
-    """Return what the runs are called, their places where both have one name."""
+    """Return what the runs are called, their paths where both have one name."""
     if first.name != second.name:
         return first.name, second.name
     return escaped(str(first.directory)), escaped(str(second.directory))
@@ -118,21 +120,21 @@ def _names(first: RunRecord, second: RunRecord) -> tuple[str, str]:
 def _spread(steps: Sequence[int]) -> list[int]:
     """Return the first, the last and some steps between."""
     count = min(_STEPS, len(steps))
-    return [steps[round(place * (len(steps) - 1) / max(1, count - 1))] for place in range(count)]
+    return [steps[round(index * (len(steps) - 1) / max(1, count - 1))] for index in range(count)]
 
 
-def _parting_words(first: RunRecord, second: RunRecord) -> str:
-    place = parting(first, second)
-    if place is None:
+def _divergence_sentence(first: RunRecord, second: RunRecord) -> str:
+    divergence = first_divergence(first, second)
+    if divergence is None:
         both = min(run.curves.last or 0 for run in (first, second))
         return (
             f"All numbers of the steps that both have, up to step {both}, are equal; times and memory are not compared."
         )
     ours, theirs = _names(first, second)
-    more = f" and {len(place.metrics) - 1} more" if len(place.metrics) > 1 else ""
+    more = f" and {len(divergence.metrics) - 1} more" if len(divergence.metrics) > 1 else ""
     return (
-        f"The first step that differs is {place.step}: {place.metrics[0]} is {place.first!r} in {ours} and "
-        f"{place.second!r} in {theirs}{more}."
+        f"The first step that differs is {divergence.step}: {divergence.metrics[0]} is {divergence.first!r} in {ours} "
+        f"and {divergence.second!r} in {theirs}{more}."
     )
 
 
@@ -140,7 +142,7 @@ def _table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> Iterator[
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            cell.rjust(width) if numbers and place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if numbers and index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield f"  {'  '.join(cells)}".rstrip()

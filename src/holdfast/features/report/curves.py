@@ -33,12 +33,12 @@ class Column:
 
     def cut(self, step: int) -> Column | None:
         """Take off and return what comes after a step; None if nothing does."""
-        place = bisect_right(self.steps, step)
-        if place == len(self.steps):
+        index = bisect_right(self.steps, step)
+        if index == len(self.steps):
             return None
-        rest = Column(self.steps[place:], self.values[place:])
-        del self.steps[place:], self.values[place:]
-        return rest
+        removed = Column(self.steps[index:], self.values[index:])
+        del self.steps[index:], self.values[index:]
+        return removed
 
     @property
     def not_finite(self) -> list[int]:
@@ -62,7 +62,7 @@ class Curves:
 
     columns: dict[str, Column] = field(default_factory=dict)
     lost: dict[str, list[Column]] = field(default_factory=dict)
-    """By metric, the parts that resumes went back behind."""
+    """Metric -> the columns of steps that were lost when a resume went back behind them."""
     rewinds: list[Rewind] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     """Steps of the effective log with an evaluation."""
@@ -104,10 +104,10 @@ class Curves:
     def _rewind(self, step: int) -> None:
         self.rewinds.append(Rewind(step if self.last is None else self.last, step))
         for name, column in self.columns.items():
-            rest = column.cut(step)
-            if rest is not None:
-                self.lost.setdefault(name, []).append(rest)
-        self.evaluated = [each for each in self.evaluated if each <= step]
+            removed = column.cut(step)
+            if removed is not None:
+                self.lost.setdefault(name, []).append(removed)
+        self.evaluated = [evaluated_step for evaluated_step in self.evaluated if evaluated_step <= step]
         self.last = step if any(column.steps for column in self.columns.values()) else None
 
 
@@ -126,8 +126,8 @@ class LineReader:
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self._path = path
         self._last_bytes = last_bytes
-        self._place = 0
-        self._rest = b""
+        self._offset = 0
+        self._unfinished_line = b""
 
     def new(self, between: Callable[[], None] = do_nothing, *, to_end: bool = False) -> Iterator[tuple[int, Any]]:
         """Yield the offset of each new line and what it holds; None for one that is not JSON.
@@ -144,35 +144,35 @@ class LineReader:
         with RegularFile(self._path) as file:
             self._begin(file)
             while block := file.read(BLOCK):
-                start = self._place - len(self._rest)
-                self._place += len(block)
-                *lines, self._rest = (self._rest + block).split(b"\n")
+                start = self._offset - len(self._unfinished_line)
+                self._offset += len(block)
+                *lines, self._unfinished_line = (self._unfinished_line + block).split(b"\n")
                 for line in lines:
                     if line.strip():
                         yield start, parsed(line)
                     start += len(line) + 1
                 between()
-        if to_end and self._rest.strip():
-            yield self._place - len(self._rest), parsed(self._rest)
+        if to_end and self._unfinished_line.strip():
+            yield self._offset - len(self._unfinished_line), parsed(self._unfinished_line)
 
     def _begin(self, file: RegularFile) -> None:
         """Go to where the last look ended; at the first one, to the first whole line of what is to be read."""
         size = file.seek(0, 2)
-        if size < self._place:  # another file has its name now
-            self._place, self._rest = 0, b""
-        if self._place == 0 and self._last_bytes is not None and size > self._last_bytes:
-            self._place = file.seek(size - self._last_bytes)
+        if size < self._offset:  # another file has its name now
+            self._offset, self._unfinished_line = 0, b""
+        if self._offset == 0 and self._last_bytes is not None and size > self._last_bytes:
+            self._offset = file.seek(size - self._last_bytes)
             while block := file.read(BLOCK):
                 if (end := block.find(b"\n")) >= 0:
-                    self._place += end + 1
+                    self._offset += end + 1
                     break
-                self._place += len(block)
-        file.seek(self._place)
+                self._offset += len(block)
+        file.seek(self._offset)
 
     @property
     def is_torn(self) -> bool:
         """Whether the file ends within a line."""
-        return bool(self._rest.strip())
+        return bool(self._unfinished_line.strip())
 
 
 def parsed(line: bytes) -> Any:

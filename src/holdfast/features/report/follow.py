@@ -30,19 +30,19 @@ _SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class RankSign:
-    """What a rank left of itself in the launch directory."""
+class RankStatus:
+    """The last phase, step and sign of life that a rank wrote to the launch directory."""
 
     rank: int
     phase: str
     step: int | None
     age: float
-    """Seconds since it last said something."""
+    """Seconds since the rank last wrote a file."""
 
 
 @dataclass
-class Glance:
-    """What is known of a run now."""
+class RunStatus:
+    """The state of a run at the last look."""
 
     name: str
     verb: str
@@ -53,13 +53,13 @@ class Glance:
     marks: Sequence[Mark] = ()
     checkpoints: Sequence[CheckpointLine] = ()
     samples: Sequence[ShownSample] = ()
-    ranks: Sequence[RankSign] = ()
+    ranks: Sequence[RankStatus] = ()
     started: float | None = None
-    """When the last start began, where it noted that."""
+    """Time of the last start, where the run noted it."""
     first_step: int = 0
-    """That the last start began with."""
+    """The step that the last start began with."""
     active: float | None = None
-    """When the log last grew."""
+    """Time at which the log last grew."""
 
     @property
     def total(self) -> int | None:
@@ -68,7 +68,7 @@ class Glance:
 
 
 class Follower:
-    """Looks at a run again and again.
+    """Reads what a run has written since the last look.
 
     Args:
         directory: Of the run.
@@ -82,51 +82,53 @@ class Follower:
         self._directory = directory
         self._curves = Curves()
         self._lines = LineReader(directory / METRICS, last_bytes=FIRST_BYTES)
-        self._seen: tuple[object, ...] = ()
+        self._signatures: tuple[object, ...] = ()
         self._storage: str | None = None
-        self.look = Glance(escaped(directory.absolute().name), "", End(), State("failed", ""), self._curves)
+        self.status = RunStatus(escaped(directory.absolute().name), "", End(), State("failed", ""), self._curves)
         self._identify()
 
     def _identify(self) -> None:
         try:
-            self.look.verb = escaped(str(read_json(self._directory / IDENTITY)["verb"]))
+            self.status.verb = escaped(str(read_json(self._directory / IDENTITY)["verb"]))
         except (OSError, ValueError, KeyError, TypeError):
-            self.look.verb = "run"
+            self.status.verb = "run"
         configuration, _ = read_configuration(self._directory)
         section = configuration.get("checkpoint")
-        self.look.end = end_of(configuration)
+        self.status.end = end_of(configuration)
         storage = section.get("storage") if isinstance(section, Mapping) else None
         self._storage = storage if isinstance(storage, str) else None
 
     def has_changed(self) -> bool:
         """Return whether a file of the run grew since this was asked last; reads none."""
         names = (METRICS, EVENTS, SAMPLES, IDENTITY, "checkpoints/.lease.json")
-        seen = tuple(_signature(self._directory / name) for name in names)
-        changed, self._seen = seen != self._seen, seen
+        signatures = tuple(_signature(self._directory / name) for name in names)
+        changed, self._signatures = signatures != self._signatures, signatures
         return changed
 
-    def update(self) -> Glance:
+    def update(self) -> RunStatus:
         """Read what is new and return what is known.
 
         Raises:
             OSError: A file cannot be read any more.
         """
-        directory, look = self._directory, self.look
+        directory, status = self._directory, self.status
         for _, line in self._lines.new():
             self._curves.add(line)
         signature = _signature(directory / EVENTS)
-        look.events = json_lines(read_text(directory / EVENTS)) if signature else []
-        look.marks = marks_of(self._curves, look.events)
-        look.checkpoints, _ = checkpoint_lines(directory, look.events, self._storage)
-        look.samples = last_samples(directory / SAMPLES)
-        look.state = state_of(directory, look.events, self._curves.last)
-        look.ranks = rank_signs(directory)
-        start: Mapping[str, Any] = next((event for event in reversed(look.events) if event.get("event") == "start"), {})
-        look.started = start["time"] if isinstance(start.get("time"), int | float) else None
-        look.first_step = start["step"] if isinstance(start.get("step"), int) else 0
+        status.events = json_lines(read_text(directory / EVENTS)) if signature else []
+        status.marks = marks_of(self._curves, status.events)
+        status.checkpoints, _ = checkpoint_lines(directory, status.events, self._storage)
+        status.samples = last_samples(directory / SAMPLES)
+        status.state = state_of(directory, status.events, self._curves.last)
+        status.ranks = rank_statuses(directory)
+        start: Mapping[str, Any] = next(
+            (event for event in reversed(status.events) if event.get("event") == "start"), {}
+        )
+        status.started = start["time"] if isinstance(start.get("time"), int | float) else None
+        status.first_step = start["step"] if isinstance(start.get("step"), int) else 0
         metrics = _signature(directory / METRICS)
-        look.active = metrics[0] / 1e9 if metrics else None
-        return look
+        status.active = metrics[0] / 1e9 if metrics else None
+        return status
 
 
 def _signature(path: Path) -> tuple[int, int] | None:
@@ -158,17 +160,17 @@ def _parsed(line: bytes) -> Any:
 
 
 @dataclass
-class _Notes:
+class _RankNotes:
     phase: str = ""
     step: int | None = None
     times: list[float] = field(default_factory=list)
 
 
-def rank_signs(directory: Path) -> list[RankSign]:
+def rank_statuses(directory: Path) -> list[RankStatus]:
     """Return what the ranks of a run's own launcher left beside its directory; nothing under torchrun."""
-    place = directory.absolute()
-    notes: dict[int, _Notes] = {}
-    for folder in place.parent.glob(f".{place.name}.launch-*"):
+    run_path = directory.absolute()
+    notes: dict[int, _RankNotes] = {}
+    for folder in run_path.parent.glob(f".{run_path.name}.launch-*"):
         for path in folder.glob("*-rank-*"):
             kind, _, number = path.name.partition("-rank-")
             if kind not in {"phase", "beat"} or not number.isdecimal():
@@ -177,15 +179,15 @@ def rank_signs(directory: Path) -> list[RankSign]:
                 text, written = path.read_text(errors="replace")[:200], path.stat().st_mtime
             except OSError:
                 continue
-            note = notes.setdefault(int(number), _Notes())
+            note = notes.setdefault(int(number), _RankNotes())
             note.times.append(written)
-            parts = text.split("|")
+            fields = text.split("|")
             if kind == "phase":
                 note.phase = text.strip()
-            elif len(parts) >= 3 and parts[1].isdecimal():
-                note.step = int(parts[1])
-    now = time.time()
+            elif len(fields) >= 3 and fields[1].isdecimal():
+                note.step = int(fields[1])
+    current_time = time.time()
     return [
-        RankSign(rank, escaped(each.phase), each.step, max(0.0, now - max(each.times)))
-        for rank, each in sorted(notes.items())
+        RankStatus(rank, escaped(rank_note.phase), rank_note.step, max(0.0, current_time - max(rank_note.times)))
+        for rank, rank_note in sorted(notes.items())
     ]

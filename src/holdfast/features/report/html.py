@@ -15,13 +15,13 @@ def text(value: object) -> str:
 
 def tag(name: str, *content: str, **attributes: str | bool | None) -> str:
     """Return an element around markup; of its attributes, `_` at the end is cut and elsewhere becomes `-`."""
-    parts = [name]
+    markup = [name]
     for key, value in attributes.items():
         if value is None or value is False:
             continue
         written = key.rstrip("_").replace("_", "-")
-        parts.append(written if value is True else f'{written}="{text(value)}"')
-    return f"<{' '.join(parts)}>{''.join(content)}</{name}>"
+        markup.append(written if value is True else f'{written}="{text(value)}"')
+    return f"<{' '.join(markup)}>{''.join(content)}</{name}>"
 
 
 def html_table(
@@ -36,15 +36,15 @@ def html_table(
         caption: For those who hear the page.
     """
 
-    def classes(place: int) -> str | None:
-        return "number" if place in numbers else None
+    def classes(column: int) -> str | None:
+        return "number" if column in numbers else None
 
-    head = "".join(tag("th", text(name), scope="col", class_=classes(place)) for place, name in enumerate(heads))
+    head = "".join(tag("th", text(name), scope="col", class_=classes(column)) for column, name in enumerate(heads))
     body = "\n".join(
-        tag("tr", *(tag("td", cell, class_=classes(place)) for place, cell in enumerate(row))) for row in rows
+        tag("tr", *(tag("td", cell, class_=classes(column)) for column, cell in enumerate(row))) for row in rows
     )
-    whole = tag("table", tag("caption", text(caption)), tag("thead", tag("tr", head)), tag("tbody", body))
-    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    table = tag("table", tag("caption", text(caption)), tag("thead", tag("tr", head)), tag("tbody", body))
+    return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
 def section(identity: str, title: str, *content: str) -> str:

@@ -60,13 +60,21 @@ def metric_label(name: str, verb: str = "") -> Label:
 
 def evaluations_of(name: str, names: Iterable[str]) -> list[tuple[str, str]]:
     """Return (evaluation set, metric) of each evaluation that measures what a metric of training measures."""
-    parts = ((each, each.removeprefix(EVALUATION).partition("/")) for each in names if each.startswith(EVALUATION))
-    return [(of_set, each) for each, (of_set, _, metric) in parts if metric == name]
+    split_names = (
+        (evaluation, evaluation.removeprefix(EVALUATION).partition("/"))
+        for evaluation in names
+        if evaluation.startswith(EVALUATION)
+    )
+    return [(of_set, evaluation) for evaluation, (of_set, _, metric) in split_names if metric == name]
 
 
 def leading(names: Iterable[str]) -> list[str]:
     """Return the metrics that get a chart, the most telling first; an evaluation alone stands under its own name."""
-    there = list(names)
-    measured = {each.removeprefix(EVALUATION).partition("/")[2] for each in there if each.startswith(EVALUATION)}
-    hidden = {"entropy_estimate"} if "entropy" in there else set()
-    return [name for name in _LABELS if (name in there or name in measured) and name not in hidden][:MOST_CHARTS]
+    available = list(names)
+    measured = {
+        evaluation.removeprefix(EVALUATION).partition("/")[2]
+        for evaluation in available
+        if evaluation.startswith(EVALUATION)
+    }
+    hidden = {"entropy_estimate"} if "entropy" in available else set()
+    return [name for name in _LABELS if (name in available or name in measured) and name not in hidden][:MOST_CHARTS]

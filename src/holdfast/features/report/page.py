@@ -48,34 +48,38 @@ def write_page(directories: Sequence[Path], output: Path | None, between: Callab
         raise UserError(
             f"{len(directories)} runs are more than the {MOST_RUNS} whose curves can be told apart. Name fewer."
         )
-    place = output or (directories[0] / PAGE if len(directories) == 1 else Path(PAGE))
-    _check_place(place)
+    target = output or (directories[0] / PAGE if len(directories) == 1 else Path(PAGE))
+    _check_target(target)
     page = page_of([read_run(directory, between) for directory in directories], between)
-    staging = place.with_name(f".{place.name}.{os.getpid()}")
+    staging = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with naming(staging), staging.open("w", encoding="utf-8") as file:
             file.write(page)
         between()
-        staging.replace(place)
+        staging.replace(target)
     except OSError as error:
-        raise UserError(f"{place} cannot be written: {error.strerror or error}. Name another place with -o.") from error
+        raise UserError(
+            f"{target} cannot be written: {error.strerror or error}. Name another place with -o."
+        ) from error
     finally:
         with suppress(OSError):
             staging.unlink(missing_ok=True)
-    return place
+    return target
 
 
-def _check_place(place: Path) -> None:
+def _check_target(target: Path) -> None:
     try:
-        if not place.exists():
+        if not target.exists():
             return
-        if place.is_file():
-            with place.open("rb") as file:
+        if target.is_file():
+            with target.open("rb") as file:
                 if MARK.encode() in file.read(4096):
                     return
     except OSError as error:
-        raise UserError(f"{place} cannot be written: {error.strerror or error}. Name another place with -o.") from error
-    raise UserError(f"{place} is not a page of `holdfast report`, so it is not replaced. Name another place with -o.")
+        raise UserError(
+            f"{target} cannot be written: {error.strerror or error}. Name another place with -o."
+        ) from error
+    raise UserError(f"{target} is not a page of `holdfast report`, so it is not replaced. Name another place with -o.")
 
 
 def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing) -> str:
@@ -83,9 +87,9 @@ def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing)
     from plotly.offline import get_plotlyjs
 
     assets = files("holdfast.features.report")
-    own = [assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    page_scripts = [assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS]
     theme = assets.joinpath("theme.js").read_text(encoding="utf-8")
-    scripts = [str(get_plotlyjs()), *own]
+    scripts = [str(get_plotlyjs()), *page_scripts]
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash_source, [theme, *scripts]))}; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -106,8 +110,8 @@ def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing)
     data = f'<script type="application/json" id="data">{as_script(page_data(runs))}</script>'
     between()
     body = [_top(runs, title), tag("main", *_main(runs)), data, *(f"<script>{script}</script>" for script in scripts)]
-    top, rest = "\n".join(head), "\n".join(body)
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{top}\n</head>\n<body>\n{rest}\n</body>\n</html>\n'
+    head_text, body_text = "\n".join(head), "\n".join(body)
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head_text}\n</head>\n<body>\n{body_text}\n</body>\n</html>\n'
 
 
 def _hash_source(script: str) -> str:
@@ -118,12 +122,12 @@ def _hash_source(script: str) -> str:
 def _top(runs: Sequence[RunRecord], title: str) -> str:
     links = {"curves": "Curves", "time": "Time", "checkpoints": "Checkpoints", "samples": "Samples", "events": "Events"}
     links |= {"configuration": "Configuration", "environment": "Environment"}
-    there = {
-        name: words for name, words in links.items() if name != "samples" or any(run.samples.items for run in runs)
+    available = {
+        name: label for name, label in links.items() if name != "samples" or any(run.samples.items for run in runs)
     }
     if not any("step_time" in run.curves.columns for run in runs):
-        del there["time"]
-    items = "".join(tag("li", tag("a", text(words), href=f"#{name}")) for name, words in there.items())
+        del available["time"]
+    items = "".join(tag("li", tag("a", text(label), href=f"#{name}")) for name, label in available.items())
     button = tag("button", text("Dark"), id="theme", type="button", aria_label="Switch between light and dark")
     head = tag("div", tag("h1", text(title)), button, class_="title")
     skip = tag("a", text("Skip to the curves"), href="#curves", class_="skip")
@@ -156,7 +160,7 @@ def _curves(runs: Sequence[RunRecord]) -> str:
     if not every:
         return section("curves", "Curves", tag("p", text("There is no number to draw yet.")))
     legend = tag(
-        "ul", *(tag("li", text(run.name), class_=f"run run-{place}") for place, run in enumerate(runs)), class_="runs"
+        "ul", *(tag("li", text(run.name), class_=f"run run-{index}") for index, run in enumerate(runs)), class_="runs"
     )
     timeline = tag(
         "div",
@@ -165,11 +169,11 @@ def _curves(runs: Sequence[RunRecord]) -> str:
         role="img",
         aria_label="What happened, by step; the events below name each",
     )
-    figures = [_figure(runs, name, place) for place, name in enumerate(names)]
+    figures = [_figure(runs, name, index) for index, name in enumerate(names)]
     options = "".join(tag("option", text(name), value=name) for name in every)
     choose = tag("label", text("Any other metric "), tag("select", options, id="metric"))
     log = tag("label", '<input type="checkbox" id="logarithmic">', text(" logarithmic axes"))
-    other = tag(
+    metric_figure = tag(
         "figure",
         tag("figcaption", choose),
         tag("div", id="other", class_="chart", role="img", aria_label="The metric that was chosen"),
@@ -180,7 +184,7 @@ def _curves(runs: Sequence[RunRecord]) -> str:
         legend if len(runs) > 1 else "",
         tag("div", log, class_="controls"),
         tag("figure", tag("figcaption", tag("h3", text("What happened, by step"))), timeline, class_="wide"),
-        tag("div", *figures, other, class_="charts"),
+        tag("div", *figures, metric_figure, class_="charts"),
         tag("p", text(f"{RULE} Numbers have seven digits."), class_="rule"),
         tag(
             "noscript",
@@ -189,15 +193,15 @@ def _curves(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _figure(runs: Sequence[RunRecord], name: str, place: int) -> str:
+def _figure(runs: Sequence[RunRecord], name: str, index: int) -> str:
     label = metric_label(name, runs[0].verb)
-    words = [
+    sentences = [
         f"{run.name}: {sections.curve_words(run, name)}" if len(runs) > 1 else sections.curve_words(run, name)
         for run in runs
     ]
-    sentence = ". ".join(filter(None, words)) + "."
-    chart = tag("div", id=f"chart-{place}", class_="chart", role="img", aria_label=f"{label.title} by step. {sentence}")
-    caption = tag("figcaption", tag("h3", text(label.title)), tag("p", class_="legend", id=f"legend-{place}"))
+    sentence = ". ".join(filter(None, sentences)) + "."
+    chart = tag("div", id=f"chart-{index}", class_="chart", role="img", aria_label=f"{label.title} by step. {sentence}")
+    caption = tag("figcaption", tag("h3", text(label.title)), tag("p", class_="legend", id=f"legend-{index}"))
     return tag("figure", caption, chart, tag("p", text(sentence), class_="words"))
 
 
@@ -211,18 +215,18 @@ def _samples(runs: Sequence[RunRecord]) -> str:
         "low": "reward, lowest first",
         "advantage": "advantage, largest first",
     }
-    order = "".join(tag("option", text(words), value=value) for value, words in orders.items())
+    order = "".join(tag("option", text(label), value=value) for value, label in orders.items())
     colours = {"logprob": "log-probability", "advantage": "advantage", "none": "nothing"}
-    colour = "".join(tag("option", text(words), value=value) for value, words in colours.items())
+    colour = "".join(tag("option", text(label), value=value) for value, label in colours.items())
     controls = [
         tag("label", text("Search "), '<input type="search" id="search" autocomplete="off" spellcheck="false">'),
         tag("label", text("Order "), tag("select", order, id="order")),
         tag("label", text("Colour tokens by "), tag("select", colour, id="colour")),
     ]
     if len(runs) > 1:
-        names = "".join(tag("option", text(run.name), value=str(place)) for place, run in enumerate(runs))
+        names = "".join(tag("option", text(run.name), value=str(index)) for index, run in enumerate(runs))
         controls.insert(0, tag("label", text("Run "), tag("select", names, id="run")))
-    rules = dict.fromkeys(run.samples.words for run in runs if run.samples.items)
+    rules = dict.fromkeys(run.samples.rule for run in runs if run.samples.items)
     return section(
         "samples",
         "Samples",

@@ -176,9 +176,9 @@ def _curves(directory: Path, notes: list[str], between: Callable[[], None]) -> C
         notes.append(f"{curves.unread} lines of {METRICS} could not be read and are left out.")
     for name, column in curves.columns.items():
         if steps := column.not_finite:
-            where = ", ".join(map(str, steps[:8])) + (" and others" if len(steps) > 8 else "")
+            step_list = ", ".join(map(str, steps[:8])) + (" and others" if len(steps) > 8 else "")
             plural = "s" * (len(steps) != 1)
-            notes.append(f"{escaped(name)} was no finite number at {len(steps)} step{plural}: {where}.")
+            notes.append(f"{escaped(name)} was no finite number at {len(steps)} step{plural}: {step_list}.")
     return curves
 
 

@@ -15,8 +15,8 @@ from holdfast.features.report.page import write_page
 from holdfast.training.directory import IDENTITY, count_starts
 
 
-class _GivenUp(BaseException):
-    """The time is over, or somebody wants the command to end; nothing may catch it on its way."""
+class _PageTimeout(BaseException):
+    """The time is over, or a signal asks the command to end. No `except Exception` catches it."""
 
 
 def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
@@ -33,9 +33,9 @@ def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
     seconds = patience.current.page_after_stop_seconds if stopped else patience.current.page_seconds
     try:
         with _giving_up_after(seconds):
-            place = write_page([directory], None)
-        print(f"what happened, on one page: {place}", flush=True)
-    except _GivenUp:
+            page = write_page([directory], None)
+        print(f"what happened, on one page: {page}", flush=True)
+    except _PageTimeout:
         print(f"The run's page was not written in {seconds:g} s: `holdfast report {directory}` does.", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the run has ended, and a page must not change how
         print(f"The run's page could not be written: {type(error).__name__}: {error}", file=sys.stderr)
@@ -43,10 +43,10 @@ def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
 
 @contextmanager
 def _giving_up_after(seconds: float) -> Iterator[None]:
-    """Raise `_GivenUp` in the block when its time is over, or when a signal asks the command to end."""
+    """Raise `_PageTimeout` in the block when its time is over, or when a signal asks the command to end."""
 
     def give_up(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  the signature is Python's
-        raise _GivenUp
+        raise _PageTimeout
 
     numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

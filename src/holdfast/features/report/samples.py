@@ -39,16 +39,16 @@ class ShownSample:
     """The first characters, printable."""
     completion: str
     reward: float | None
-    parts: dict[str, float | None]
+    function_rewards: dict[str, float | None]
     advantage: float | None
     finish: str
     trained: bool
-    place: int
-    """Where its line begins, or -1 in a table file."""
+    offset: int
+    """Byte offset of its line in samples.jsonl; -1 for a row of a table file."""
     has_tokens: bool = False
     is_cut: bool = False
     """Whether the text is longer than what is here."""
-    whole: dict[str, Any] | None = None
+    full: dict[str, Any] | None = None
     """Prompt, completion, and tokens as [text, log-probability, advantage], where all of it is shown."""
 
 
@@ -62,7 +62,7 @@ class Samples:
     unread: int = 0
 
     @property
-    def words(self) -> str:
+    def rule(self) -> str:
         """Return the rule by which these were chosen, in sentences."""
         if self.total <= len(self.items):
             return SAMPLE_RULE
@@ -85,21 +85,21 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
     samples = Samples()
     path = directory / SAMPLES
     thinner = _Thinner(most)
-    for place, line in LineReader(path).new(between, to_end=True):
+    for offset, line in LineReader(path).new(between, to_end=True):
         if isinstance(line, dict) and line.get("event") == "rewind" and isinstance(line.get("to"), int):
             thinner.rewind(line["to"])
-        elif (sample := sample_of(line, place)) is not None:
+        elif (sample := sample_of(line, offset)) is not None:
             thinner.take(sample)
         else:
             samples.unread += 1
     for sample in _in_tables(directory / SAMPLE_FOLDER, between):
         thinner.take(sample)
-    samples.items, samples.total = thinner.chosen()
-    _read_whole(path, choose_whole(samples.items))
+    samples.items, samples.total = thinner.selection()
+    _read_full(path, choose_full(samples.items))
     return samples
 
 
-def sample_of(line: Any, place: int) -> ShownSample | None:
+def sample_of(line: Any, offset: int) -> ShownSample | None:
     """Return a line of samples.jsonl; None if it is none."""
     if (
         not isinstance(line, dict)
@@ -108,18 +108,20 @@ def sample_of(line: Any, place: int) -> ShownSample | None:
     ):
         return None
     prompt, completion = str(line.get("prompt", "")), line["completion"]
-    parts = line.get("rewards")
+    rewards = line.get("rewards")
     return ShownSample(
         step=line["step"],
         sample_id=line["sample_id"] if isinstance(line.get("sample_id"), int) else 0,
         prompt=_first(prompt),
         completion=_first(completion),
         reward=_number(line.get("reward")),
-        parts={str(name): _number(value) for name, value in parts.items()} if isinstance(parts, dict) else {},
+        function_rewards={str(name): _number(value) for name, value in rewards.items()}
+        if isinstance(rewards, dict)
+        else {},
         advantage=_number(line.get("advantage")),
         finish=str(line.get("finish", "")),
         trained=line.get("trained") is not False,
-        place=place,
+        offset=offset,
         has_tokens=bool(line.get("tokens")),
         is_cut=len(prompt) > SHOWN_CHARACTERS or len(completion) > SHOWN_CHARACTERS,
     )
@@ -134,7 +136,7 @@ def _number(value: Any) -> float | None:
 
 
 class _Thinner:
-    """Holds completions of at most twice so many; beyond, every second of its steps is left out."""
+    """Holds at most twice as many completions as requested; beyond that, every second step is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -164,51 +166,51 @@ class _Thinner:
         self._size = sum(map(len, self._steps.values()))
 
     def rewind(self, step: int) -> None:
-        self._counts = {each: count for each, count in self._counts.items() if each <= step}
-        self._steps = {each: items for each, items in self._steps.items() if each <= step}
+        self._counts = {sampled_step: count for sampled_step, count in self._counts.items() if sampled_step <= step}
+        self._steps = {sampled_step: items for sampled_step, items in self._steps.items() if sampled_step <= step}
         self._size = sum(map(len, self._steps.values()))
 
-    def chosen(self) -> tuple[list[ShownSample], int]:
+    def selection(self) -> tuple[list[ShownSample], int]:
         while self._size > self._most and len(self._steps) > 1:
             self._halve()
         items = [item for step in sorted(self._steps) for item in self._steps[step]]
         return items[: 2 * self._most], sum(self._counts.values())
 
 
-def choose_whole(items: Sequence[ShownSample]) -> list[ShownSample]:
+def choose_full(items: Sequence[ShownSample]) -> list[ShownSample]:
     """Return the completions that are shown whole, by `SAMPLE_RULE`."""
     steps: dict[int, list[ShownSample]] = {}
-    for item in items:
-        steps.setdefault(item.step, []).append(item)
+    for sample in items:
+        steps.setdefault(sample.step, []).append(sample)
     order = list(steps)
     count = min(len(order), WHOLE // 4)
     spread = [order[round(number * (len(order) - 1) / max(1, count - 1))] for number in range(count)]
-    chosen: dict[int, ShownSample] = {}
+    samples: dict[int, ShownSample] = {}
     for step in spread:
-        scored = [item for item in steps[step] if item.reward is not None]
-        ranked = sorted(scored, key=lambda item: item.reward or 0.0)
+        scored = [sample for sample in steps[step] if sample.reward is not None]
+        ranked = sorted(scored, key=lambda sample: sample.reward or 0.0)
         best = [ranked[-1], ranked[0]] if ranked else []
-        for item in (*best, *(item for item in steps[step] if item.has_tokens)):
-            if len(chosen) < WHOLE:
-                chosen[id(item)] = item
-    for item in reversed(items):
-        if len(chosen) >= WHOLE:
+        for sample in (*best, *(sample for sample in steps[step] if sample.has_tokens)):
+            if len(samples) < WHOLE:
+                samples[id(sample)] = sample
+    for sample in reversed(items):
+        if len(samples) >= WHOLE:
             break
-        chosen[id(item)] = item
-    return list(chosen.values())
+        samples[id(sample)] = sample
+    return list(samples.values())
 
 
-def _read_whole(path: Path, chosen: Sequence[ShownSample]) -> None:
+def _read_full(path: Path, samples: Sequence[ShownSample]) -> None:
     """Read all of the text and the tokens of some completions."""
-    in_file = sorted((item for item in chosen if item.place >= 0), key=lambda item: item.place)
+    in_file = sorted((sample for sample in samples if sample.offset >= 0), key=lambda sample: sample.offset)
     if not in_file:
         return
     with RegularFile(path) as file:
-        for item in in_file:
-            file.seek(item.place)
+        for sample in in_file:
+            file.seek(sample.offset)
             line = parsed(_line_of(file))
             if isinstance(line, dict):
-                item.whole = whole_sample(line)
+                sample.full = full_sample(line)
 
 
 def _line_of(file: RegularFile) -> bytes:
@@ -218,7 +220,7 @@ def _line_of(file: RegularFile) -> bytes:
     return data.partition(b"\n")[0]
 
 
-def whole_sample(line: Mapping[str, Any]) -> dict[str, Any]:
+def full_sample(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return prompt, completion and tokens of a line of samples.jsonl, printable, cut beyond reason."""
     tokens = line.get("tokens")
     return {
@@ -233,9 +235,9 @@ def whole_sample(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    rest = len(text) - _WHOLE_CHARACTERS
-    words = f"\n… and {rest:,} characters more" if rest > 0 else ""
-    return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + words
+    excess = len(text) - _WHOLE_CHARACTERS
+    suffix = f"\n… and {excess:,} characters more" if excess > 0 else ""
+    return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + suffix
 
 
 def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
@@ -245,15 +247,17 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSampl
     from pyarrow import ArrowException  # type: ignore[import-untyped]  # has no stubs
     from pyarrow.parquet import read_table  # type: ignore[import-untyped]  # has no stubs
 
-    for place in sorted(folder.glob("step-*.parquet")):
+    for path in sorted(folder.glob("step-*.parquet")):
         between()
         try:
-            rows = read_table(place).to_pylist()
+            rows = read_table(path).to_pylist()
         except (OSError, ArrowException):
             continue
         for row in rows:
-            parts = {name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")}
-            sample = sample_of({**row, "rewards": parts}, -1)
+            rewards = {
+                name.removeprefix("rewards/"): value for name, value in row.items() if name.startswith("rewards/")
+            }
+            sample = sample_of({**row, "rewards": rewards}, -1)
             if sample is not None:
-                sample.whole = whole_sample(row) if sample.is_cut else None
+                sample.full = full_sample(row) if sample.is_cut else None
                 yield sample

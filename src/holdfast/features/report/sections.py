@@ -1,4 +1,4 @@
-"""The parts of the page that are there without a script: numbers, tables and sentences."""
+"""The sections of the page that need no script: numbers, tables and sentences."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def seconds_words(seconds: float) -> str:
     """Return a length of time: 41 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {remaining_seconds} s"
     return f"{minutes // 60:,} h {minutes % 60} min"
 
 
@@ -91,15 +91,15 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
             )
         )
     for name, column in columns.items():
-        parts = name.split("/")
-        if name.startswith(EVALUATION) and parts[-1] in {"accuracy", "reward", "loss"} and len(pairs) < 3:
+        segments = name.split("/")
+        if name.startswith(EVALUATION) and segments[-1] in {"accuracy", "reward", "loss"} and len(pairs) < 3:
             values = column.values
-            shown = digits(values[0]) if len(values) == 1 else f"{digits(values[0])} → {digits(values[-1])}"
-            pairs.append((f"{parts[-1]} on {parts[1]}", shown))
+            value_text = digits(values[0]) if len(values) == 1 else f"{digits(values[0])} → {digits(values[-1])}"
+            pairs.append((f"{segments[-1]} on {segments[1]}", value_text))
     if "step_time" in columns:
         pairs.append(("time in steps", seconds_words(sum(columns["step_time"].values))))
-    there = [line for line in run.checkpoints if line.is_there]
-    pairs.append(("checkpoints there", f"{len(there)} of {len(run.checkpoints)} saved"))
+    present = [line for line in run.checkpoints if line.is_there]
+    pairs.append(("checkpoints there", f"{len(present)} of {len(run.checkpoints)} saved"))
     kinds = Counter(mark.kind for mark in run.marks)
     pairs.append(("failures / resumes", f"{kinds['failed']} / {kinds['resumed']}"))
     if kinds["alarm"]:
@@ -109,13 +109,13 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
 
 def summary_section(runs: Sequence[RunRecord]) -> str:
     """Return the head of the page."""
-    parts = []
-    for place, run in enumerate(runs):
-        name = tag("span", text(run.name), class_=f"run run-{place % 8}") if len(runs) > 1 else ""
+    blocks = []
+    for index, run in enumerate(runs):
+        name = tag("span", text(run.name), class_=f"run run-{index % 8}") if len(runs) > 1 else ""
         line = tag("p", name, text(f"{run.verb}, {state_words(run)}"), class_=f"state {run.state.name}")
-        cards = "".join(tag("div", tag("dt", text(what)), tag("dd", text(value))) for what, value in facts(run))
-        parts.append(tag("div", line, tag("dl", cards, class_="facts"), class_="summary"))
-    return "".join(parts)
+        cards = "".join(tag("div", tag("dt", text(label)), tag("dd", text(value))) for label, value in facts(run))
+        blocks.append(tag("div", line, tag("dl", cards, class_="facts"), class_="summary"))
+    return "".join(blocks)
 
 
 def notes_section(runs: Sequence[RunRecord]) -> str:
@@ -128,9 +128,9 @@ def curve_words(run: RunRecord, name: str) -> str:
     """Return a curve in a sentence, for those who do not see it and for those who want its numbers."""
     names = [
         *([name] if name in run.curves.columns else []),
-        *(each for _, each in evaluations_of(name, run.curves.columns)),
+        *(metric for _, metric in evaluations_of(name, run.curves.columns)),
     ]
-    return "; ".join(filter(None, (_column_words(run, each) for each in names)))
+    return "; ".join(filter(None, (_column_words(run, metric) for metric in names)))
 
 
 def _column_words(run: RunRecord, name: str) -> str:
@@ -151,11 +151,11 @@ def _column_words(run: RunRecord, name: str) -> str:
 def _seconds_by_phase(columns: Mapping[str, Column]) -> tuple[dict[str, float], float]:
     """Return the seconds of each phase, and of all steps and evaluations."""
     phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(TIMING)}
-    whole = sum(columns["step_time"].values) + phases.get(EVALUATING, 0.0)
-    rest = whole - sum(phases.values())
-    if rest > ROUNDING * whole:  # a run of an earlier version, whose phases left some time to none
-        phases["rest of the step"] = rest
-    return phases, whole
+    total = sum(columns["step_time"].values) + phases.get(EVALUATING, 0.0)
+    remainder = total - sum(phases.values())
+    if remainder > ROUNDING * total:  # a run of an earlier version, whose phases left some time to none
+        phases["rest of the step"] = remainder
+    return phases, total
 
 
 def times_section(runs: Sequence[RunRecord]) -> str:
@@ -165,9 +165,9 @@ def times_section(runs: Sequence[RunRecord]) -> str:
         columns = run.curves.columns
         if "step_time" not in columns:
             continue
-        steps, (phases, whole) = len(columns["step_time"].steps), _seconds_by_phase(columns)
+        steps, (phases, total) = len(columns["step_time"].steps), _seconds_by_phase(columns)
         for name, seconds in sorted(phases.items(), key=lambda pair: -pair[1]):
-            share = f"{seconds / whole:.1%}" if whole else NOT_THERE
+            share = f"{seconds / total:.1%}" if total else NOT_THERE
             cells = [name.removeprefix(TIMING), f"{1000 * seconds / max(1, steps):,.1f}", share, seconds_words(seconds)]
             rows.append([text(cell) for cell in ([run.name, *cells] if len(runs) > 1 else cells)])
     if not rows:
@@ -177,7 +177,7 @@ def times_section(runs: Sequence[RunRecord]) -> str:
     body = html_table(
         ["run", *heads] if several else heads,
         rows,
-        numbers=[place + several for place in (1, 2, 3)],
+        numbers=[column + several for column in (1, 2, 3)],
         caption="Seconds by phase",
     )
     chart = (
@@ -192,16 +192,16 @@ def _memory(runs: Sequence[RunRecord]) -> str:
         planned, measured = run.planned.bytes_, run.measured_bytes
         name = f"{run.name}: " if len(runs) > 1 else ""
         if planned and measured:
-            words = f"planned {size_words(planned)} of memory a rank, measured {size_words(measured)} on rank 0"
-            lines.append(f"{name}{words} ({measured / planned:.0%} of the plan).")
+            comparison = f"planned {size_words(planned)} of memory a rank, measured {size_words(measured)} on rank 0"
+            lines.append(f"{name}{comparison} ({measured / planned:.0%} of the plan).")
         elif measured:
             lines.append(
                 f"{name}at most {size_words(measured)} of memory on rank 0; there is no plan to compare it with."
             )
         rows += _plan_against_measured(run, several=len(runs) > 1)
     heads = [*["run"] * (len(runs) > 1), "phase", "planned", "measured", "of the plan"]
-    places = [len(heads) - 3, len(heads) - 2]
-    chart = html_table(heads, rows, numbers=places, caption="Plan against measured") if rows else ""
+    number_columns = [len(heads) - 3, len(heads) - 2]
+    chart = html_table(heads, rows, numbers=number_columns, caption="Plan against measured") if rows else ""
     return "".join(tag("p", text(line), class_="memory") for line in lines) + chart
 
 
@@ -235,7 +235,7 @@ def checkpoints_section(runs: Sequence[RunRecord]) -> str:
         html_table(
             ["run", *heads] if several else heads,
             rows,
-            numbers=[place + several for place in (0, 1, 2)],
+            numbers=[column + several for column in (0, 1, 2)],
             caption="Checkpoints",
         )
         if rows
@@ -246,7 +246,7 @@ def checkpoints_section(runs: Sequence[RunRecord]) -> str:
 
 def events_section(runs: Sequence[RunRecord]) -> str:
     """Return what happened, in sentences; saves and evaluations are summed up, since the curves show each."""
-    parts = []
+    blocks = []
     for run in runs:
         heading = tag("h3", text(run.name)) if len(runs) > 1 else ""
         sentences = [mark for mark in run.marks if mark.kind not in {"saved", "evaluated"}]
@@ -260,8 +260,8 @@ def events_section(runs: Sequence[RunRecord]) -> str:
             if rows
             else tag("p", text("Nothing failed, nothing was stopped, and no alarm sounded."))
         )
-        parts += [heading, tag("p", text(" ".join(_counts(run)))), body]
-    return section("events", "What happened", *parts)
+        blocks += [heading, tag("p", text(" ".join(_counts(run)))), body]
+    return section("events", "What happened", *blocks)
 
 
 def _event_row(mark: Mark) -> list[str]:
@@ -291,21 +291,21 @@ def _counts(run: RunRecord) -> Iterator[str]:
 
 def configuration_section(runs: Sequence[RunRecord]) -> str:
     """Return the configuration, what differs between runs, and what differs from what a run started from."""
-    parts = []
+    blocks = []
     if len(runs) > 1:
-        parts += [tag("h3", text("Where the runs differ")), _between(runs)]
+        blocks += [tag("h3", text("Where the runs differ")), _between(runs)]
     for run in runs:
         if run.parent is not None:
             name = f"{run.name} started" if len(runs) > 1 else "It started"
-            parts.append(tag("p", text(f"{name} from {run.parent.words}.")))
-            parts.append(_from_parent(run, run.parent.configuration))
+            blocks.append(tag("p", text(f"{name} from {run.parent.description}.")))
+            blocks.append(_from_parent(run, run.parent.configuration))
     for run in runs:
         rows = [[tag("code", text(key)), text(value)] for key, value in run.configuration.items()]
         title = f"The whole configuration of {run.name}" if len(runs) > 1 else "The whole configuration"
         body = html_table(["key", "value"], rows, caption=title)
-        parts.append(tag("details", tag("summary", text(f"{title}, {len(rows)} keys")), body))
+        blocks.append(tag("details", tag("summary", text(f"{title}, {len(rows)} keys")), body))
     rule = "Paths are shown by their last name and addresses by their host; credentials and kwargs are left out."
-    return section("configuration", "Configuration", *parts, tag("p", text(rule), class_="rule"))
+    return section("configuration", "Configuration", *blocks, tag("p", text(rule), class_="rule"))
 
 
 def _from_parent(run: RunRecord, before: Mapping[str, str] | None) -> str:
@@ -314,7 +314,7 @@ def _from_parent(run: RunRecord, before: Mapping[str, str] | None) -> str:
     differing = [row for row in setting_differences(before, run.configuration) if NOT_THERE not in row]
     if not differing:
         return tag("p", text("Keys that both have are the same."))
-    rows = [[tag("code", text(key)), text(one), text(other)] for key, one, other in differing]
+    rows = [[tag("code", text(key)), text(parent_value), text(run_value)] for key, parent_value, run_value in differing]
     return html_table(["key", "there", "here"], rows, caption=f"Difference of {run.name} to its parent")
 
 
@@ -334,7 +334,7 @@ def environment_section(runs: Sequence[RunRecord]) -> str:
     """Return versions, ranks and devices."""
     names = list(dict.fromkeys(name for run in runs for name in run.versions))
     rows = [[text(name), *(text(run.versions.get(name, NOT_THERE)) for run in runs)] for name in names]
-    rows += [[text(what), *(text(words) for words in of_each)] for what, of_each in _machines(runs)]
+    rows += [[text(label), *(text(value) for value in values)] for label, values in _machines(runs)]
     return section(
         "environment", "Environment", html_table(["", *(run.name for run in runs)], rows, caption="Environment")
     )
@@ -345,13 +345,16 @@ def _machines(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
     yield "run", [run.run_id[:8] or NOT_THERE for run in runs]
     if any(starts):
         for key in ("ranks", "device"):
-            yield key, [_changes([str(event.get(key, NOT_THERE)) for event in each]) for each in starts]
-        yield "first start", [moment(each[0].get("time")) if each else NOT_THERE for each in starts]
-        yield "starts", [str(len(each)) for each in starts]
+            yield key, [_changes([str(event.get(key, NOT_THERE)) for event in start_events]) for start_events in starts]
+        yield (
+            "first start",
+            [moment(start_events[0].get("time")) if start_events else NOT_THERE for start_events in starts],
+        )
+        yield "starts", [str(len(start_events)) for start_events in starts]
 
 
 def _changes(values: Sequence[str]) -> str:
-    changes = [value for place, value in enumerate(values) if place == 0 or values[place - 1] != value]
+    changes = [value for index, value in enumerate(values) if index == 0 or values[index - 1] != value]
     return ", then ".join(changes) or NOT_THERE
 
 

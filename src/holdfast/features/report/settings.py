@@ -27,9 +27,9 @@ _OF_THE_PLACE = ("run.name", "run.dir")
 class Parent:
     """What a run started from."""
 
-    words: str
+    description: str
     configuration: Mapping[str, str] | None
-    """Of the parent run, flat; None where it does not lie beside this run."""
+    """Configuration of the parent run by dotted key; None where that run is in another directory."""
 
 
 def read_configuration(directory: Path) -> tuple[dict[str, Any], str]:
@@ -67,9 +67,9 @@ def _text(value: Any) -> str:
         case [] | {}:
             return "[]" if value == [] else "{}"
         case list():
-            return ", ".join(_text(each) for each in value)
+            return ", ".join(_text(element) for element in value)
         case Mapping():
-            return "{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}"
+            return "{" + ", ".join(f"{key}: {_text(element)}" for key, element in value.items()) + "}"
     return str(value)
 
 
@@ -77,7 +77,7 @@ def setting_differences(first: Mapping[str, str], second: Mapping[str, str]) -> 
     """Return (key, first value, second value) of each key in which two configurations differ, names of runs aside."""
     keys = [*first, *(key for key in second if key not in first)]
     pairs = [(key, first.get(key, NOT_THERE), second.get(key, NOT_THERE)) for key in keys if key not in _OF_THE_PLACE]
-    return [(key, one, other) for key, one, other in pairs if one != other]
+    return [(key, first_value, second_value) for key, first_value, second_value in pairs if first_value != second_value]
 
 
 def read_parent(directory: Path, identity: Mapping[str, Any]) -> Parent | None:
@@ -89,13 +89,13 @@ def read_parent(directory: Path, identity: Mapping[str, Any]) -> Parent | None:
     if not isinstance(export, Mapping):
         model = recorded.get("model")
         return Parent(f"the model {public_text(model)}", None) if isinstance(model, str) else None
-    words = f"step {export.get('step')} of the run {public_text(str(export.get('run')))}"
-    for place in sorted(directory.absolute().parent.glob(f"*/{IDENTITY}")):
+    description = f"step {export.get('step')} of the run {public_text(str(export.get('run')))}"
+    for path in sorted(directory.absolute().parent.glob(f"*/{IDENTITY}")):
         try:
-            its_id = read_json(place).get("run_id")
+            its_id = read_json(path).get("run_id")
         except (OSError, ValueError, AttributeError):
             continue
         if its_id and its_id == export.get("run_id"):
-            values, _ = read_configuration(place.parent)
-            return Parent(words, flat_public(values) if values else None)
-    return Parent(words, None)
+            values, _ = read_configuration(path.parent)
+            return Parent(description, flat_public(values) if values else None)
+    return Parent(description, None)

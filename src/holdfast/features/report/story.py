@@ -30,7 +30,7 @@ _ASSIGNED = re.compile(
 
 @dataclass(frozen=True)
 class Mark:
-    """Something at a step."""
+    """An event of a run, at its step."""
 
     kind: str
     """failed, stopped, resumed, saved, evaluated, alarm, exported, or other."""
@@ -58,37 +58,37 @@ def public_sentence(text: str) -> str:
 def marks_of(curves: Curves, events: Sequence[Event]) -> list[Mark]:
     """Return all marks of a run, in the order in which they happened; evaluations come last."""
     marks: list[Mark] = []
-    place = 0
+    offset = 0
     notes_starts = any(event.get("event") == "start" for event in events)
     for rewind in curves.rewinds:
-        end = _end_of_start(rewind, events, place)
+        end = _end_of_start(rewind, events, offset)
         start = events[end] if end < len(events) and events[end].get("event") == "start" else {}
         if notes_starts and not start and rewind.to == rewind.last:
             continue  # a start that found nothing to do
-        marks += _within(events[place:end])
-        marks.append(_ending(rewind, events[place:end]))
+        marks += _within(events[offset:end])
+        marks.append(_ending(rewind, events[offset:end]))
         marks.append(_resume(rewind, start))
-        place = end
-    rest = events[place:]
-    marks += _within(rest)
-    last = next((event for event in reversed(rest) if event.get("event") in {"start", *_ENDINGS}), {})
+        offset = end
+    remaining = events[offset:]
+    marks += _within(remaining)
+    last = next((event for event in reversed(remaining) if event.get("event") in {"start", *_ENDINGS}), {})
     if last.get("event") in {"failed", "stop"}:
         marks.append(_end_mark(last, _step(last) if curves.last is None else max(curves.last, 0)))
     marks += [Mark("evaluated", step, f"evaluated at step {step}") for step in curves.evaluated]
     return marks
 
 
-def _end_of_start(rewind: Rewind, events: Sequence[Event], place: int) -> int:
-    """Return the place behind the events of the start that ended before a resume."""
-    for index in range(place, len(events)):
+def _end_of_start(rewind: Rewind, events: Sequence[Event], offset: int) -> int:
+    """Return the index behind the last event of the start that ended before a resume."""
+    for index in range(offset, len(events)):
         event = events[index]
-        if event.get("event") == "start" and _step(event) == rewind.to and index > place:
+        if event.get("event") == "start" and _step(event) == rewind.to and index > offset:
             return index
-    for index in range(place, len(events)):
+    for index in range(offset, len(events)):
         event = events[index]
         if event.get("event") in _ENDINGS and rewind.to <= _step(event) <= rewind.last + 1:
             return index + 1
-    return next((i for i in range(place, len(events)) if _step(events[i]) > rewind.last + 1), len(events))
+    return next((i for i in range(offset, len(events)) if _step(events[i]) > rewind.last + 1), len(events))
 
 
 def _within(events: Sequence[Event]) -> Iterator[Mark]:
@@ -109,18 +109,18 @@ def _within(events: Sequence[Event]) -> Iterator[Mark]:
 
 
 def _saved(event: Event) -> str:
-    parts = [f"checkpoint of step {_step(event, 'saved')} verified on disk"]
+    phrases = [f"checkpoint of step {_step(event, 'saved')} verified on disk"]
     if isinstance(event.get("bytes"), int):
-        parts.append(size_words(event["bytes"]))
+        phrases.append(size_words(event["bytes"]))
     if isinstance(event.get("seconds"), int | float):
-        parts.append(f"{event['seconds']:.1f} s")
+        phrases.append(f"{event['seconds']:.1f} s")
     if event.get("before_error"):
-        parts.append("saved before an error ended the run")
-    return ", ".join(parts)
+        phrases.append("saved before an error ended the run")
+    return ", ".join(phrases)
 
 
 def _ending(rewind: Rewind, events: Sequence[Event]) -> Mark:
-    event = next((each for each in reversed(events) if each.get("event") in _ENDINGS), None)
+    event = next((candidate for candidate in reversed(events) if candidate.get("event") in _ENDINGS), None)
     return Mark("failed", rewind.last, SILENT) if event is None else _end_mark(event, rewind.last)
 
 
@@ -140,15 +140,15 @@ def _end_mark(event: Event, step: int) -> Mark:
 def _resume(rewind: Rewind, start: Event) -> Mark:
     lost = rewind.last - rewind.to
     if lost > 1:
-        words = f"steps {rewind.to + 1} to {rewind.last} were made again"
+        outcome = f"steps {rewind.to + 1} to {rewind.last} were made again"
     else:
-        words = f"step {rewind.last} was made again" if lost == 1 else "no step was lost"
+        outcome = f"step {rewind.last} was made again" if lost == 1 else "no step was lost"
     ranks = f" on {start['ranks']} rank{'s' * (start['ranks'] != 1)}" if isinstance(start.get("ranks"), int) else ""
     time = start.get("time")
     return Mark(
         "resumed",
         rewind.to,
-        f"continued from step {rewind.to}{ranks}; {words}",
+        f"continued from step {rewind.to}{ranks}; {outcome}",
         float(time) if isinstance(time, int | float) else None,
     )
 

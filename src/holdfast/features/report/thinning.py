@@ -18,37 +18,37 @@ RULE = (
 )
 
 
-def drawn_places(values: Sequence[float]) -> list[int] | range:
-    """Return the places of the points that are drawn, in order."""
+def drawn_indices(values: Sequence[float]) -> list[int] | range:
+    """Return the indices of the points that are drawn, in order."""
     size = len(values)
     if size <= MOST_POINTS:
         return range(size)
-    places: list[int] = []
+    indices: list[int] = []
     for bucket in range(BUCKETS):
         start, end = bucket * size // BUCKETS, (bucket + 1) * size // BUCKETS
-        places += sorted(_extremes(values, start, end))
-    return places
+        indices += sorted(_extremes(values, start, end))
+    return indices
 
 
 def _extremes(values: Sequence[float], start: int, end: int) -> set[int]:
-    """Return the places of the first, the lowest, the highest, the last and one missing value of a part."""
-    part = values[start:end]
-    chosen = {start, end - 1}
-    total = sum(part)
+    """Return the indices of the first, lowest, highest and last value of a bucket, and of one that is not finite."""
+    bucket = values[start:end]
+    indices = {start, end - 1}
+    total = sum(bucket)
     if math.isfinite(total):
-        chosen |= {start + part.index(min(part)), start + part.index(max(part))}
-        return chosen
-    finite = [place for place, value in enumerate(part) if math.isfinite(value)]
+        indices |= {start + bucket.index(min(bucket)), start + bucket.index(max(bucket))}
+        return indices
+    finite = [index for index, value in enumerate(bucket) if math.isfinite(value)]
     if finite:
-        chosen |= {start + min(finite, key=part.__getitem__), start + max(finite, key=part.__getitem__)}
-    gap = next((place for place, value in enumerate(part) if not math.isfinite(value)), None)
-    return chosen if gap is None else chosen | {start + gap}
+        indices |= {start + min(finite, key=bucket.__getitem__), start + max(finite, key=bucket.__getitem__)}
+    gap = next((index for index, value in enumerate(bucket) if not math.isfinite(value)), None)
+    return indices if gap is None else indices | {start + gap}
 
 
 def bucket_means(steps: Sequence[int], values: Sequence[float], buckets: int) -> tuple[list[int], list[float]]:
     """Return the last step and the mean value of each of so many equal parts; of fewer points, the points."""
     size = len(values)
-    parts = min(buckets, size)
-    ends = [size * number // parts for number in range(parts + 1)] if parts else []
+    count = min(buckets, size)
+    ends = [size * number // count for number in range(count + 1)] if count else []
     spans = list(zip(ends, ends[1:], strict=False))
     return [steps[end - 1] for _, end in spans], [sum(values[start:end]) / (end - start) for start, end in spans]

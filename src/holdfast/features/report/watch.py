@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from holdfast.features.report.curves import Column
-from holdfast.features.report.follow import Follower, Glance
+from holdfast.features.report.follow import Follower, RunStatus
 from holdfast.features.report.metrics import EVALUATION, TIMING, leading, metric_label
 from holdfast.features.report.sections import age, digits
 from holdfast.files import size_words
@@ -46,19 +46,19 @@ def watch_run(directory: Path, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     follower = Follower(directory)
     follower.has_changed()
-    look = follower.update()
+    status = follower.update()
     if not console.is_terminal:
-        console.print(screen(look, console), soft_wrap=False)
+        console.print(screen(status, console), soft_wrap=False)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         drawn = -math.inf
         while True:
-            live.update(screen(look, console), refresh=True)
+            live.update(screen(status, console), refresh=True)
             drawn = time.monotonic()
-            if look.state.name != "running":
+            if status.state.name != "running":
                 return
             _await(follower, drawn)
-            look = follower.update()
+            status = follower.update()
 
 
 def _await(follower: Follower, drawn: float) -> None:
@@ -72,51 +72,51 @@ def _await(follower: Follower, drawn: float) -> None:
             return
 
 
-def screen(look: Glance, console: Console) -> RenderableType:
+def screen(status: RunStatus, console: Console) -> RenderableType:
     """Return what is shown of a run."""
     from rich.console import Group
     from rich.table import Table
 
     width = console.width
     bars = _BARS if console.encoding.lower().startswith("utf") else _PLAIN_BARS
-    head = [_head(look), _progress(look, min(width, 120), bars)]
+    head = [_head(status), _progress(status, min(width, 120), bars)]
     if width < _TWO_COLUMNS:
-        return Group(*head, *_curves(look, width, bars), *_state_parts(look, width), *_samples(look, width))
-    left, right = width * 3 // 5 - 2, width - width * 3 // 5
+        return Group(*head, *_curves(status, width, bars), *_state_blocks(status, width), *_samples(status, width))
+    left_width, right_width = width * 3 // 5 - 2, width - width * 3 // 5
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=left)
-    grid.add_column(width=right - 2)
-    grid.add_row(Group(*_curves(look, left, bars)), Group(*_state_parts(look, right - 2)))
-    return Group(*head, grid, *_samples(look, width))
+    grid.add_column(width=left_width)
+    grid.add_column(width=right_width - 2)
+    grid.add_row(Group(*_curves(status, left_width, bars)), Group(*_state_blocks(status, right_width - 2)))
+    return Group(*head, grid, *_samples(status, width))
 
 
-def _head(look: Glance) -> Text:
+def _head(status: RunStatus) -> Text:
     from rich.text import Text
 
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(look.name, "bold")
-    line.append(f"  {look.verb}  ")
-    line.append(look.state.name, _STYLES[look.state.name])
-    if look.state.why:
-        line.append(f": {escaped(look.state.why)}")
+    line.append(status.name, "bold")
+    line.append(f"  {status.verb}  ")
+    line.append(status.state.name, _STYLES[status.state.name])
+    if status.state.why:
+        line.append(f": {escaped(status.state.why)}")
     return line
 
 
-def _progress(look: Glance, width: int, bars: str) -> Text:
+def _progress(status: RunStatus, width: int, bars: str) -> Text:
     """Return step, bar and the time that is left at the pace of the last steps."""
     from rich.text import Text
 
-    step, total = look.curves.last or 0, look.total
-    words = f"step {step:,}" + (f" of {total:,}" if total else "")
+    step, total = status.curves.last or 0, status.total
+    position = f"step {step:,}" + (f" of {total:,}" if total else "")
     ends = []
-    if look.started is not None and look.state.name == "running":
-        ends.append(f"{age(max(0.0, time.time() - look.started))} since the start")
-    left = _left(look)
-    if left is not None:
-        ends.append(f"{age(left)} left")
+    if status.started is not None and status.state.name == "running":
+        ends.append(f"{age(max(0.0, time.time() - status.started))} since the start")
+    remaining = _remaining_seconds(status)
+    if remaining is not None:
+        ends.append(f"{age(remaining)} left")
     tail = "  ".join(ends)
-    room = width - len(words) - len(tail) - 4
-    line = Text(words, no_wrap=True, overflow="ellipsis")
+    room = width - len(position) - len(tail) - 4
+    line = Text(position, no_wrap=True, overflow="ellipsis")
     if total and room >= 8:
         done = min(room, round(room * step / total))
         glyph = "━" if bars is _BARS else "="
@@ -126,13 +126,13 @@ def _progress(look: Glance, width: int, bars: str) -> Text:
     return line.append(f"  {tail}" if tail else "")
 
 
-def _left(look: Glance) -> float | None:
-    times = look.curves.columns.get("step_time")
-    if look.state.name != "running" or not look.total or times is None or not times.values:
+def _remaining_seconds(status: RunStatus) -> float | None:
+    times = status.curves.columns.get("step_time")
+    if status.state.name != "running" or not status.total or times is None or not times.values:
         return None
     pace = fmean(_finite(times.values[-_LAST_STEPS:]) or [0.0])
-    since = max(0.0, time.time() - look.active) if look.active else 0.0
-    return max(0.0, pace * (look.total - (look.curves.last or 0)) - min(since, pace))
+    since = max(0.0, time.time() - status.active) if status.active else 0.0
+    return max(0.0, pace * (status.total - (status.curves.last or 0)) - min(since, pace))
 
 
 def _finite(values: Sequence[float]) -> list[float]:
@@ -145,10 +145,10 @@ def _grid() -> Table:
     return Table.grid(padding=(0, 1))
 
 
-def _title(words: str) -> Text:
+def _title(title: str) -> Text:
     from rich.text import Text
 
-    return Text(f"\n{words}", "bold", no_wrap=True, overflow="ellipsis")
+    return Text(f"\n{title}", "bold", no_wrap=True, overflow="ellipsis")
 
 
 def _cell(text: str, style: str = "") -> Text:
@@ -157,14 +157,14 @@ def _cell(text: str, style: str = "") -> Text:
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
-def _curves(look: Glance, width: int, bars: str) -> Iterator[RenderableType]:
+def _curves(status: RunStatus, width: int, bars: str) -> Iterator[RenderableType]:
     """Yield the sparklines, and what the last steps were spent on."""
-    columns = look.curves.columns
+    columns = status.curves.columns
     names = [name for name in leading(columns) if name in columns][:_MOST_CURVES]
     names += [
         name for name in columns if name.startswith(EVALUATION) and name.endswith(("/accuracy", "/reward", "/loss"))
     ][:2]
-    labels = [name if name.startswith(EVALUATION) else metric_label(name, look.verb).title for name in names]
+    labels = [name if name.startswith(EVALUATION) else metric_label(name, status.verb).title for name in names]
     widest = min(max(map(len, labels), default=0), width // 3)
     grid = _grid()
     grid.add_column(width=widest)
@@ -212,8 +212,8 @@ def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     """Return a curve in one line; each column is the mean of its steps, a blank one has no finite value."""
     size = len(values)
     count = min(width, size)
-    spans = [(size * place // count, size * (place + 1) // count) for place in range(count)]
-    means = [fmean(part) if (part := _finite(values[start:end])) else None for start, end in spans]
+    spans = [(size * column // count, size * (column + 1) // count) for column in range(count)]
+    means = [fmean(bucket) if (bucket := _finite(values[start:end])) else None for start, end in spans]
     finite = [value for value in means if value is not None]
     if not finite:
         return ""
@@ -222,62 +222,63 @@ def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
     return "".join(" " if value is None else bars[round((value - low) * scale)] for value in means)
 
 
-def _state_parts(look: Glance, width: int) -> Iterator[RenderableType]:
+def _state_blocks(status: RunStatus, width: int) -> Iterator[RenderableType]:
     """Yield ranks, checkpoints and what went wrong."""
-    makers: tuple[Callable[[Glance, int], Iterator[RenderableType]], ...] = (_ranks, _checkpoints, _health)
+    makers: tuple[Callable[[RunStatus, int], Iterator[RenderableType]], ...] = (_ranks, _checkpoints, _health)
     for maker in makers:
-        yield from maker(look, width)
+        yield from maker(status, width)
 
 
-def _ranks(look: Glance, width: int) -> Iterator[RenderableType]:
-    if not look.ranks:
+def _ranks(status: RunStatus, width: int) -> Iterator[RenderableType]:
+    if not status.ranks:
         return
     yield _title("ranks")
-    for sign in look.ranks[:16]:
-        where = f"step {sign.step}  " if sign.step is not None else ""
-        silent = sign.age > _SILENT_SECONDS
-        ago = "a second ago" if sign.age < 2 else f"{age(sign.age)} ago"
+    for rank_status in status.ranks[:16]:
+        position = f"step {rank_status.step}  " if rank_status.step is not None else ""
+        silent = rank_status.age > _SILENT_SECONDS
+        ago = "a second ago" if rank_status.age < 2 else f"{age(rank_status.age)} ago"
+        phase = rank_status.phase or "starting"
         yield _cell(
-            f"rank {sign.rank}  {where}{sign.phase or 'starting'}  {'SILENT, ' if silent else ''}{ago}",
+            f"rank {rank_status.rank}  {position}{phase}  {'SILENT, ' if silent else ''}{ago}",
             "red" if silent else "",
         )
-    if len(look.ranks) > 16:
-        silent_ranks = [sign.rank for sign in look.ranks[16:] if sign.age > _SILENT_SECONDS]
-        yield _cell(f"and {len(look.ranks) - 16} more, {len(silent_ranks) or 'none'} of them silent"[:width])
+    if len(status.ranks) > 16:
+        silent_ranks = [rank_status.rank for rank_status in status.ranks[16:] if rank_status.age > _SILENT_SECONDS]
+        yield _cell(f"and {len(status.ranks) - 16} more, {len(silent_ranks) or 'none'} of them silent"[:width])
 
 
-def _checkpoints(look: Glance, width: int) -> Iterator[RenderableType]:
+def _checkpoints(status: RunStatus, width: int) -> Iterator[RenderableType]:
     yield _title("checkpoints")
-    there = [line for line in look.checkpoints if line.is_there]
-    if not there:
+    present = [line for line in status.checkpoints if line.is_there]
+    if not present:
         yield _cell("none yet")
-    for line in there[-3:]:
+    for line in present[-3:]:
         size = "" if line.bytes_ is None else f"  {size_words(line.bytes_)}"
         seconds = "" if line.seconds is None else f"  {line.seconds:.2f} s"
         verified = "verified" if line.verified else "not noted as verified"
         yield _cell(f"step {line.step}{size}{seconds}  {verified}"[:width])
 
 
-def _health(look: Glance, width: int) -> Iterator[RenderableType]:
-    trouble = [mark for mark in look.marks if mark.kind in {"failed", "stopped", "resumed", "alarm"}]
+def _health(status: RunStatus, width: int) -> Iterator[RenderableType]:
+    trouble = [mark for mark in status.marks if mark.kind in {"failed", "stopped", "resumed", "alarm"}]
     yield _title("health")
     if not trouble:
         yield _cell("no alarm, no failure")
     for mark in trouble[-4:]:
         style = {"failed": "red", "alarm": "yellow", "stopped": "yellow"}.get(mark.kind, "green")
-        words = f"step {mark.step} {mark.kind}: {mark.text}"
-        yield _cell(words if len(words) <= width else words[: width - 1] + "…", style)
+        text = f"step {mark.step} {mark.kind}: {mark.text}"
+        yield _cell(text if len(text) <= width else text[: width - 1] + "…", style)
 
 
-def _samples(look: Glance, width: int) -> Iterator[RenderableType]:
-    if not look.samples:
+def _samples(status: RunStatus, width: int) -> Iterator[RenderableType]:
+    if not status.samples:
         return
-    yield _title(f"completions of step {look.samples[-1].step}")
-    scored = sorted(look.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
-    for sample in dict.fromkeys(map(id, (scored[-1], scored[0], look.samples[-1]))):
-        item = next(each for each in look.samples if id(each) == sample)
+    yield _title(f"completions of step {status.samples[-1].step}")
+    scored = sorted(status.samples, key=lambda sample: -math.inf if sample.reward is None else sample.reward)
+    for sample in dict.fromkeys(map(id, (scored[-1], scored[0], status.samples[-1]))):
+        item = next(candidate for candidate in status.samples if id(candidate) == sample)
         reward = digits(item.reward) if item.reward is not None else "none"
         prompt = escaped(item.prompt)
         room = max(10, (width - 14) // 2)
-        shown = prompt if len(prompt) <= room else "…" + prompt[-room + 1 :]
-        yield _cell(f"{reward:>8}  {shown} → {escaped(item.completion)}")
+        excerpt = prompt if len(prompt) <= room else "…" + prompt[-room + 1 :]
+        yield _cell(f"{reward:>8}  {excerpt} → {escaped(item.completion)}")

@@ -106,10 +106,10 @@ def import_checkpoint(  # noqa: PLR0913 - a command's options
     if export_to is not None:
         report = export_checked(directory, export_to, model, torch_dtype(dtype), trust_rank_order=trust_rank_order)
     else:
-        from holdfast.features.rescue.importing.importing import Wishes
+        from holdfast.features.rescue.importing.importing import ImportOptions
 
         assert run is not None
-        report = import_checked(directory, run, Wishes(data_from_start, step, trust_rank_order))
+        report = import_checked(directory, run, ImportOptions(data_from_start, step, trust_rank_order))
     for line in report:
         typer.echo(line)
 

@@ -15,7 +15,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import Document, parse_file, to_yaml
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.configuration.convert import Converted, Line, check_verb, convert
+from holdfast.features.rescue.configuration.convert import ConvertedConfig, ConvertedLine, check_convertible, convert
 from holdfast.features.rescue.systems.table import READABLE
 from holdfast.text.escaping import escaped
 
@@ -29,7 +29,7 @@ def import_config(file: Path, system: str, verb: str | None, ranks: int, to: Pat
     if system not in READABLE:
         raise ConfigError(f"There is no table of {system!r} to read a file by; there are {', '.join(READABLE)}.")
     if verb is not None:
-        check_verb(verb)
+        check_convertible(verb)
     if to is not None and to.exists():
         raise ConfigError(f"{to} exists, and nothing is overwritten. Give another name.")
     conversion = convert(_document(file), system, verb, ranks)
@@ -54,7 +54,7 @@ def _document(file: Path) -> Document:
     return parse_file(file)
 
 
-def _missing(conversion: Converted, file: str) -> str:
+def _missing(conversion: ConvertedConfig, file: str) -> str:
     """Return what a person has to add or change before the file loads; "" if it loads as it is."""
     try:
         from_mapping(conversion.values(), ROOTS[conversion.verb], "config")
@@ -70,28 +70,28 @@ _RANKS_IN_FILE = {"easyr1", "verl"}
 """Systems whose files say how many ranks there are, and whose batches count the rows of all of them."""
 
 
-def run_yaml(conversion: Converted, file: str) -> str:
+def run_yaml(conversion: ConvertedConfig, file: str) -> str:
     """Return our YAML for a file of another system."""
     values = conversion.values()
     order = list(ROOTS[conversion.verb].model_fields)
     ordered = {key: values[key] for key in sorted(values, key=order.index)}
     body = "\n".join(_section(ordered, "", conversion, set()))
-    rest = "\n".join(_rest(conversion))
-    return f"{_heading(conversion, file)}\n{body}\n" + (f"\n{rest}\n" if rest else "")
+    comments = "\n".join(_unwritten(conversion))
+    return f"{_heading(conversion, file)}\n{body}\n" + (f"\n{comments}\n" if comments else "")
 
 
-def conversion_summary(conversion: Converted) -> str:
+def conversion_summary(conversion: ConvertedConfig) -> str:
     """Return how many keys of the file are the same, differ, have no counterpart, or are not in the table."""
-    own = [line for line in conversion.lines if line.number]
-    counts = [sum(line.status == status for line in own) for status in ("same", "differs", "none", "unknown")]
-    by_hand = sum(line.by_hand for line in own)
+    file_lines = [line for line in conversion.lines if line.number]
+    counts = [sum(line.status == status for line in file_lines) for status in ("same", "differs", "none", "unknown")]
+    by_hand = sum(line.by_hand for line in file_lines)
     return (
-        f"{len(own)} keys: {counts[0]} the same, {counts[1]} that differ ({by_hand} to decide by hand), {counts[2]} "
-        f"without counterpart, {counts[3]} not in the table."
+        f"{len(file_lines)} keys: {counts[0]} the same, {counts[1]} that differ ({by_hand} to decide by hand), "
+        f"{counts[2]} without counterpart, {counts[3]} not in the table."
     )
 
 
-def _heading(conversion: Converted, file: str) -> str:
+def _heading(conversion: ConvertedConfig, file: str) -> str:
     count = conversion.ranks
     ranks = "" if conversion.table.name in _RANKS_IN_FILE else f" and {count} rank{'s' if count > 1 else ''}"
     text = (
@@ -101,7 +101,7 @@ def _heading(conversion: Converted, file: str) -> str:
     return "\n".join(_comment(text, ""))
 
 
-def _section(values: Mapping[str, Any], prefix: str, conversion: Converted, explained: set[str]) -> Iterator[str]:
+def _section(values: Mapping[str, Any], prefix: str, conversion: ConvertedConfig, explained: set[str]) -> Iterator[str]:
     """Yield the lines of a section.
 
     Args:
@@ -114,7 +114,7 @@ def _section(values: Mapping[str, Any], prefix: str, conversion: Converted, expl
     for key, value in values.items():
         dotted = f"{prefix}.{key}" if prefix else key
         lines = conversion.origins.get(dotted, ())
-        news = [line for line in lines if _words(line) and line.key not in explained]
+        news = [line for line in lines if _explanation(line) and line.key not in explained]
         explained |= {line.key for line in lines}
         for line in news:
             yield from _comment(_about(line, conversion), indent)
@@ -127,34 +127,34 @@ def _section(values: Mapping[str, Any], prefix: str, conversion: Converted, expl
 
 def _leaf(indent: str, key: str, value: Any, names: Sequence[str]) -> str:
     """Return a key with its value, and behind its first line where it comes from."""
-    first, newline, rest = textwrap.indent(to_yaml({key: value}).rstrip("\n"), indent).partition("\n")
+    first, newline, following = textwrap.indent(to_yaml({key: value}).rstrip("\n"), indent).partition("\n")
     origin = f"  # {', '.join(names)}" if names else ""
-    return f"{first}{origin}{newline}{rest}"
+    return f"{first}{origin}{newline}{following}"
 
 
-def _has_keys_below(dotted: str, conversion: Converted) -> bool:
+def _has_keys_below(dotted: str, conversion: ConvertedConfig) -> bool:
     return any(key.startswith(f"{dotted}.") for key in conversion.settings)
 
 
-def _origin(line: Line, conversion: Converted) -> str:
+def _origin(line: ConvertedLine, conversion: ConvertedConfig) -> str:
     return line.key if line.number else f"{conversion.table.title}'s default of {line.key}"
 
 
-def _words(line: Line) -> str:
+def _explanation(line: ConvertedLine) -> str:
     """Return what differs, and the arithmetic."""
     note = f"Differs: {line.note}" if line.status == "differs" and line.note else line.note
     return ". ".join(text for text in (note, line.remark) if text)
 
 
-def _about(line: Line, conversion: Converted) -> str:
+def _about(line: ConvertedLine, conversion: ConvertedConfig) -> str:
     value = f": {_short(line.value)}" if line.number else ""
-    return f"{_origin(line, conversion)}{value}. {_words(line)}"
+    return f"{_origin(line, conversion)}{value}. {_explanation(line)}"
 
 
-def _rest(conversion: Converted) -> Iterator[str]:
+def _unwritten(conversion: ConvertedConfig) -> Iterator[str]:
     """Yield, as comments, the keys that nothing was written for."""
     silent = [line for line in conversion.lines if not line.settings]
-    groups: dict[str, Sequence[Line]] = {
+    groups: dict[str, Sequence[ConvertedLine]] = {
         "To decide by hand:": [line for line in silent if line.by_hand],
         "Without counterpart:": [line for line in silent if line.status == "none"],
         "Nothing to write:": [line for line in silent if line.status in {"same", "differs"} and not line.by_hand],
@@ -164,15 +164,15 @@ def _rest(conversion: Converted) -> Iterator[str]:
         if lines:
             yield f"# {heading}"
         for line in lines:
-            yield from _comment(_remaining(line, conversion), "", "#   ")
+            yield from _comment(_unwritten_line(line, conversion), "", "#   ")
 
 
-def _remaining(line: Line, conversion: Converted) -> str:
-    place = f"line {line.number}, {escaped(line.key)}" if line.number else _origin(line, conversion)
+def _unwritten_line(line: ConvertedLine, conversion: ConvertedConfig) -> str:
+    label = f"line {line.number}, {escaped(line.key)}" if line.number else _origin(line, conversion)
     targets = f" -> {' and '.join(line.targets)}" if line.by_hand else ""
     silent = line.status in {"same", "differs"} and not line.by_hand
-    words = line.remark if silent else "; ".join(text for text in (line.remark, line.note) if text)
-    return f"{place}: {_short(line.value)}{targets}" + (f" - {words}" if words else "")
+    explanation = line.remark if silent else "; ".join(text for text in (line.remark, line.note) if text)
+    return f"{label}: {_short(line.value)}{targets}" + (f" - {explanation}" if explanation else "")
 
 
 def _short(value: Any) -> str:

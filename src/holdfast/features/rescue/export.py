@@ -60,14 +60,14 @@ def export_foreign(
         buffers = {canonical_name(name) for name, _ in origin.skeleton.named_buffers()} & stored
         align(checkpoint, {*parameters, *buffers}, tied_names(origin.skeleton))
         shapes = {name: tuple(value.shape) for name, value in parameters.items()}
-        chosen = {name: checkpoint.weights[name] for name in fitting(checkpoint, shapes, buffers)}
-        headers = {name: Header(each.shape, _written(each.dtype, dtype)) for name, each in chosen.items()}
+        weights = {name: checkpoint.weights[name] for name in fitting(checkpoint, shapes, buffers)}
+        headers = {name: Header(weight.shape, _written(weight.dtype, dtype)) for name, weight in weights.items()}
         about = Exported(
             run_id="", run=f"{checkpoint.system} {checkpoint.path.name}", step=checkpoint.step or 0,
             parent={"imported": str(checkpoint.path), "system": checkpoint.system},
         )  # fmt: skip
         form = ExportFormat(dtype, _LARGEST_FILE_BYTES, {ABOUT_FILE: about.text()})
-        write_model(Tensors(chosen), headers, origin, directory, RankGroup(), form)
+        write_model(LazyTensors(weights), headers, origin, directory, RankGroup(), form)
 
 
 def _written(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -83,16 +83,16 @@ def fitting(checkpoint: ForeignCheckpoint, shapes: Mapping[str, tuple[int, ...]]
     weights = checkpoint.weights
     lacking = [name for name in shapes if name not in weights]
     extra = [name for name in weights if name not in shapes and name not in buffers]
-    other = [name for name in shapes if name in weights and weights[name].shape != shapes[name]]
-    words = [f"it lacks {lacking[0]}" + _more(lacking)] if lacking else []
-    words += [f"it has {extra[0]}, which the model has not" + _more(extra)] if extra else []
-    words += [
-        f"{name} is {list(weights[name].shape)} there and {list(shapes[name])} in the model" for name in other[:2]
+    mismatched = [name for name in shapes if name in weights and weights[name].shape != shapes[name]]
+    problems = [f"it lacks {lacking[0]}" + _more(lacking)] if lacking else []
+    problems += [f"it has {extra[0]}, which the model has not" + _more(extra)] if extra else []
+    problems += [
+        f"{name} is {list(weights[name].shape)} there and {list(shapes[name])} in the model" for name in mismatched[:2]
     ]
-    if words:
+    if problems:
         raise CheckpointMismatch(
-            f"{checkpoint.path} does not fit the model of its configuration: {'; '.join(words)}. Nothing was written. "
-            "Name the directory of the right model with --model, or a run's file with its adapters with --as."
+            f"{checkpoint.path} does not fit the model of its configuration: {'; '.join(problems)}. Nothing was "
+            "written. Name the directory of the right model with --model, or a run's file with its adapters with --as."
         )
     return [name for name in weights if name in shapes or name in buffers]
 
@@ -107,17 +107,17 @@ def lay_small_files(folder: Path, checkpoint: ForeignCheckpoint, model: Path | N
     Raises:
         UnreadableForeign: One of them is nowhere.
     """
-    places = [place for place in (checkpoint.model_files, model) if place is not None]
-    configuration, tokenizer = _with_one_of(places, ("config.json",)), _with_one_of(places, _VOCABULARIES)
+    directories = [directory for directory in (checkpoint.model_files, model) if directory is not None]
+    configuration, tokenizer = _with_one_of(directories, ("config.json",)), _with_one_of(directories, _VOCABULARIES)
     if configuration is None or tokenizer is None:
-        what = "config.json" if configuration is None else "tokenizer"
+        missing = "config.json" if configuration is None else "tokenizer"
         raise UnreadableForeign(
-            f"{checkpoint.path} has no {what} beside it, and an export has one. Name the directory of the model that "
-            "it began with: --model DIR."
+            f"{checkpoint.path} has no {missing} beside it, and an export has one. Name the directory of the model "
+            "that it began with: --model DIR."
         )
-    chosen = [file for file in configuration.iterdir() if tokenizer == configuration or not _is_of_tokens(file)]
-    chosen += [file for file in tokenizer.iterdir() if _is_of_tokens(file)]
-    for file in filter(_is_small, chosen):
+    files = [file for file in configuration.iterdir() if tokenizer == configuration or not _is_of_tokens(file)]
+    files += [file for file in tokenizer.iterdir() if _is_of_tokens(file)]
+    for file in filter(_is_small, files):
         _refuse_strange(file, checkpoint)
         shutil.copyfile(file, folder / file.name)
     generation = "generation_config.json"
@@ -136,9 +136,9 @@ def _refuse_strange(file: Path, checkpoint: ForeignCheckpoint) -> None:
     kind = file_kind(file, within=_root_of(checkpoint.path))
     size = file.stat().st_size
     if kind != REGULAR or size > _MOST_BYTES:
-        what = kind if kind != REGULAR else f"{size_words(size)}, and no file that describes a model is so large"
+        description = kind if kind != REGULAR else f"{size_words(size)}, and no file that describes a model is so large"
         raise UnreadableForeign(
-            f"{file} is {what}. Nothing was written. Put the file itself in its place, or remove it."
+            f"{file} is {description}. Nothing was written. Put the file itself in its place, or remove it."
         )
 
 
@@ -149,9 +149,9 @@ def _root_of(path: Path) -> Path:
     return folder.parents[1] if is_cached else folder
 
 
-def _with_one_of(places: Sequence[Path], names: Sequence[str]) -> Path | None:
+def _with_one_of(directories: Sequence[Path], names: Sequence[str]) -> Path | None:
     """Return the first directory that holds a file of one of the names."""
-    return next((place for place in places if any((place / name).is_file() for name in names)), None)
+    return next((directory for directory in directories if any((directory / name).is_file() for name in names)), None)
 
 
 def _is_small(file: Path) -> bool:
@@ -178,7 +178,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Tensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Tensors of a checkpoint, read when they are asked for."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:

@@ -15,9 +15,9 @@ from holdfast.text.escaping import escaped
 if TYPE_CHECKING:
     from torch import dtype
 
-    from holdfast.features.rescue.importing.importing import Wishes
+    from holdfast.features.rescue.importing.importing import ImportOptions
     from holdfast.features.rescue.reading.examine import ForeignLevel
-    from holdfast.features.rescue.reading.record import ForeignCheckpoint, Kind, StoredTensor
+    from holdfast.features.rescue.reading.record import FindingKind, ForeignCheckpoint, StoredTensor
 
 _MOST = 12
 """Findings of one kind that a person is shown; a script gets all."""
@@ -64,7 +64,7 @@ def foreign_summary(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
         "random_state": checkpoint.random_state,
         "position": position and {key: value for key, value in vars(position).items() if value is not None},
         "configuration": checkpoint.model_files and str(checkpoint.model_files),
-        "findings": [vars(each) for each in checkpoint.findings],
+        "findings": [vars(finding) for finding in checkpoint.findings],
         "verdict": checkpoint.verdict,
         "damaged": checkpoint.verdict == "damaged",
     }
@@ -80,8 +80,8 @@ def _optimizer(checkpoint: ForeignCheckpoint) -> dict[str, Any]:
 
 
 def _sizes(tensors: Collection[StoredTensor]) -> dict[str, Any]:
-    dtypes = Counter(str(each.dtype).removeprefix("torch.") for each in tensors if each.shape)
-    return {"bytes": sum(each.nbytes for each in tensors), "dtypes": dict(dtypes)}
+    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.shape)
+    return {"bytes": sum(tensor.nbytes for tensor in tensors), "dtypes": dict(dtypes)}
 
 
 def as_json(checkpoint: ForeignCheckpoint) -> str:
@@ -95,9 +95,9 @@ def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
     ranks = "" if checkpoint.world_size is None else f", {checkpoint.world_size} ranks"
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     yield escaped(f"{checkpoint.path}: {checkpoint.system}{ranks}{step} ({checkpoint.form})")
-    yield f"  weights    {_words(about['weights'], 'tensors')}"
+    yield f"  weights    {_tensor_summary(about['weights'], 'tensors')}"
     if (optimizer := about["optimizer"]) is not None:
-        yield f"  optimizer  {_words(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
+        yield f"  optimizer  {_tensor_summary(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
         if without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states):
             yield f"             {without} weights have no state: frozen, buffers, or without a gradient so far"
     if about["schedule_step"] is not None:
@@ -111,23 +111,23 @@ def _verdict(checkpoint: ForeignCheckpoint) -> str:
     if checkpoint.verdict == "whole":
         tensors = [
             *checkpoint.weights.values(),
-            *(each for slots in checkpoint.states.values() for each in slots.values()),
+            *(tensor for slots in checkpoint.states.values() for tensor in slots.values()),
         ]
-        return f"whole: {size_words(sum(each.nbytes for each in tensors))} of tensors agree with their checksums"
+        return f"whole: {size_words(sum(tensor.nbytes for tensor in tensors))} of tensors agree with their checksums"
     findings = checkpoint.of_kind("damage" if checkpoint.verdict == "damaged" else "unverified")
     return f"{checkpoint.verdict}: {len(findings)} finding{'s' if len(findings) > 1 else ''}"
 
 
-def _findings(checkpoint: ForeignCheckpoint, kind: Kind) -> Iterator[str]:
-    chosen = checkpoint.of_kind(kind)
-    for finding in chosen[:_MOST]:
-        where = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
-        yield escaped(f"  {_HEADINGS[kind]:<10} {finding.text}{where}")
-    if len(chosen) > _MOST:
-        yield f"  {_HEADINGS[kind]:<10} and {len(chosen) - _MOST} more (--json has all)"
+def _findings(checkpoint: ForeignCheckpoint, kind: FindingKind) -> Iterator[str]:
+    findings = checkpoint.of_kind(kind)
+    for finding in findings[:_MOST]:
+        suffix = "" if kind != "loss" else " (there and here)" if finding.there else " (here)"
+        yield escaped(f"  {_HEADINGS[kind]:<10} {finding.text}{suffix}")
+    if len(findings) > _MOST:
+        yield f"  {_HEADINGS[kind]:<10} and {len(findings) - _MOST} more (--json has all)"
 
 
-_HEADINGS: dict[Kind, str] = {
+_HEADINGS: dict[FindingKind, str] = {
     "note": "note",
     "repair": "repaired",
     "loss": "lost",
@@ -137,12 +137,12 @@ _HEADINGS: dict[Kind, str] = {
 """By kind of a finding, in the order in which they are told."""
 
 
-def _words(about: dict[str, Any], what: str) -> str:
+def _tensor_summary(about: dict[str, Any], key: str) -> str:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in about["dtypes"].items())
-    return f"{about[what]} {what}, {size_words(about['bytes'])} ({dtypes})"
+    return f"{about[key]} {key}, {size_words(about['bytes'])} ({dtypes})"
 
 
-def _whole(path: Path) -> ForeignCheckpoint:
+def _undamaged(path: Path) -> ForeignCheckpoint:
     """Open a checkpoint that is to be imported.
 
     Raises:
@@ -155,8 +155,8 @@ def _whole(path: Path) -> ForeignCheckpoint:
     if damage:
         more = f"; and {len(damage) - 3} more" if len(damage) > 3 else ""
         raise CheckpointCorrupt(
-            f"{checkpoint.path} is damaged: {'; '.join(each.text for each in damage[:3])}{more}. Nothing was written. "
-            f"`holdfast checkpoint check {path}` tells all of it; import the step before."
+            f"{checkpoint.path} is damaged: {'; '.join(finding.text for finding in damage[:3])}{more}. Nothing was "
+            f"written. `holdfast checkpoint check {path}` tells all of it; import the step before."
         )
     return checkpoint
 
@@ -169,7 +169,7 @@ def export_checked(
     from holdfast.features.rescue.reading.rank_order import refuse_untold_order
 
     _refuse_inside(path, directory)
-    checkpoint = _whole(path)
+    checkpoint = _undamaged(path)
     if not trust_rank_order:
         refuse_untold_order(checkpoint, ("weights",))
     export_foreign(checkpoint, directory, model=model, dtype=dtype)
@@ -192,7 +192,7 @@ def _repairs(checkpoint: ForeignCheckpoint) -> Iterator[str]:
         yield escaped(f"repaired: {finding.text}")
 
 
-def import_checked(path: Path, run: Path, wishes: Wishes) -> Iterator[str]:
+def import_checked(path: Path, run: Path, options: ImportOptions) -> Iterator[str]:
     """Write a checkpoint of a run and yield what to say."""
     from holdfast.config.verbs.roots import load_run
     from holdfast.features.rescue.importing.importing import import_run
@@ -201,11 +201,11 @@ def import_checked(path: Path, run: Path, wishes: Wishes) -> Iterator[str]:
 
     loaded = load_run(run, [])
     _refuse_inside(path, run_directory(loaded.config))
-    checkpoint = _whole(path)
+    checkpoint = _undamaged(path)
     with joined_world(loaded.config.launch) as world:
-        imported = import_run(checkpoint, loaded.config, loaded.base, world, wishes)
+        imported = import_run(checkpoint, loaded.config, loaded.base, world, options)
     for finding in checkpoint.of_kind("loss"):
         yield escaped(f"lost: {finding.text}")
     yield from map(escaped, imported.notes)
-    yield f"{checkpoint.path} ({checkpoint.system}) is {imported.place}"
+    yield f"{checkpoint.path} ({checkpoint.system}) is {imported.path}"
     yield f"continue it: holdfast {loaded.config.verb} {run} {imported.override}".rstrip()

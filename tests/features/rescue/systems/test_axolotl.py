@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.features.rescue.configuration.convert import Converted
+from holdfast.features.rescue.configuration.convert import ConvertedConfig
 from tests.features.rescue.systems.conftest import Case, Convert, check
 
 ROWS = "datasets: [{path: tatsu-lab/alpaca, type: alpaca}]\n"
@@ -177,7 +177,7 @@ special_tokens: {pad_token: <|end|>}
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_axolotl_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Converted], Any]
+    name: str, converted: Convert, loads: Callable[[ConvertedConfig], Any]
 ) -> None:
     ranks, case = CASES[name]
 

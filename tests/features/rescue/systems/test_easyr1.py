@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.features.rescue.configuration.convert import Converted
+from holdfast.features.rescue.configuration.convert import ConvertedConfig
 from tests.features.rescue.systems.conftest import Case, Convert, check
 
 LEAST = """
@@ -130,7 +130,7 @@ trainer: {total_episodes: 15, save_checkpoint_path: out/run-1}
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_easyr1_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Converted], Any]
+    name: str, converted: Convert, loads: Callable[[ConvertedConfig], Any]
 ) -> None:
     check(CASES[name], "easyr1", 1, converted, loads)
 
@@ -151,7 +151,7 @@ def test_an_interpolation_takes_the_value_of_the_key_it_names(converted: Convert
 
 @pytest.mark.parametrize("files", ["val.parquet", "[val.parquet, other.parquet]"])
 def test_evaluation_sets_have_the_columns_of_the_training_rows(
-    files: str, converted: Convert, loads: Callable[[Converted], Any]
+    files: str, converted: Convert, loads: Callable[[ConvertedConfig], Any]
 ) -> None:
     config = loads(converted(least(f"answer_key: solution, val_files: {files}"), "easyr1"))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.features.rescue.configuration.convert import Converted
+from holdfast.features.rescue.configuration.convert import ConvertedConfig
 from tests.features.rescue.systems.conftest import Case, Convert
 
 HEAD = "model_name_or_path: Qwen/Qwen2.5-7B-Instruct\ndataset: alpaca_en_demo\ntemplate: qwen\n"
@@ -129,7 +129,7 @@ disable_gradient_checkpointing: true
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_llamafactory_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Converted], Any]
+    name: str, converted: Convert, loads: Callable[[ConvertedConfig], Any]
 ) -> None:
     ranks, (text, expected) = CASES[name]
 

@@ -13,7 +13,7 @@ import pytest
 from holdfast.config.tree import all_keys
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.features.rescue.configuration.rules import RULES
-from holdfast.features.rescue.systems.table import HINTED, READABLE, Entry, hint, load_key_table, spelled
+from holdfast.features.rescue.systems.table import HINTED, READABLE, KeyEntry, hint, load_key_table, spelled
 
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text())
 """Written by tools/foreign_fields.py."""
@@ -32,10 +32,10 @@ MAPPINGS = ("data.columns",)
 """Keys here that hold names of the user's."""
 
 
-def entries() -> Iterator[tuple[str, Entry]]:
+def entries() -> Iterator[tuple[str, KeyEntry]]:
     for system in HINTED:
         table = load_key_table(system)
-        for key in sorted(table.own):
+        for key in sorted(table.native_keys):
             for entry in table.entries[key]:
                 yield system, entry
 
@@ -47,7 +47,7 @@ def exists(key: str, keys: set[str]) -> bool:
     return any(re.fullmatch(each.replace(".", r"\.").replace("*", "[^.]+"), key) for each in keys if "*" in each)
 
 
-def named_keys(entry: Entry) -> set[str]:
+def named_keys(entry: KeyEntry) -> set[str]:
     of_values = [value for value in (entry.values or {}).values() if isinstance(value, dict)]
     return {*entry.targets, *(key for value in of_values for key in value if "." in key)}
 
@@ -71,7 +71,7 @@ def test_every_leaf_of_easyr1s_tree_has_one_entry() -> None:
     leaves = FIELDS["easyr1"]["PPOConfig"]
 
     assert sorted(set(leaves) - set(table.entries)) == []
-    assert sorted(key for key in table.own - set(leaves) if not table.entries[key][0].earlier) == []
+    assert sorted(key for key in table.native_keys - set(leaves) if not table.entries[key][0].earlier) == []
     assert all(len(table.entries[key]) == 1 for key in leaves)
 
 
@@ -85,7 +85,7 @@ def test_the_list_of_training_arguments_is_that_of_the_installed_transformers() 
 
 @pytest.mark.parametrize("system", ["axolotl", "llamafactory", "verl", "lightning"])
 def test_systems_without_a_complete_list_have_at_least_sixty_keys(system: str) -> None:
-    assert len(load_key_table(system).own) >= 60
+    assert len(load_key_table(system).native_keys) >= 60
 
 
 @pytest.mark.parametrize("system", ["axolotl", "llamafactory", "verl", "lightning"])
@@ -94,7 +94,7 @@ def test_keys_of_systems_without_a_complete_list_are_real_ones(system: str) -> N
 
     assert [
         key
-        for key in sorted(table.own - UNNAMED)
+        for key in sorted(table.native_keys - UNNAMED)
         if key not in real and not any(name.startswith(f"{key}.") for name in real)
     ] == []
 

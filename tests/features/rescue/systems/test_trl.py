@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.features.rescue.configuration.convert import Converted
+from holdfast.features.rescue.configuration.convert import ConvertedConfig
 from tests.features.rescue.systems.conftest import Case, Convert, check
 
 CASES: dict[str, tuple[int, Case]] = {
@@ -190,7 +190,7 @@ entropy_target: 0.5
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_trl_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Converted], Any]
+    name: str, converted: Convert, loads: Callable[[ConvertedConfig], Any]
 ) -> None:
     ranks, case = CASES[name]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.features.rescue.configuration.convert import Converted
+from holdfast.features.rescue.configuration.convert import ConvertedConfig
 from tests.features.rescue.systems.conftest import Case, Convert, check
 
 REWARD = "custom_reward_function: {path: score.py, name: compute_score}\n"
@@ -178,7 +178,7 @@ actor_rollout_ref:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_file_of_verl_becomes_what_is_computed_by_hand(
-    name: str, converted: Convert, loads: Callable[[Converted], Any]
+    name: str, converted: Convert, loads: Callable[[ConvertedConfig], Any]
 ) -> None:
     check(CASES[name], "verl", 1, converted, loads)
 

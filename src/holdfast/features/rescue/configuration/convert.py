@@ -14,9 +14,9 @@ from holdfast.config.yaml12 import Document, KeyPath
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.configuration.facts import Facts, ForeignKey, KeyOutcome, NotConverted
 from holdfast.features.rescue.configuration.rules import RULES
-from holdfast.features.rescue.systems.table import READABLE, VERBS, Entry, Table, load_key_table, spelled
+from holdfast.features.rescue.systems.table import READABLE, VERBS, KeyEntry, KeyTable, load_key_table, spelled
 
-_WORDS = {"yes": True, "on": True, "no": False, "off": False}
+_TRUTH_VALUES = {"yes": True, "on": True, "no": False, "off": False}
 """Truth values of YAML 1.1, which the other systems read."""
 _RULES_OF_NULL = {"row_length"}
 """Rules of keys where null says something."""
@@ -26,8 +26,8 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 @dataclass(frozen=True)
-class Line:
-    """What came of one key of the other system."""
+class ConvertedLine:
+    """The conversion of one key of the other system."""
 
     key: str
     number: int
@@ -38,37 +38,37 @@ class Line:
     """Dotted keys here with their values."""
     note: str = ""
     remark: str = ""
-    """Of this value: the arithmetic, or why nothing is written."""
+    """The arithmetic of this value, or why nothing is written for it."""
     by_hand: bool = False
     targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Converted:
-    """A file of another system as one of ours."""
+class ConvertedConfig:
+    """A file of another system, converted to our configuration."""
 
-    table: Table
+    table: KeyTable
     verb: str
     ranks: int
-    lines: tuple[Line, ...]
+    lines: tuple[ConvertedLine, ...]
     settings: Mapping[str, Any]
     """Dotted keys here with their values, in the order in which they were first set."""
-    origins: Mapping[str, tuple[Line, ...]]
-    """Of each of these keys, the lines that set it."""
+    origins: Mapping[str, tuple[ConvertedLine, ...]]
+    """The lines that set each of these keys."""
 
     def values(self) -> dict[str, Any]:
-        """Return the tree."""
+        """Return the configuration as a tree."""
         tree: dict[str, Any] = {}
         for dotted, value in self.settings.items():
             *above, last = dotted.split(".")
-            place = tree
+            branch = tree
             for key in above:
-                place = place.setdefault(key, {})
-            place[last] = {**value, **place.get(last, {})} if isinstance(value, Mapping) else value
+                branch = branch.setdefault(key, {})
+            branch[last] = {**value, **branch.get(last, {})} if isinstance(value, Mapping) else value
         return tree
 
 
-def convert(document: Document, system: str, verb: str | None, ranks: int) -> Converted:
+def convert(document: Document, system: str, verb: str | None, ranks: int) -> ConvertedConfig:
     """Convert a file that another system reads.
 
     Args:
@@ -88,16 +88,16 @@ def convert(document: Document, system: str, verb: str | None, ranks: int) -> Co
     values = {dotted: _resolved(leaves[path], leaves, keys) for dotted, path in keys.items()}
     _check_system(document.file, table, values)
     verb = verb or _verb(document, table, values)
-    values = {dotted: _truth(value, table, dotted) for dotted, value in values.items()}
+    values = {dotted: _truth_value(value, table, dotted) for dotted, value in values.items()}
     facts = Facts({**table.defaults_for(verb), **values}, ranks, verb)
-    own = [_line(table, dotted, value, document.line(keys[dotted]), facts) for dotted, value in values.items()]
+    file_lines = [_line(table, dotted, value, document.line(keys[dotted]), facts) for dotted, value in values.items()]
     defaults = [
         _line(table, key, value, 0, facts) for key, value in table.defaults_for(verb).items() if key not in values
     ]
-    return _joined(table, facts, [line for line in defaults if line.settings or line.by_hand], own)
+    return _joined(table, facts, [line for line in defaults if line.settings or line.by_hand], file_lines)
 
 
-def _leaves(document: Document, table: Table) -> Iterator[tuple[KeyPath, Any]]:
+def _leaves(document: Document, table: KeyTable) -> Iterator[tuple[KeyPath, Any]]:
     """Yield every key that has an entry, or has nothing below it."""
 
     def walk(values: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -128,24 +128,24 @@ def _resolved(value: Any, leaves: Mapping[KeyPath, Any], keys: Mapping[str, KeyP
     return value
 
 
-def _truth(value: Any, table: Table, key: str) -> Any:
+def _truth_value(value: Any, table: KeyTable, key: str) -> Any:
     """Return the truth value that a word of YAML 1.1 stands for, unless the table has the word itself."""
-    named = (
+    is_in_table = (
         any(value in (entry.values or {}) for entry in table.entries.get(key, ())) if isinstance(value, str) else True
     )
-    return value if named else _WORDS.get(value.lower(), value)
+    return value if is_in_table else _TRUTH_VALUES.get(value.lower(), value)
 
 
-def _check_system(file: str, table: Table, values: Mapping[str, Any]) -> None:
+def _check_system(file: str, table: KeyTable, values: Mapping[str, Any]) -> None:
     """Refuse a file that has keys of another system alone."""
     tables = {name: load_key_table(name) for name in READABLE}
     marks = {
         name: [
-            key for key in values if key in own.own and not any(
-                key in other.entries for other_name, other in tables.items() if other_name != name
+            key for key in values if key in candidate.native_keys and not any(
+                key in other_table.entries for other_name, other_table in tables.items() if other_name != name
             )
         ]
-        for name, own in tables.items()
+        for name, candidate in tables.items()
     }  # fmt: skip
     if marks[table.name]:
         return
@@ -161,33 +161,33 @@ def _check_system(file: str, table: Table, values: Mapping[str, Any]) -> None:
         )
 
 
-def _verb(document: Document, table: Table, values: Mapping[str, Any]) -> str:
+def _verb(document: Document, table: KeyTable, values: Mapping[str, Any]) -> str:
     for key, verbs in table.verb_by.items():
-        word = spelled(values.get(key))
-        if word in verbs:
-            return verbs[word]
-        if word and word != "false":
+        kind = spelled(values.get(key))
+        if kind in verbs:
+            return verbs[kind]
+        if kind and kind != "false":
             raise ConfigError(
-                f"{document.where((key,))}: {key}: {word} is no kind of run that `holdfast config import` writes; "
+                f"{document.where((key,))}: {key}: {kind} is no kind of run that `holdfast config import` writes; "
                 f"there are {', '.join(verbs)}."
             )
     marked = (verb for verb, marks in table.verb_marks.items() if any(values.get(key) is not None for key in marks))
     return next(marked, table.verb_otherwise)
 
 
-def _line(table: Table, key: str, value: Any, number: int, facts: Facts) -> Line:
+def _line(table: KeyTable, key: str, value: Any, number: int, facts: Facts) -> ConvertedLine:
     entry = table.entry(key, facts.verb)
     if entry is not None:
-        line = Line(key, number, value, entry.status, note=entry.note, targets=entry.targets)
+        line = ConvertedLine(key, number, value, entry.status, note=entry.note, targets=entry.targets)
         return _with_outcome(line, entry, facts)
-    others = table.entries.get(key)
-    if others is None:
-        return Line(key, number, value, "unknown")
-    verbs = " and ".join(f"holdfast {verb}" for other in others for verb in other.verbs)
-    return Line(key, number, value, "none", note=f"belongs to {verbs}, and this is for holdfast {facts.verb}")
+    entries = table.entries.get(key)
+    if entries is None:
+        return ConvertedLine(key, number, value, "unknown")
+    verbs = " and ".join(f"holdfast {verb}" for candidate in entries for verb in candidate.verbs)
+    return ConvertedLine(key, number, value, "none", note=f"belongs to {verbs}, and this is for holdfast {facts.verb}")
 
 
-def _with_outcome(line: Line, entry: Entry, facts: Facts) -> Line:
+def _with_outcome(line: ConvertedLine, entry: KeyEntry, facts: Facts) -> ConvertedLine:
     """Return a line with the keys here that its value becomes, or with why it becomes none."""
     value = line.value
     if value is None and entry.rule not in _RULES_OF_NULL:
@@ -223,18 +223,18 @@ def _accepted(key: str, keys: frozenset[str]) -> bool:
     return key in keys or key.startswith(_SETS) or above in _MAPPINGS
 
 
-def _unread(entry: Entry, facts: Facts) -> str:
-    """Return why the other system does not read a key."""
-    for key, words in entry.when.items():
-        if spelled(facts.get(key)) not in words:
+def _unread(entry: KeyEntry, facts: Facts) -> str:
+    """Return why the other system does not read a key; "" if it reads it."""
+    for key, values in entry.when.items():
+        if spelled(facts.get(key)) not in values:
             return f"{key} is {spelled(facts.get(key)) or 'not set'}"
-    for key, words in entry.unless.items():
-        if spelled(facts.get(key)) in words:
+    for key, values in entry.unless.items():
+        if spelled(facts.get(key)) in values:
             return f"{key} is {spelled(facts.get(key)) or 'not set'}"
     return ""
 
 
-def _outcome(entry: Entry, value: Any, facts: Facts) -> KeyOutcome:
+def _outcome(entry: KeyEntry, value: Any, facts: Facts) -> KeyOutcome:
     if entry.values is not None and spelled(value) in entry.values:
         ours = entry.values[spelled(value)]
         if ours is None:
@@ -252,30 +252,32 @@ def _switches_off(values: Mapping[str, Any]) -> bool:
     return all(ours is None and theirs.lstrip("-").isdecimal() for theirs, ours in values.items())
 
 
-def _joined(table: Table, facts: Facts, defaults: list[Line], own: list[Line]) -> Converted:
+def _joined(
+    table: KeyTable, facts: Facts, defaults: list[ConvertedLine], file_lines: list[ConvertedLine]
+) -> ConvertedConfig:
     """Let what the file says replace defaults, and leave out evaluations where there is nothing to evaluate on."""
-    lines = _evaluable(table, facts.verb, [*defaults, *own])
+    lines = _evaluable(table, facts.verb, [*defaults, *file_lines])
     settings: dict[str, Any] = {}
-    origins: dict[str, tuple[Line, ...]] = {}
+    origins: dict[str, tuple[ConvertedLine, ...]] = {}
     order = {key: number for number, key in enumerate(table.entries)}
     # Defaults give way to keys of the file. Among these the table's order decides, where a choice such as a schedule
     # stands before its options, so that the order of the file changes nothing.
-    for line in sorted(lines, key=lambda each: (each.number > 0, order.get(each.key, 0))):
+    for line in sorted(lines, key=lambda converted: (converted.number > 0, order.get(converted.key, 0))):
         for key, value in line.settings.items():
             agrees = key in settings and settings[key] == value
             origins[key] = (*origins[key], line) if agrees else (line,)
             settings[key] = value
     _share_columns(settings, origins)
-    return Converted(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
+    return ConvertedConfig(table, facts.verb, facts.ranks, tuple(lines), _fitted(settings), origins)
 
 
-def _share_columns(settings: dict[str, Any], origins: dict[str, tuple[Line, ...]]) -> None:
+def _share_columns(settings: dict[str, Any], origins: dict[str, tuple[ConvertedLine, ...]]) -> None:
     """Give evaluation sets the columns of the training rows: a key there that names one column speaks of all rows.
 
     A list of sources speaks of these alone, and evaluation sets that name their columns keep them.
     """
     columns: dict[str, Any] = {}
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ConvertedLine, ...] = ()
     for key, value in settings.items():
         if key.startswith("data.columns") and all(isinstance(line.value, str) for line in origins[key]):
             columns |= value if key == "data.columns" else {key.removeprefix("data.columns."): value}
@@ -301,7 +303,7 @@ def _fitted(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _evaluable(table: Table, verb: str, lines: list[Line]) -> list[Line]:
+def _evaluable(table: KeyTable, verb: str, lines: list[ConvertedLine]) -> list[ConvertedLine]:
     """Take their settings from lines about evaluations, unless some line names rows to evaluate on."""
     keys = {key for line in lines for key in line.settings}
     if any(key.startswith("evaluation.sets") or key == "data.validation_split" for key in keys):
@@ -309,12 +311,12 @@ def _evaluable(table: Table, verb: str, lines: list[Line]) -> list[Line]:
     return [_unevaluated(line) if _needs_evaluation(table, line, verb) else line for line in lines]
 
 
-def _needs_evaluation(table: Table, line: Line, verb: str) -> bool:
+def _needs_evaluation(table: KeyTable, line: ConvertedLine, verb: str) -> bool:
     entry = table.entry(line.key, verb)
     return entry is not None and bool(entry.needs) and bool(line.settings)
 
 
-def _unevaluated(line: Line) -> Line:
+def _unevaluated(line: ConvertedLine) -> ConvertedLine:
     return replace(
         line,
         settings={},
@@ -323,7 +325,7 @@ def _unevaluated(line: Line) -> Line:
     )
 
 
-def check_verb(verb: str) -> None:
+def check_convertible(verb: str) -> None:
     """Refuse a command that no file is converted for.
 
     Raises:

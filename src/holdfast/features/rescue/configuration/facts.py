@@ -1,4 +1,4 @@
-"""What a conversion knows, and what it returns."""
+"""The input and the result of a conversion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Facts:
 
     values: Mapping[str, Any]
     ranks: int
-    """Of the whole run; a factor of batches where a system counts rows of one device."""
+    """Ranks of the run; a factor of batches where a system counts rows of one device."""
     verb: str
 
     def get(self, *keys: str) -> Any:

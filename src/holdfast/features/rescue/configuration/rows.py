@@ -62,8 +62,8 @@ def _source(item: Mapping[str, Any]) -> dict[str, Any]:
 def _other_options(value: Any) -> str:
     """Return what sources say beyond what was converted."""
     items = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
-    others = sorted({key for item in items for key in item} - {*_SOURCE_KEYS, "field_messages"})
-    return f"not converted: {', '.join(others)}" if others else ""
+    unconverted = sorted({key for item in items for key in item} - {*_SOURCE_KEYS, "field_messages"})
+    return f"not converted: {', '.join(unconverted)}" if unconverted else ""
 
 
 def rows_list(foreign: ForeignKey) -> KeyOutcome:
@@ -149,7 +149,7 @@ def _function(path: str, facts: Facts) -> str:
     if colon and file.endswith(".py"):
         return f"{file}:{name}"
     module, dot, function = path.rpartition(".")
-    if dot and function != "py" and all(part.isidentifier() for part in path.split(".")):
+    if dot and function != "py" and all(identifier.isidentifier() for identifier in path.split(".")):
         return f"{module}:{function}"
     if not path.endswith(".py"):
         raise NotConverted(f"{path} is no function in a file; write file.py:function")

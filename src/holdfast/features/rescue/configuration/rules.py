@@ -88,7 +88,7 @@ def clip_norm(foreign: ForeignKey) -> KeyOutcome:
 def scheduler_options(foreign: ForeignKey) -> KeyOutcome:
     """Rename the options of a schedule; a name means something else in another one."""
     kind = foreign.facts.get("lr_scheduler_type")
-    options = {name for name, own in _SCHEDULERS.items() if own == kind}
+    options = {name for name, schedule in _SCHEDULERS.items() if schedule == kind}
     if not isinstance(foreign.value, Mapping) or set(foreign.value) - options:
         raise NotConverted
     return KeyOutcome({_SCHEDULER_OPTIONS[name]: option for name, option in foreign.value.items()})
@@ -146,15 +146,15 @@ def trackers(foreign: ForeignKey) -> KeyOutcome:
     """Keep the trackers that are here too, and name the others."""
     names = [str(name).lower() for name in (foreign.value if isinstance(foreign.value, list) else [foreign.value])]
     sinks = [name for name in names if name in _TRACKERS]
-    others = [name for name in names if name not in {*_TRACKERS, "none", "console", "file", "false"}]
-    missing = f"{', '.join(others)}: not offered" if others else ""
+    unsupported = [name for name in names if name not in {*_TRACKERS, "none", "console", "file", "false"}]
+    missing = f"{', '.join(unsupported)}: not offered" if unsupported else ""
     return KeyOutcome({"metrics.sinks": sinks} if sinks else {}, missing)
 
 
 def name_list(foreign: ForeignKey) -> KeyOutcome:
     """Turn one name, or names with commas, into a list; all linear layers have a word of their own."""
     names = (
-        foreign.value if isinstance(foreign.value, list) else [part.strip() for part in str(foreign.value).split(",")]
+        foreign.value if isinstance(foreign.value, list) else [text.strip() for text in str(foreign.value).split(",")]
     )
     if [str(name) for name in names] in (["all-linear"], ["all"]):
         return KeyOutcome({foreign.target: "all-linear"})
@@ -306,7 +306,7 @@ def both_bounds(foreign: ForeignKey) -> KeyOutcome:
     """Write one number for both bounds, unless each has its own."""
     prefix = "actor_rollout_ref.actor.clip_ratio"
     bounds = {f"objective.{side}": foreign.facts.get(f"{prefix}_{side}") for side in ("low", "high")}
-    return KeyOutcome({key: foreign.value for key, own in bounds.items() if own is None})
+    return KeyOutcome({key: foreign.value for key, bound in bounds.items() if bound is None})
 
 
 def policy_kl(foreign: ForeignKey) -> KeyOutcome:

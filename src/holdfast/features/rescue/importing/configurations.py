@@ -40,10 +40,10 @@ def compare_configurations(checkpoint: ForeignCheckpoint, run: Run) -> list[str]
     if checkpoint.model_files is None:
         return notes
     try:
-        there, _ = configured(ModelConfig(path=str(checkpoint.model_files)), checkpoint.model_files)
+        source_config, _ = configured(ModelConfig(path=str(checkpoint.model_files)), checkpoint.model_files)
     except (ModelError, OSError, RuntimeError, ValueError):
         return notes  # a finding says so already
-    differing = list(_differences(there.to_dict(), run.trained.origin.original_config.to_dict()))
+    differing = list(_differences(source_config.to_dict(), run.trained.origin.original_config.to_dict()))
     if differing:
         more = f"; and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
         raise CheckpointMismatch(
@@ -54,16 +54,16 @@ def compare_configurations(checkpoint: ForeignCheckpoint, run: Run) -> list[str]
     return notes
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _differences(foreign: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield keys that both have, and that differ."""
-    for key in sorted(there.keys() & here.keys(), key=str):
-        name, one, other = f"{prefix}{key}", there[key], here[key]
-        if _MEANS_NOTHING.search(name) or one == other:
+    for key in sorted(foreign.keys() & ours.keys(), key=str):
+        name, foreign_value, our_value = f"{prefix}{key}", foreign[key], ours[key]
+        if _MEANS_NOTHING.search(name) or foreign_value == our_value:
             continue
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differences(one, other, f"{name}.")
+        if isinstance(foreign_value, Mapping) and isinstance(our_value, Mapping):
+            yield from _differences(foreign_value, our_value, f"{name}.")
         else:
-            yield f"{name} is {_short(one)} there and {_short(other)} here"
+            yield f"{name} is {_short(foreign_value)} there and {_short(our_value)} here"
 
 
 def _short(value: Any) -> str:
@@ -74,21 +74,21 @@ def _short(value: Any) -> str:
 def _compare_adapters(checkpoint: ForeignCheckpoint, lora: LoRAConfig) -> list[str]:
     if not any(".lora_A." in name for name in checkpoint.weights):
         return []
-    here = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rank_stabilised}
+    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rank_stabilised}
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     file = folder / _ADAPTERS
     try:
-        there = read_json(file) if file.is_file() and not file.is_symlink() else None
+        stored = read_json(file) if file.is_file() and not file.is_symlink() else None
     except (OSError, ValueError):
-        there = None
-    if not isinstance(there, dict):
+        stored = None
+    if not isinstance(stored, dict):
         return [
             f"no {_ADAPTERS} states the scale of its adapters: model.lora.alpha of this run, {lora.alpha:g}, must be it"
         ]
     differing = [
-        f"{key} is {_short(there[key])} there and {value!r} here"
-        for key, value in here.items()
-        if key in there and there[key] != value
+        f"{key} is {_short(stored[key])} there and {value!r} here"
+        for key, value in settings.items()
+        if key in stored and stored[key] != value
     ]
     if differing:
         raise CheckpointMismatch(

@@ -51,30 +51,30 @@ from holdfast.training.saving.run_snapshot import run_assets
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a user says of an import."""
+class ImportOptions:
+    """The options that a user gives for an import."""
 
     data_from_start: bool = False
     step: int | None = None
-    """Where the checkpoint states none."""
+    """The step, where the checkpoint states none."""
     trust_rank_order: bool = False
-    """Take every rank's file for the one that its name says, where nothing in it does."""
+    """Believe the rank in a file's name where the file itself does not state one."""
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What an import wrote."""
+class ImportResult:
+    """The checkpoint that an import wrote."""
 
-    place: str
-    """Of the checkpoint."""
+    path: str
+    """Path of the checkpoint."""
     notes: list[str]
     override: str = ""
-    """What the command of the run needs besides its file."""
+    """The override that the run's command needs besides its file."""
 
 
 def import_run(
-    checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path, world: World, wishes: Wishes
-) -> Imported:
+    checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path, world: World, options: ImportOptions
+) -> ImportResult:
     """Write a checkpoint of a new run, or of weights alone where there is nothing else.
 
     Raises:
@@ -82,55 +82,58 @@ def import_run(
         CheckpointMismatch: The checkpoint does not fit the run; nothing was written.
         CheckpointCorrupt: A file is damaged; nothing was left behind.
     """
-    if not wishes.trust_rank_order:
+    if not options.trust_rank_order:
         refuse_untold_order(checkpoint, ("weights", "optimizer"))
-    step = _step(checkpoint, wishes)
+    step = _step(checkpoint, options)
     run = weightless_run(config, base, world)
     if directory.is_run(run.setting.directory):
         raise ConfigError(
             f"{run.setting.directory} is a run already, and an import begins one. Give another name: run.name in the "
             "file."
         )
-    parts = hold(run.trained.model)
+    model_state = hold(run.trained.model)
     notes = compare_configurations(checkpoint, run)
-    align(checkpoint, {*parts.parameters, *parts.buffers}, tied_names(run.trained.model))
+    align(checkpoint, {*model_state.parameters, *model_state.buffers}, tied_names(run.trained.model))
     if not checkpoint.states:
         return _import_weights(run, checkpoint, step, notes)
     snapshot = _snapshot(run, checkpoint, step)
     _refuse_misfit(run, checkpoint, snapshot, step)
     notes += [*_repairs(checkpoint), *_without_state(checkpoint)]
-    notes += _move_to(run, checkpoint, step, wishes)
-    return Imported(_written(run, checkpoint, snapshot, step), notes)
+    notes += _set_position(run, checkpoint, step, options)
+    return ImportResult(_write_run(run, checkpoint, snapshot, step), notes)
 
 
-def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> Imported:
+def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: list[str]) -> ImportResult:
     """Write weights alone as what they are: a checkpoint that a run begins from, and that none resumes.
 
     Raises:
         ConfigError, CheckpointMismatch, CheckpointCorrupt: As `import_run`.
     """
-    place = run.setting.directory.with_name(f"{run.setting.directory.name}-weights")
-    if place.exists():
-        raise ConfigError(f"{place} is there already, and nothing is overwritten. Give another run.name in the file.")
+    target = run.setting.directory.with_name(f"{run.setting.directory.name}-weights")
+    if target.exists():
+        raise ConfigError(f"{target} is there already, and nothing is overwritten. Give another run.name in the file.")
     names = run.trained.unfreezing.parameters
-    snapshot = _of_tensors(
-        {MODEL + name: PlannedTensor(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()},
+    snapshot = _snapshot_of(
+        {
+            MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
+            for name, tensor in checkpoint.weights.items()
+        },
         frozenset(MODEL + name for name, value in names.items() if value.requires_grad),
         run,
     )
     _refuse_misfit(run, checkpoint, snapshot, step)
-    storage = open_storage(str(place))
+    storage = open_storage(str(target))
     deviation = f"weights {_origin(checkpoint)}"
     about = About(run_id="", step=step, versions=versions(), deviations=(deviation,))
     try:
         commit(snapshot, storage, about, run.setting.ranks, name=step_name(step))
         verify_checkpoint(storage, step_name(step), "files")
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
         raise
-    words = "it holds weights alone: the run begins at step 0 with a new optimizer, schedule and order of rows"
-    path = f"{place}/{step_name(step)}"
-    return Imported(path, [*notes, *_repairs(checkpoint), words], f"checkpoint.init_from={path}")
+    summary = "it holds weights alone: the run begins at step 0 with a new optimizer, schedule and order of rows"
+    path = f"{target}/{step_name(step)}"
+    return ImportResult(path, [*notes, *_repairs(checkpoint), summary], f"checkpoint.init_from={path}")
 
 
 def _origin(checkpoint: ForeignCheckpoint) -> str:
@@ -143,7 +146,7 @@ def _repairs(checkpoint: ForeignCheckpoint) -> list[str]:
 
 
 def _without_state(checkpoint: ForeignCheckpoint) -> list[str]:
-    """Say of which parameters that the optimizer had it kept nothing."""
+    """Return a note on parameters of the optimizer that have no state."""
     names = [
         name
         for group in checkpoint.groups
@@ -157,8 +160,8 @@ def _without_state(checkpoint: ForeignCheckpoint) -> list[str]:
     ]
 
 
-def _step(checkpoint: ForeignCheckpoint, wishes: Wishes) -> int:
-    step = checkpoint.step if wishes.step is None else wishes.step
+def _step(checkpoint: ForeignCheckpoint, options: ImportOptions) -> int:
+    step = checkpoint.step if options.step is None else options.step
     if step is None and not checkpoint.states:
         return 0
     if step is None:
@@ -176,12 +179,13 @@ def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
     """Return what will be written; its tensors have no memory until they are."""
     states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
     planned = {
-        MODEL + name: PlannedTensor(each.shape, each.dtype, each.read) for name, each in checkpoint.weights.items()
+        MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
+        for name, tensor in checkpoint.weights.items()
     }
-    planned |= {f"{OPTIM}{name}.{slot}": each for name, slots in states.items() for slot, each in slots.items()}
+    planned |= {f"{OPTIM}{name}.{slot}": tensor for name, slots in states.items() for slot, tensor in slots.items()}
     seed_rank(run.setting.config.seed, 0, deterministic=run.setting.config.determinism, step=step)
     trained = {name for group in checkpoint.groups for name in group.names} | set(checkpoint.states)
-    snapshot = _of_tensors(planned, frozenset(MODEL + name for name in trained), run)
+    snapshot = _snapshot_of(planned, frozenset(MODEL + name for name in trained), run)
     by_name = {
         name: {slot: snapshot.tensors[f"{OPTIM}{name}.{slot}"] for slot in slots} for name, slots in states.items()
     }
@@ -193,29 +197,29 @@ def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
     )
 
 
-def _of_tensors(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
+def _snapshot_of(planned: Mapping[str, PlannedTensor], trained: frozenset[str], run: Run) -> Snapshot:
     """Return a snapshot of tensors that are read when they are written."""
     return Snapshot(
-        tensors={name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in planned.items()},
+        tensors={name: torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in planned.items()},
         trained=trained,
         ties=hold(run.trained.model).ties,
         optimizer=None,
         rank_state={},
         shared={},
         contents=("model",),
-        readers={name: _reader(name, each.read) for name, each in planned.items()},
+        readers={name: _reader(name, tensor.read) for name, tensor in planned.items()},
     )
 
 
 def _reader(name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def named() -> Tensor:
+    def read_finite() -> Tensor:
         try:
             tensor = read()
         except (DamagedFile, OSError) as error:
             raise CheckpointCorrupt(f"{name} cannot be read: its file {error}. Nothing was left behind.") from error
         return finite(name, tensor)
 
-    return named
+    return read_finite
 
 
 def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> None:
@@ -253,7 +257,7 @@ def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
         yield f"it trained {len(checkpoint.states)} parameters; model.freeze must name the others, such as {here[0]}"
 
 
-def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, wishes: Wishes) -> list[str]:
+def _set_position(run: Run, checkpoint: ForeignCheckpoint, step: int, options: ImportOptions) -> list[str]:
     """Put the run at a step and its rows where they stood; return what to say of it.
 
     Raises:
@@ -261,7 +265,7 @@ def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, wishes: Wishes)
     """
     run.trained.state = TrainState(step=step, updates=step)
     notes = []
-    if wishes.data_from_start:
+    if options.data_from_start:
         notes.append("data: the rows begin anew (--data-from-start)")
     elif checkpoint.position is None:
         raise ConfigError(
@@ -269,9 +273,9 @@ def _move_to(run: Run, checkpoint: ForeignCheckpoint, step: int, wishes: Wishes)
             "anew; rows that were trained on come again. Nothing was written."
         )
     else:
-        run.stream.cursor, words = _cursor(run, checkpoint, checkpoint.position)
-        notes.append(words)
-    return [*notes, *_rates(run, checkpoint, step)]
+        run.stream.cursor, note = _cursor(run, checkpoint, checkpoint.position)
+        notes.append(note)
+    return [*notes, *_compare_rates(run, checkpoint, step)]
 
 
 def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tuple[Cursor, str]:
@@ -281,70 +285,70 @@ def _cursor(run: Run, checkpoint: ForeignCheckpoint, position: Position) -> tupl
         ConfigError: A position in rows says nothing here.
     """
     data, size = run.setting.config.data, run.stream.state()["sizes"]
-    whole = None if None in size else sum(size)
-    if data.packing == "wrapped" or (whole is None and (position.epoch or position.share)):
+    total_rows = None if None in size else sum(size)
+    if data.packing == "wrapped" or (total_rows is None and (position.epoch or position.share)):
         raise ConfigError(
             f"{checkpoint.path} states its position in rows, and here windows are cut across rows or nobody knows how "
             "many there are. Give --data-from-start to begin them anew. Nothing was written."
         )
-    rows = _rows_done(position, data.batch_size, whole or 0)
-    if whole is not None and rows > whole:
+    rows = _rows_done(position, data.batch_size, total_rows or 0)
+    if total_rows is not None and rows > total_rows:
         raise ConfigError(
-            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {whole:,}: they are other rows. "
-            "Name the same ones, or give --data-from-start. Nothing was written."
+            f"{checkpoint.path} had drawn {rows:,} rows of its pass, and data.path has {total_rows:,}: they are other "
+            "rows. Name the same ones, or give --data-from-start. Nothing was written."
         )
-    done = _passes_done(checkpoint, position, rows, data.batch_size, whole or 0)
-    cursor = _behind(rows, done or 0, whole or 0, data.batch_size)
-    return cursor, _where(rows, done, shuffled=data.shuffle)
+    done = _passes_done(checkpoint, position, rows, data.batch_size, total_rows or 0)
+    cursor = _cursor_after(rows, done or 0, total_rows or 0, data.batch_size)
+    return cursor, _position_note(rows, done, shuffled=data.shuffle)
 
 
-def _behind(rows: int, passes: int, whole: int, batch_size: int) -> Cursor:
-    first = passes * whole
+def _cursor_after(rows: int, passes: int, total_rows: int, batch_size: int) -> Cursor:
+    first = passes * total_rows
     return Cursor(first + rows, passes, first, math.ceil(rows / batch_size), rows, 0)
 
 
-def _where(rows: int, done: int | None, *, shuffled: bool) -> str:
+def _position_note(rows: int, done: int | None, *, shuffled: bool) -> str:
     name = "a pass whose number is not stated, and which is the first here" if done is None else f"pass {done + 1}"
     if not rows:
         return f"data: goes on with the first row of {name}"
-    words = f"data: goes on behind {rows:,} rows of {name}"
+    note = f"data: goes on behind {rows:,} rows of {name}"
     if shuffled:
-        words += ", in this run's own order: some of these come again, and as many that were not trained on do not come"
-    return words
+        note += ", in this run's own order: some of these come again, and as many that were not trained on do not come"
+    return note
 
 
 def _passes_done(
-    checkpoint: ForeignCheckpoint, position: Position, rows: int, batch_size: int, whole: int
+    checkpoint: ForeignCheckpoint, position: Position, rows: int, batch_size: int, total_rows: int
 ) -> int | None:
     """Return the passes that were done; where only the step is stated, those that make it a whole number of passes."""
     if position.epoch is not None:
         return position.epoch
-    a_pass = whole // batch_size * batch_size  # a last batch that is not full is left out
+    a_pass = total_rows // batch_size * batch_size  # a last batch that is not full is left out
     before = (checkpoint.step or 0) * batch_size - rows
     return before // a_pass if a_pass and before >= 0 and before % a_pass == 0 else None
 
 
-def _rows_done(position: Position, batch_size: int, whole: int) -> int:
+def _rows_done(position: Position, batch_size: int, total_rows: int) -> int:
     """Return the rows of the pass that were drawn, from whatever the system counts."""
     if position.rows is not None:
         return position.rows
     if position.batches is not None:
         return position.batches * batch_size
-    return round((position.share or 0.0) * whole)
+    return round((position.share or 0.0) * total_rows)
 
 
-def _rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
+def _compare_rates(run: Run, checkpoint: ForeignCheckpoint, step: int) -> list[str]:
     """Compare the learning rates there and here."""
     optim, total = run.setting.config.optim, run.setting.config.steps
-    then = rate_of(checkpoint)
-    if then is None or (optim.schedule.needs_last_step and total is None):
+    source_rate = rate_of(checkpoint)
+    if source_rate is None or (optim.schedule.needs_last_step and total is None):
         return []
-    now = optim.lr * learning_rate_factor(optim.schedule, step, total)
-    return [f"learning rate: {then:g} there, {now:g} for the next step here (optim.lr and optim.schedule)"]
+    rate = optim.lr * learning_rate_factor(optim.schedule, step, total)
+    return [f"learning rate: {source_rate:g} there, {rate:g} for the next step here (optim.lr and optim.schedule)"]
 
 
-def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
-    """Write a checkpoint and its run's directory; return the checkpoint's place."""
+def _write_run(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: int) -> str:
+    """Write a checkpoint and its run's directory; return the checkpoint's path."""
     setting, config = run.setting, run.setting.config
     lost = [finding.text for finding in checkpoint.of_kind("loss")]
     source = {"system": checkpoint.system, "path": str(checkpoint.path), "step": step}
@@ -355,9 +359,9 @@ def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: 
         IMPORTED: {**source, "lost": lost},
     }
     storage = open_storage(directory.checkpoint_place(setting.directory, config))
-    places = Places(setting.directory, storage, lambda _: None)
+    leases = Places(setting.directory, storage, lambda _: None)
     with ExitStack() as stack:
-        places.take(stack)
+        leases.take(stack)
         try:
             directory.create(setting.directory, config, config.verb, None, {IMPORTED: source})
             about = About(
@@ -372,6 +376,6 @@ def _written(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step: 
             verify_checkpoint(storage, step_name(step), "files")
             directory.note_saved(setting.directory, step)
         except BaseException:
-            places.remove()
+            leases.remove()
             raise
     return f"{storage.root}/{step_name(step)}"

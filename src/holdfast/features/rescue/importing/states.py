@@ -86,9 +86,9 @@ def _refuse_other_slots(checkpoint: ForeignCheckpoint, slots: tuple[str, ...], k
         )
     if lacking or extra:
         sides = {"lacks": lacking, "has": extra}
-        what = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in sides.items() if names)
+        difference = " and ".join(f"{verb} {', '.join(sorted(names))}" for verb, names in sides.items() if names)
         raise CheckpointMismatch(
-            f"{checkpoint.path} is not of this run's optimizer, {kind}: it {what}. Choose optim.kind as it was "
+            f"{checkpoint.path} is not of this run's optimizer, {kind}: it {difference}. Choose optim.kind as it was "
             "there, or import with --export and begin anew."
         )
 
@@ -115,22 +115,25 @@ def _slot(
     if tensor.dtype is torch.bfloat16 and dtype is torch.float32:  # every bfloat16 is a float32
         return PlannedTensor(tensor.shape, dtype, lambda: tensor.read().to(torch.float32))
     raise CheckpointMismatch(
-        f"{checkpoint.path}: {slot} is {_word(tensor.dtype)} there, and the parameters of this run are "
-        f"{_word(dtype)}: making it {_word(dtype)} would lose digits. Set model.dtype: {_word(tensor.dtype)}."
+        f"{checkpoint.path}: {slot} is {_dtype_name(tensor.dtype)} there, and the parameters of this run are "
+        f"{_dtype_name(dtype)}: making it {_dtype_name(dtype)} would lose digits. Set model.dtype: "
+        f"{_dtype_name(tensor.dtype)}."
     )
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def described_state(
     checkpoint: ForeignCheckpoint, optimizer: Optimizer, tensors: Mapping[str, Mapping[str, Tensor]]
 ) -> OptimizerState:
-    """Return what a manifest says of the optimizer: this run's class, and the groups and settings of there."""
-    own = {key for group in optimizer.param_groups for key in group} - {"params"}
+    """Return what a manifest says of the optimizer: this run's class, and the other system's groups and settings."""
+    setting_names = {key for group in optimizer.param_groups for key in group} - {"params"}
     groups = tuple(
-        GroupState(group.names, _settings({key: value for key, value in group.settings.items() if key in own}))
+        GroupState(
+            group.names, _settings({key: value for key, value in group.settings.items() if key in setting_names})
+        )
         for group in checkpoint.groups
     )
     return OptimizerState(qualified_name(optimizer), groups, tensors)

@@ -36,8 +36,8 @@ from holdfast.training.setup.rows import row_filter, training_reader
 _KINDS = (SFTConfig, DPOConfig, GRPOConfig)
 
 
-class RowsAlone(BatchStream[Any, Any]):
-    """The rows of a run and a position in them; it makes no batches."""
+class BatchlessStream(BatchStream[Any, Any]):
+    """A stream that holds the rows of a run and a position in them, and makes no batches."""
 
     def _batch_of(self, candidates: Candidates[Any]) -> Any:
         """Never called: nothing asks for the next batch."""
@@ -92,12 +92,12 @@ def _refuse_several(config: TrainingConfig) -> None:
         )
     several = [
         key
-        for key, there in {
+        for key, is_set in {
             "critic": getattr(config, "critic", None) is not None,
             "optim.ema": config.optim.ema is not None,
             "reference.sync": getattr(getattr(config, "reference", None), "sync", None) is not None,
         }.items()
-        if there
+        if is_set
     ]
     if several:
         raise ConfigError(
@@ -108,17 +108,17 @@ def _refuse_several(config: TrainingConfig) -> None:
 
 def without_memory(model: nn.Module) -> None:
     """Give every parameter addresses on the CPU that nothing is written to, for which no memory is used; ties stay."""
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in made:
+            if id(parameter) not in replacements:
                 numbers = torch.empty(parameter.shape, dtype=parameter.dtype)
                 empty = nn.Parameter(numbers, requires_grad=parameter.requires_grad)
-                made[id(parameter)] = made[id(empty)] = empty
-            module.register_parameter(name, made[id(parameter)])
+                replacements[id(parameter)] = replacements[id(empty)] = empty
+            module.register_parameter(name, replacements[id(parameter)])
 
 
-def _rows(setting: Setting, started: Started) -> RowsAlone:
+def _rows(setting: Setting, started: Started) -> BatchlessStream:
     def tokenise(*_: Any) -> Any:
         raise NotImplementedError
 
@@ -126,4 +126,4 @@ def _rows(setting: Setting, started: Started) -> RowsAlone:
     reader: Any = CandidateReader(
         training_reader(config, started.data), tokenise, setting.ranks, row_filter(setting), None
     )
-    return RowsAlone(reader, config.data, setting.ranks)
+    return BatchlessStream(reader, config.data, setting.ranks)

@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.features.rescue.reading.dcp_systems import add_contents
 from holdfast.features.rescue.reading.hugging_face import add_safetensors
-from holdfast.features.rescue.reading.parts import opened_file, piece
+from holdfast.features.rescue.reading.parts import opened_file, stored_piece
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import (
     TRAINER,
@@ -43,14 +43,14 @@ _SECOND = re.compile(r"^(?:pytorch_model_fsdp|optimizer)_[1-9]\d*(?:\.bin)?$")
 
 def is_accelerate(names: set[str]) -> bool:
     """Return whether names in a directory are those of such a checkpoint."""
-    own = {MODEL_FOLDER, OPTIMIZER_FOLDER, MODEL_FILE, OPTIMIZER_FILE, "optimizer.pt"}
-    beside = {"scheduler.bin", "scheduler.pt", "trainer_state.json"}
-    return bool(names & own) and (bool(names & beside) or MODEL_FOLDER in names or MODEL_FILE in names)
+    state_names = {MODEL_FOLDER, OPTIMIZER_FOLDER, MODEL_FILE, OPTIMIZER_FILE, "optimizer.pt"}
+    progress_names = {"scheduler.bin", "scheduler.pt", "trainer_state.json"}
+    return bool(names & state_names) and (bool(names & progress_names) or MODEL_FOLDER in names or MODEL_FILE in names)
 
 
 def read_accelerate(folder: Path) -> ForeignCheckpoint:
     """Return the checkpoint in a directory."""
-    names = {each.name for each in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()}
     trainer = "trainer_state.json" in names or "scheduler.pt" in names
     system = TRAINER if trainer else "accelerate"
     sharded = MODEL_FOLDER in names
@@ -73,20 +73,20 @@ def read_accelerate(folder: Path) -> ForeignCheckpoint:
 
 
 def _refuse_two_models(checkpoint: ForeignCheckpoint, names: set[str]) -> None:
-    others = sorted(name for name in names if _SECOND.match(name))
-    if others:
+    second_names = sorted(name for name in names if _SECOND.match(name))
+    if second_names:
         checkpoint.add(
-            "damage", f"it holds two models or optimizers: {others[0]} beside those of number 0, and one is read"
+            "damage", f"it holds two models or optimizers: {second_names[0]} beside those of number 0, and one is read"
         )
     if {MODEL_FOLDER, MODEL_FILE} <= names:
         checkpoint.add("damage", f"it holds its weights twice: {MODEL_FOLDER}/ and {MODEL_FILE} are of two saves")
 
 
-def _guarded(checkpoint: ForeignCheckpoint, what: str, act: Callable[[], None]) -> None:
+def _guarded(checkpoint: ForeignCheckpoint, label: str, act: Callable[[], None]) -> None:
     try:
         act()
     except (DamagedFile, OSError) as error:
-        checkpoint.add("damage", f"{what} {error}".strip())
+        checkpoint.add("damage", f"{label} {error}".strip())
 
 
 def _add_weights(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
@@ -143,7 +143,7 @@ def add_full_weights(checkpoint: ForeignCheckpoint, file: TorchFile, state: Any)
 
 
 def _add_view(checkpoint: ForeignCheckpoint, file: TorchFile, name: str, view: StoredView) -> None:
-    checkpoint.weights[name] = StoredTensor(view.shape, view.dtype, (piece(file, view),))
+    checkpoint.weights[name] = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -> None:
@@ -163,22 +163,22 @@ def add_full_states(checkpoint: ForeignCheckpoint, file: TorchFile, content: Any
     Raises:
         DamagedFile: It holds no state of an optimizer.
     """
-    from holdfast.features.rescue.reading.unnamed_states import Naming, named_states
+    from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states
 
     state, groups = _parts(file, content)
     empty = [key for key, slots in state.items() if not slots]
     if empty:
         checkpoint.add("repair", f"{len(empty)} empty entries in the optimizer's state are dropped (report 000)")
     if state and all(isinstance(key, int) for key in state):
-        named = named_states(Naming(checkpoint, [file], [state], groups))
-        if named is not None:
-            checkpoint.states, checkpoint.groups = named
+        states_and_groups = named_states(NumberedStates(checkpoint, [file], [state], groups))
+        if states_and_groups is not None:
+            checkpoint.states, checkpoint.groups = states_and_groups
         return
     for key, slots in state.items():
         tensors = {slot: value for slot, value in slots.items() if isinstance(value, StoredView)}
         for slot, view in tensors.items():
-            made = StoredTensor(view.shape, view.dtype, (piece(file, view),))
-            checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = made
+            tensor = StoredTensor(view.shape, view.dtype, (stored_piece(file, view),))
+            checkpoint.states.setdefault(canonical_name(str(key)), {})[str(slot)] = tensor
     checkpoint.groups = [_group(group) for group in groups]
 
 
@@ -236,10 +236,10 @@ def _add_step(checkpoint: ForeignCheckpoint) -> None:
         checkpoint.add("damage", f"{counter.pieces[0].file} {error}")
         return
     if last not in {None, checkpoint.step}:
-        words = (
+        message = (
             f"accelerate's schedule stands at {last}, one for each rank and update; {checkpoint.step} updates were made"
         )
-        checkpoint.add("note", words)
+        checkpoint.add("note", message)
 
 
 def _add_trainer_state(checkpoint: ForeignCheckpoint, path: Path) -> None:

@@ -32,11 +32,11 @@ _NEAR = 0.15
 class _Adapters(NamedTuple):
     """Adapters by the name of the matrix's layer."""
 
-    parts: Mapping[str, tuple[StoredTensor, StoredTensor]]
+    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
     scales: Mapping[str, float] | None
-    """What B A is multiplied with; None where nothing says it."""
+    """The factor of B A; None where no file states it."""
     apart: bool
-    """Whether they lie where no loader adds them of its own accord."""
+    """Whether they lie in a directory from which no loader adds them automatically."""
 
 
 def compare_with_base(checkpoint: ForeignCheckpoint, base: Path) -> None:
@@ -49,7 +49,7 @@ def compare_with_base(checkpoint: ForeignCheckpoint, base: Path) -> None:
     Raises:
         UnreadableForeign: The base is no model directory.
     """
-    adapters = _of(checkpoint)
+    adapters = _adapters_of(checkpoint)
     if adapters is None:
         checkpoint.add("note", "it has no adapters, so there is nothing that was merged")
         return
@@ -57,33 +57,33 @@ def compare_with_base(checkpoint: ForeignCheckpoint, base: Path) -> None:
     if not weights:
         raise UnreadableForeign(f"{base} holds no weights to compare with: --base names a model directory.")
     try:
-        seen = _along(checkpoint, adapters, weights)
+        merges = _merge_count(checkpoint, adapters, weights)
     except (DamagedFile, OSError) as error:
         checkpoint.add("damage", f"its adapters cannot be compared with {base}: a file {error}")
         return
-    if seen is None:
+    if merges is None:
         checkpoint.add("note", f"none of its adapted matrices is in {base}, so nobody can say what was merged")
         return
-    _tell(checkpoint, adapters, seen, base)
+    _add_finding(checkpoint, adapters, merges, base)
 
 
-def _tell(checkpoint: ForeignCheckpoint, adapters: _Adapters, seen: float, base: Path) -> None:
-    count, layers = round(seen), f"{len(adapters.parts)} adapted matrices"
+def _add_finding(checkpoint: ForeignCheckpoint, adapters: _Adapters, merges: float, base: Path) -> None:
+    count, layers = round(merges), f"{len(adapters.pairs)} adapted matrices"
     again = "; whoever loads both adds them again" if not adapters.apart else ""
-    if adapters.scales is None and abs(seen) > _NEAR:
+    if adapters.scales is None and abs(merges) > _NEAR:
         checkpoint.add(
             "damage",
-            f"its adapters were merged already: its {layers} are those of {base} and {seen:.2f} B A, and the adapters "
-            f"are there too{again}. Take its weights without the adapters, or the adapters on the base; this is not "
-            "repaired",
+            f"its adapters were merged already: its {layers} are those of {base} and {merges:.2f} B A, and the "
+            f"adapters are there too{again}. Take its weights without the adapters, or the adapters on the base; this "
+            "is not repaired",
         )
-    elif abs(seen - count) > _NEAR or count < 0:
+    elif abs(merges - count) > _NEAR or count < 0:
         checkpoint.add("note", f"its {layers} differ from {base} by more than its adapters: trained, or another base")
     elif count > 1:
         checkpoint.add(
             "damage",
             f"its adapters were merged {'twice' if count == 2 else f'{count} times'}: its {layers} are those of {base} "
-            f"and {seen:.2f} times the adapters. Merge them once into the base; this is not repaired, since rounding "
+            f"and {merges:.2f} times the adapters. Merge them once into the base; this is not repaired, since rounding "
             "took digits",
         )
     elif count == 1 and not adapters.apart:
@@ -94,11 +94,11 @@ def _tell(checkpoint: ForeignCheckpoint, adapters: _Adapters, seen: float, base:
         checkpoint.add("note", f"its adapters were merged {'once' if count else 'not at all'}, compared with {base}")
 
 
-def _along(checkpoint: ForeignCheckpoint, adapters: _Adapters, base: Mapping[str, StoredTensor]) -> float | None:
+def _merge_count(checkpoint: ForeignCheckpoint, adapters: _Adapters, base: Mapping[str, StoredTensor]) -> float | None:
     """Return how often the adapters are in the weights: least squares over all matrices, one in memory at a time."""
     product = square = 0.0
     weights = _plain(checkpoint.weights)
-    for layer, (a, b) in adapters.parts.items():
+    for layer, (a, b) in adapters.pairs.items():
         name = f"{layer}.weight"
         theirs, ours = base.get(name), weights.get(name)
         if theirs is None or ours is None or theirs.shape != ours.shape:
@@ -116,17 +116,19 @@ def _wide(tensor: StoredTensor) -> Tensor:
     return tensor.read().to(torch.float64)
 
 
-def _of(checkpoint: ForeignCheckpoint) -> _Adapters | None:
+def _adapters_of(checkpoint: ForeignCheckpoint) -> _Adapters | None:
     """Return the adapters among a checkpoint's weights, or those of peft's files beside them."""
-    own = dict(_pairs(checkpoint.weights))
+    inline = dict(_pairs(checkpoint.weights))
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for name in _FOLDERS:
-        place = folder / name
-        if not (place / _FILE).is_file():
+        directory = folder / name
+        if not (directory / _FILE).is_file():
             continue
-        parts = own or dict(_pairs(read_hugging_face(place / _FILE).weights))
-        return _Adapters(parts, _scales(place / _SETTINGS, parts), apart=bool(name) and not own) if parts else None
-    return _Adapters(own, None, apart=False) if own else None
+        pairs = inline or dict(_pairs(read_hugging_face(directory / _FILE).weights))
+        return (
+            _Adapters(pairs, _scales(directory / _SETTINGS, pairs), apart=bool(name) and not inline) if pairs else None
+        )
+    return _Adapters(inline, None, apart=False) if inline else None
 
 
 def _plain(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -141,7 +143,7 @@ def _pairs(weights: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[Sto
             yield layer, (value, names[layer + _B])
 
 
-def _scales(settings: Path, parts: Mapping[str, tuple[StoredTensor, StoredTensor]]) -> dict[str, float] | None:
+def _scales(settings: Path, pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]) -> dict[str, float] | None:
     try:
         values: dict[str, Any] = read_json(settings)
         alpha, patterns = float(values["lora_alpha"]), values.get("alpha_pattern") or {}
@@ -149,6 +151,6 @@ def _scales(settings: Path, parts: Mapping[str, tuple[StoredTensor, StoredTensor
         return None
     if patterns:
         return None
-    rank = {layer: a.shape[0] for layer, (a, _) in parts.items()}
+    rank = {layer: a.shape[0] for layer, (a, _) in pairs.items()}
     root = bool(values.get("use_rslora"))
     return {layer: alpha / (math.sqrt(size) if root else size) for layer, size in rank.items()}

@@ -26,8 +26,8 @@ def align(checkpoint: ForeignCheckpoint, expected: Collection[str], ties: Mappin
         CheckpointMismatch: Weights that are tied in the model hold different numbers.
     """
     unwrap(checkpoint, expected)
-    for first, others in ties.items():
-        _merge_tied(checkpoint, first, others)
+    for first, aliases in ties.items():
+        _merge_tied(checkpoint, first, aliases)
     extra = [name for name in checkpoint.weights if name not in expected and _is_frequency(name)]
     for name in extra:
         del checkpoint.weights[name]
@@ -65,30 +65,30 @@ def rename(checkpoint: ForeignCheckpoint, plain: Callable[[str], str]) -> None:
     """Give every weight and state another name."""
     checkpoint.weights = {plain(name): value for name, value in checkpoint.weights.items()}
     checkpoint.states = {plain(name): value for name, value in checkpoint.states.items()}
-    checkpoint.tied_away = {plain(name): plain(other) for name, other in checkpoint.tied_away.items()}
+    checkpoint.tied_away = {plain(name): plain(first) for name, first in checkpoint.tied_away.items()}
     checkpoint.groups = [StoredGroup(tuple(map(plain, group.names)), group.settings) for group in checkpoint.groups]
 
 
-def _merge_tied(checkpoint: ForeignCheckpoint, first: str, others: tuple[str, ...]) -> None:
+def _merge_tied(checkpoint: ForeignCheckpoint, first: str, aliases: tuple[str, ...]) -> None:
     """Keep one of the weights that a model ties, under its first name."""
-    there = [name for name in (first, *others) if name in checkpoint.weights]
-    if not there:
+    present = [name for name in (first, *aliases) if name in checkpoint.weights]
+    if not present:
         return
-    values = [checkpoint.weights.pop(name) for name in there]
+    values = [checkpoint.weights.pop(name) for name in present]
     checkpoint.weights[first] = values[0]
-    if len(there) > 1:
-        one = values[0].read()
-        if not all(value.shape == values[0].shape and torch.equal(one, value.read()) for value in values[1:]):
+    if len(present) > 1:
+        reference = values[0].read()
+        if not all(value.shape == values[0].shape and torch.equal(reference, value.read()) for value in values[1:]):
             raise CheckpointMismatch(
-                f"{checkpoint.path} does not fit: {' and '.join(there)} are one tensor in this model "
+                f"{checkpoint.path} does not fit: {' and '.join(present)} are one tensor in this model "
                 "(tie_word_embeddings) and hold different numbers there. Set tie_word_embeddings to false, or mend the "
                 "checkpoint."
             )
-        checkpoint.add("repair", f"{' and '.join(there)} are tied and were saved twice; one of them is written")
-    states = [checkpoint.states.pop(name) for name in (first, *others) if name in checkpoint.states]
+        checkpoint.add("repair", f"{' and '.join(present)} are tied and were saved twice; one of them is written")
+    states = [checkpoint.states.pop(name) for name in (first, *aliases) if name in checkpoint.states]
     if states:
         checkpoint.states[first] = states[0]
-    members = dict.fromkeys(others, first)
+    members = dict.fromkeys(aliases, first)
     checkpoint.groups = [
         StoredGroup(tuple(dict.fromkeys(members.get(name, name) for name in group.names)), group.settings)
         for group in checkpoint.groups

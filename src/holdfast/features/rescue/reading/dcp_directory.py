@@ -53,67 +53,69 @@ class DcpDirectory:
             ) from None
         except (CheckpointCorrupt, OSError) as error:
             raise DamagedFile(str(error)) from None
-        self._places: dict[str, dict[tuple[int, ...] | None, Any]] = {}
+        self._chunks: dict[str, dict[tuple[int, ...] | None, Any]] = {}
         for index, info in (self._metadata.storage_data or {}).items():
             offset = None if index.offset is None else tuple(index.offset)
-            self._places.setdefault(index.fqn, {})[offset] = info
+            self._chunks.setdefault(index.fqn, {})[offset] = info
         self._sizes = self._measured()
-        self.parts: dict[str, tuple[Any, ...]] = self._paths()
+        self.keys_of: dict[str, tuple[Any, ...]] = self._paths()
         """Flat name -> the keys it was made of; only names that DCP made flat are listed by their keys."""
 
     def _measured(self) -> dict[str, int]:
         """Return the sizes of the files that are there, and note what is missing, cut short or not listed."""
         ends: dict[str, int] = {}
-        for places in self._places.values():
-            for info in places.values():
+        for chunks in self._chunks.values():
+            for info in chunks.values():
                 ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         self._compare_list_with_itself()
         sizes = {}
-        where = "" if self.folder == self._checkpoint.path else f"{self.folder.name}/"
+        prefix = "" if self.folder == self._checkpoint.path else f"{self.folder.name}/"
         for name, end in sorted(ends.items()):
             path = self.folder / name
             try:
                 kind = file_kind(path, self._checkpoint.path)
             except OSError:
-                self._checkpoint.add("damage", f"{where}{name} is missing")
+                self._checkpoint.add("damage", f"{prefix}{name} is missing")
                 continue
             if kind != REGULAR:
-                self._checkpoint.add("damage", f"{where}{name} is {kind}")
+                self._checkpoint.add("damage", f"{prefix}{name} is {kind}")
                 continue
             sizes[name] = path.stat().st_size
             if sizes[name] < end:
-                self._checkpoint.add("damage", f"{where}{name} has {sizes[name]:,} bytes, {end:,} were written")
-        extra = [each.name for each in self.folder.glob("*.distcp") if each.name not in ends]
+                self._checkpoint.add("damage", f"{prefix}{name} has {sizes[name]:,} bytes, {end:,} were written")
+        extra = [file.name for file in self.folder.glob("*.distcp") if file.name not in ends]
         if extra:
-            self._checkpoint.add("damage", f"{where}{sorted(extra)[0]} is not in {METADATA}: it is of another save")
+            self._checkpoint.add("damage", f"{prefix}{sorted(extra)[0]} is not in {METADATA}: it is of another save")
         return sizes
 
     def _compare_list_with_itself(self) -> None:
         """Note what the list, which has no checksum, says in one way here and in another there."""
-        strange = sorted(self._places.keys() - self._metadata.state_dict_metadata.keys())
+        strange = sorted(self._chunks.keys() - self._metadata.state_dict_metadata.keys())
         if strange:
             self._checkpoint.add("damage", f"{METADATA} says where {strange[0]} lies, and lists no such name")
         ranges: dict[str, list[tuple[int, int, str]]] = {}
-        for name, places in self._places.items():
-            for info in places.values():
+        for name, chunks in self._chunks.items():
+            for info in chunks.values():
                 ranges.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length, name))
         for file, taken in ranges.items():
             taken.sort()
-            for (_, end, one), (start, _, other) in pairwise(taken):
+            for (_, end, first_name), (start, _, second_name) in pairwise(taken):
                 if start < end:
-                    words = f"{METADATA} puts {one} and {other} at the same bytes of {file}"
-                    self._checkpoint.add("damage", words)
+                    message = f"{METADATA} puts {first_name} and {second_name} at the same bytes of {file}"
+                    self._checkpoint.add("damage", message)
                     break
 
     def _paths(self) -> dict[str, tuple[Any, ...]]:
-        known = self._metadata.planner_data
+        planner_data = self._metadata.planner_data
         names = list(self._metadata.state_dict_metadata)
-        if not isinstance(known, dict) or not known:
+        if not isinstance(planner_data, dict) or not planner_data:
             return {name: (name,) for name in names}
         for name in names:
-            if not isinstance(known.get(name), tuple) or ".".join(map(str, known[name])) != name:
-                raise DamagedFile(f"{METADATA} contradicts itself: the keys of {name} are {known.get(name)!r:.200}")
-        return {name: known[name] for name in names}
+            if not isinstance(planner_data.get(name), tuple) or ".".join(map(str, planner_data[name])) != name:
+                raise DamagedFile(
+                    f"{METADATA} contradicts itself: the keys of {name} are {planner_data.get(name)!r:.200}"
+                )
+        return {name: planner_data[name] for name in names}
 
     def __iter__(self) -> Iterator[str]:
         """Yield all names."""
@@ -135,9 +137,9 @@ class DcpDirectory:
         pieces = []
         for chunk in entry.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            info = self._places.get(name, {}).get(offsets)
+            info = self._chunks.get(name, {}).get(offsets)
             if info is None and not sizes:
-                info = self._places.get(name, {}).get(None)
+                info = self._chunks.get(name, {}).get(None)
             if info is None:
                 if 0 in sizes:
                     continue
@@ -165,7 +167,7 @@ class DcpDirectory:
         Raises:
             DamagedFile: It is nowhere, damaged, or asks for a class.
         """
-        info = next(iter(self._places.get(name, {}).values()), None)
+        info = next(iter(self._chunks.get(name, {}).values()), None)
         if info is None:
             raise DamagedFile("is in no file")
         if info.length > _MOST_METADATA or self._sizes.get(info.relative_path, 0) < info.offset + info.length:

@@ -29,21 +29,21 @@ def add_contents(checkpoint: ForeignCheckpoint, folder: Path) -> dict[str, Any]:
     """
     directory = DcpDirectory(folder, checkpoint)
     groups: dict[str, dict[str, Any]] = {}
-    others: dict[str, Any] = {}
+    small_values: dict[str, Any] = {}
     for name in directory:
         first, path = _key(directory, name)
         try:
             if first in _OPTIMIZERS:
                 _add_to_optimizer(checkpoint, directory, name, path, groups)
             elif first in _APART or not directory.is_tensor(name):
-                others[name] = _small(directory, name)
+                small_values[name] = _small(directory, name)
             else:
                 checkpoint.add_weight(canonical_name(".".join(path)), directory.tensor(name), name)
         except DamagedFile as error:
             checkpoint.add("damage", f"{name} {error}")
     checkpoint.has_optimizer = checkpoint.has_optimizer or bool(checkpoint.states or groups)
     checkpoint.groups += _groups(groups)
-    return others
+    return small_values
 
 
 def _key(directory: DcpDirectory, name: str) -> tuple[str, tuple[str, ...]]:
@@ -51,11 +51,11 @@ def _key(directory: DcpDirectory, name: str) -> tuple[str, tuple[str, ...]]:
 
     A weight that stands at the top itself, as torchtitan's do, has its name below and no key.
     """
-    keys = tuple(map(str, directory.parts[name]))
+    keys = tuple(map(str, directory.keys_of[name]))
     if len(keys) == 1:
-        first, _, rest = name.partition(".")
+        first, _, inner_name = name.partition(".")
         if first in _OPTIMIZERS or first in _APART:
-            return first, (rest,)
+            return first, (inner_name,)
         return "", (name,)
     if keys[0] in _MODELS or keys[0] in _OPTIMIZERS or keys[0] in _APART:
         return keys[0], keys[1:]
@@ -74,8 +74,8 @@ def _add_to_optimizer(
     Raises:
         DamagedFile: It cannot be read.
     """
-    kind, _, rest = ".".join(path).partition(".")
-    owner, _, slot = rest.rpartition(".")
+    kind, _, state_key = ".".join(path).partition(".")
+    owner, _, slot = state_key.rpartition(".")
     if kind == "state" and directory.is_tensor(name):
         checkpoint.states.setdefault(canonical_name(owner), {})[slot] = directory.tensor(name)
     elif kind == "param_groups" and not directory.is_tensor(name):
@@ -115,17 +115,17 @@ def read_plain(folder: Path) -> ForeignCheckpoint:
     """Return a checkpoint of torchtitan, or one that an author's own code wrote with DCP."""
     checkpoint = ForeignCheckpoint("plain DCP", "one DCP directory", folder)
     try:
-        others = add_contents(checkpoint, folder)
+        small_values = add_contents(checkpoint, folder)
     except DamagedFile as error:
         checkpoint.add("damage", f"{folder.name} {error}")
         return checkpoint
-    step = others.get("step", others.get("train_state.step"))
+    step = small_values.get("step", small_values.get("train_state.step"))
     try:
         checkpoint.step = counted(step, "its step") if isinstance(step, int | float) else None
     except DamagedFile as error:
         checkpoint.add("damage", f"{folder.name} {error}")
-    if "train_state.step" in others or any(name.startswith("dataloader.dp_rank_") for name in others):
-        _of_titan(checkpoint, folder, others)
+    if "train_state.step" in small_values or any(name.startswith("dataloader.dp_rank_") for name in small_values):
+        _of_titan(checkpoint, folder, small_values)
     else:
         checkpoint.add("loss", "no schedule that could be recognised is in it")
     if checkpoint.random_state is False:
@@ -133,12 +133,12 @@ def read_plain(folder: Path) -> ForeignCheckpoint:
     return checkpoint
 
 
-def _of_titan(checkpoint: ForeignCheckpoint, folder: Path, others: Mapping[str, Any]) -> None:
+def _of_titan(checkpoint: ForeignCheckpoint, folder: Path, small_values: Mapping[str, Any]) -> None:
     checkpoint.system, checkpoint.form = "torchtitan", "one DCP directory per step"
     checkpoint.step_is_updates = True
-    world = others.get("dataloader.world_size")
+    world = small_values.get("dataloader.world_size")
     checkpoint.world_size = world if isinstance(world, int) else None
-    last = others.get("lr_scheduler.last_epoch")
+    last = small_values.get("lr_scheduler.last_epoch")
     if isinstance(last, int):
         checkpoint.schedule = {"last_epoch": last}
     number = folder.name.rpartition("-")[2]

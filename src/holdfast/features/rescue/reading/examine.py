@@ -1,4 +1,4 @@
-"""What is wrong with another system's checkpoint, and what a resume would lose: there, and here."""
+"""Find what is wrong with another system's checkpoint, and what a resume would lose, there and here."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> N
 def _examine(checkpoint: ForeignCheckpoint, level: ForeignLevel) -> None:
     _compare_with_configuration(checkpoint)
     _check_schedule(checkpoint)
-    for what, tensor in _all(checkpoint):
+    for name, tensor in _named_tensors(checkpoint):
         gap = tensor.gap()
         if gap is not None:
-            checkpoint.add("damage", f"{what}: {gap}")
+            checkpoint.add("damage", f"{name}: {gap}")
     _compare_states(checkpoint)
     _compare_steps(checkpoint)
     _compare_copies(checkpoint, _FEW if level == "headers" else None)
     if level == "tensors":
-        for what, tensor in _all(checkpoint):
-            _read(checkpoint, what, tensor)
+        for name, tensor in _named_tensors(checkpoint):
+            _read(checkpoint, name, tensor)
         _compare_ties(checkpoint)
         _compare_rest(checkpoint)
         _note_without_checksums(checkpoint)
@@ -75,7 +75,7 @@ def _compare_rest(checkpoint: ForeignCheckpoint) -> None:
         try:
             compare()
         except (DamagedFile, OSError) as error:
-            if not any(path.name in each.text for each in checkpoint.of_kind("damage")):
+            if not any(path.name in finding.text for finding in checkpoint.of_kind("damage")):
                 checkpoint.add("damage", f"{path.name} {error}")
 
 
@@ -98,28 +98,28 @@ def _check_schedule(checkpoint: ForeignCheckpoint) -> None:
         checkpoint.add("damage", f"{checkpoint.path.name} {error}")
 
 
-def _all(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
+def _named_tensors(checkpoint: ForeignCheckpoint) -> Iterator[tuple[str, StoredTensor]]:
     yield from checkpoint.weights.items()
     for name, slots in checkpoint.states.items():
         yield from ((f"{slot} of {name}", tensor) for slot, tensor in slots.items())
 
 
-def _read(checkpoint: ForeignCheckpoint, what: str, tensor: StoredTensor) -> None:
+def _read(checkpoint: ForeignCheckpoint, name: str, tensor: StoredTensor) -> None:
     """Look at every number of a tensor, piece by piece."""
     from holdfast.checkpoint.format.unsupported_tensors import is_finite  # imports what headers do without
 
     for piece in tensor.pieces:
-        values = _piece(checkpoint, what, piece)
+        values = _read_piece(checkpoint, name, piece)
         if values is not None and values.is_floating_point() and not is_finite(values):
             count = int((~torch.isfinite(values.float())).sum())
-            checkpoint.add("damage", f"{what} holds {count:,} numbers that are NaN or infinite ({piece.file})")
+            checkpoint.add("damage", f"{name} holds {count:,} numbers that are NaN or infinite ({piece.file})")
 
 
-def _piece(checkpoint: ForeignCheckpoint, what: str, piece: TensorPiece) -> Tensor | None:
+def _read_piece(checkpoint: ForeignCheckpoint, name: str, piece: TensorPiece) -> Tensor | None:
     try:
         return piece.read()
     except (DamagedFile, OSError) as error:
-        checkpoint.add("damage", f"{piece.file} {error} ({what})")
+        checkpoint.add("damage", f"{piece.file} {error} ({name})")
     except CheckpointUnreadable:
         raise
     return None
@@ -160,9 +160,11 @@ def _compare_parameters(checkpoint: ForeignCheckpoint, parameters: Mapping[str, 
     is_complete = checkpoint.system != "Hugging Face" or weights.keys() <= parameters.keys()
     if lacking and is_complete:  # else a weight has another name in the files, and is converted
         checkpoint.add("damage", f"it lacks {len(lacking)} weights of its configuration's model, such as {lacking[0]}")
-    other = [name for name in parameters if name in weights and tuple(parameters[name].shape) != weights[name].shape]
-    if other:
-        name = other[0]
+    mismatched = [
+        name for name in parameters if name in weights and tuple(parameters[name].shape) != weights[name].shape
+    ]
+    if mismatched:
+        name = mismatched[0]
         checkpoint.add(
             "damage",
             f"the configuration beside it is another model's: {name} is {list(parameters[name].shape)} by it and "
@@ -175,11 +177,11 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
     stored = checkpoint.weights.get(name)
     if stored is None or not shape or stored.shape == shape or stored.shape[1:] != shape[1:]:
         return
-    copies, rest = divmod(stored.shape[0], shape[0]) if shape[0] else (0, 1)
-    if rest or copies < 2 or math.prod(stored.shape) > 2**24:
+    copies, remainder = divmod(stored.shape[0], shape[0]) if shape[0] else (0, 1)
+    if remainder or copies < 2 or math.prod(stored.shape) > 2**24:
         return
-    parts = torch.split(stored.read(), shape[0])
-    if not all(torch.equal(part, parts[0]) for part in parts[1:]):
+    chunks = torch.split(stored.read(), shape[0])
+    if not all(torch.equal(chunk, chunks[0]) for chunk in chunks[1:]):
         checkpoint.add(
             "damage", f"buffer {name} is {list(stored.shape)} and should be {list(shape)}, and its parts differ"
         )
@@ -190,8 +192,8 @@ def repair_buffer(checkpoint: ForeignCheckpoint, name: str, shape: tuple[int, ..
 
     piece = TensorPiece((0,) * len(shape), shape, stored.dtype, fill, stored.pieces[0].file)
     checkpoint.weights[name] = StoredTensor(shape, stored.dtype, (piece,))
-    words = f"buffer {name} is there {copies} times, one copy behind another, as mergers write it"
-    checkpoint.add("repair", f"{words}; one of them is taken")
+    message = f"buffer {name} is there {copies} times, one copy behind another, as mergers write it"
+    checkpoint.add("repair", f"{message}; one of them is taken")
 
 
 def _compare_states(checkpoint: ForeignCheckpoint) -> None:
@@ -204,16 +206,16 @@ def _compare_states(checkpoint: ForeignCheckpoint) -> None:
             continue
         for slot, state in slots.items():
             if state.shape and state.shape != weight.shape:
-                words = f"{slot} of {name} is {list(state.shape)}, the weight {list(weight.shape)}"
-                checkpoint.add("damage", f"{words}: they are of two models or two steps")
+                message = f"{slot} of {name} is {list(state.shape)}, the weight {list(weight.shape)}"
+                checkpoint.add("damage", f"{message}: they are of two models or two steps")
             elif state.shape and state.dtype != weight.dtype:
-                dtypes[slot, _word(state.dtype), _word(weight.dtype)] += 1
+                dtypes[slot, _dtype_name(state.dtype), _dtype_name(weight.dtype)] += 1
     _compare_slots(checkpoint)
-    for (slot, dtype, other), count in dtypes.items():
+    for (slot, dtype, weight_dtype), count in dtypes.items():
         checkpoint.add(
             "note",
-            f"{slot} of {count} parameters is {dtype}, the weights {other}: torch's own loading of a state makes it "
-            f"{other}; here it stays what it is where the optimizer can go on with that",
+            f"{slot} of {count} parameters is {dtype}, the weights {weight_dtype}: torch's own loading of a state "
+            f"makes it {weight_dtype}; here it stays what it is where the optimizer can go on with that",
         )
 
 
@@ -226,37 +228,37 @@ def _compare_slots(checkpoint: ForeignCheckpoint) -> None:
             checkpoint.add("damage", f"the optimizer lacks {', '.join(sorted(lacking))} of {name}, which others have")
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _compare_copies(checkpoint: ForeignCheckpoint, most: int | None) -> None:
     """Compare what every rank should hold alike: a step that differs is of another save."""
-    seen = 0
-    for what, tensor in _all(checkpoint):
+    compared = 0
+    for name, tensor in _named_tensors(checkpoint):
         if not tensor.copies:
             continue
-        seen += 1
-        if most is not None and seen > most:
+        compared += 1
+        if most is not None and compared > most:
             return
-        first = _piece(checkpoint, what, tensor.pieces[0])
+        first_values = _read_piece(checkpoint, name, tensor.pieces[0])
         for copy in tensor.copies:
-            other = _piece(checkpoint, what, copy)
-            if first is not None and other is not None and not torch.equal(first, other):
-                values = f" ({first.item():g} and {other.item():g})" if first.numel() == 1 else ""
+            copied_values = _read_piece(checkpoint, name, copy)
+            if first_values is not None and copied_values is not None and not torch.equal(first_values, copied_values):
+                values = f" ({first_values.item():g} and {copied_values.item():g})" if first_values.numel() == 1 else ""
                 checkpoint.add(
-                    "damage", f"{tensor.pieces[0].file} and {copy.file} are of two steps: {what} differs{values}"
+                    "damage", f"{tensor.pieces[0].file} and {copy.file} are of two steps: {name} differs{values}"
                 )
                 return
 
 
 def _compare_ties(checkpoint: ForeignCheckpoint) -> None:
     for name, first in checkpoint.tied_away.items():
-        one, other = checkpoint.weights.get(first), checkpoint.weights.get(name)
-        if one is None or other is None:
+        first_weight, tied_weight = checkpoint.weights.get(first), checkpoint.weights.get(name)
+        if first_weight is None or tied_weight is None:
             continue
         try:
-            if not torch.equal(one.read(), other.read()):
+            if not torch.equal(first_weight.read(), tied_weight.read()):
                 checkpoint.add("damage", f"{name} and {first} are tied, and hold different numbers")
         except (DamagedFile, OSError):
             continue  # it was named when it was read
@@ -283,23 +285,23 @@ def _compare_steps(checkpoint: ForeignCheckpoint) -> None:
         return
     fewest, most = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
     if checkpoint.step_is_updates and checkpoint.step not in {None, steps[most]}:
-        words = f"the optimizer made {steps[most]} updates, the checkpoint is of step {checkpoint.step}"
-        checkpoint.add("damage", f"{words}: they are of two saves")
+        message = f"the optimizer made {steps[most]} updates, the checkpoint is of step {checkpoint.step}"
+        checkpoint.add("damage", f"{message}: they are of two saves")
     if steps[fewest] == steps[most]:
         return
-    words = f"the optimizer made {steps[fewest]} updates of {fewest} and {steps[most]} of {most}"
-    if _is_by(_layer, steps) or _is_by(_module_kind, steps):
-        checkpoint.add("note", f"{words}: what was trained later has fewer")
+    message = f"the optimizer made {steps[fewest]} updates of {fewest} and {steps[most]} of {most}"
+    if _agrees_within(_layer, steps) or _agrees_within(_module_kind, steps):
+        checkpoint.add("note", f"{message}: what was trained later has fewer")
     else:
-        checkpoint.add("damage", f"{words}, and no layer or kind of module has one number: they are of two saves")
+        checkpoint.add("damage", f"{message}, and no layer or kind of module has one number: they are of two saves")
 
 
-def _is_by(key: Callable[[str], str], steps: Mapping[str, int]) -> bool:
+def _agrees_within(key: Callable[[str], str], steps: Mapping[str, int]) -> bool:
     """Return whether all parameters with one key have one number of steps."""
     numbers: dict[str, set[int]] = defaultdict(set)
     for name, step in steps.items():
         numbers[key(name)].add(step)
-    return all(len(each) == 1 for each in numbers.values())
+    return all(len(step_counts) == 1 for step_counts in numbers.values())
 
 
 def _layer(name: str) -> str:
@@ -313,8 +315,8 @@ def _module_kind(name: str) -> str:
 
 def _add_losses(checkpoint: ForeignCheckpoint) -> None:
     """Say what a resume here would lose, besides what the system itself does not save."""
-    if not checkpoint.has_optimizer and not any("optimizer" in each.text or "weights" in each.text
-                                                for each in checkpoint.of_kind("loss")):  # fmt: skip
+    if not checkpoint.has_optimizer and not any("optimizer" in finding.text or "weights" in finding.text
+                                                for finding in checkpoint.of_kind("loss")):  # fmt: skip
         checkpoint.add("loss", "it holds no optimizer state: training begins with moments of zero")
     if checkpoint.random_state:
         ranks = f"its {checkpoint.world_size} ranks" if checkpoint.world_size else "its ranks"
@@ -329,6 +331,6 @@ def _add_losses(checkpoint: ForeignCheckpoint) -> None:
             "the order of rows is drawn anew: after the rows that were done, other ones come than there",
             there=False,
         )
-    beside = checkpoint.path.parent / "critic"
-    if checkpoint.path.name == "actor" and beside.is_dir():
-        checkpoint.add("loss", f"the critic in {beside} is a checkpoint of its own, which is not imported", there=False)
+    critic = checkpoint.path.parent / "critic"
+    if checkpoint.path.name == "actor" and critic.is_dir():
+        checkpoint.add("loss", f"the critic in {critic} is a checkpoint of its own, which is not imported", there=False)

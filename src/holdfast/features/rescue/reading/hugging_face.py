@@ -36,14 +36,14 @@ def read_hugging_face(path: Path) -> ForeignCheckpoint:
 def add_safetensors(checkpoint: ForeignCheckpoint, folder: Path) -> None:
     """Add the weights of a directory's files."""
     try:
-        places = weight_files(folder)
+        weight_map = weight_files(folder)
     except ModelError as error:
         if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
             checkpoint.add("damage", str(error))
         return
     checkpoint.is_in_model_order = False
-    for path in sorted(set(places.values())):
-        listed = {name for name, file in places.items() if file == path}
+    for path in sorted(set(weight_map.values())):
+        listed = {name for name, file in weight_map.items() if file == path}
         _add_file(checkpoint, path, listed)
 
 

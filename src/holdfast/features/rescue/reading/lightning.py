@@ -49,8 +49,8 @@ def _sharded(checkpoint: ForeignCheckpoint, folder: Path) -> Mapping[str, Any] |
     try:
         content = opened_file(checkpoint, folder / META).value()
     except (DamagedFile, OSError) as error:
-        words = "is missing" if isinstance(error, FileNotFoundError) else str(error)
-        checkpoint.add("damage", f"{META} {words}")
+        reason = "is missing" if isinstance(error, FileNotFoundError) else str(error)
+        checkpoint.add("damage", f"{META} {reason}")
     add_contents(checkpoint, folder)
     return content
 

@@ -27,21 +27,21 @@ _COUNTED = {
 _LINES = {"GLOBAL": 2, "INST": 2}
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT"), ("GET", "BINGET", "LONG_BINGET")
 _EFFECTS = {
-    each.name: (len(each.stack_before), len(each.stack_after))
-    for each in pickletools.opcodes
-    if pickletools.markobject not in (*each.stack_before, *each.stack_after)
+    opcode.name: (len(opcode.stack_before), len(opcode.stack_after))
+    for opcode in pickletools.opcodes
+    if pickletools.markobject not in (*opcode.stack_before, *opcode.stack_after)
 }
 """By instruction that knows no mark: how many values it takes, and how many it leaves."""
 _STOP, _BINGET, _LONG_BINPUT = ord(pickle.STOP), ord(pickle.BINGET), ord(pickle.LONG_BINPUT)
 
 _Handler = Callable[[int], int]
-"""Follows an instruction whose argument begins at a place; returns where the next instruction begins."""
+"""Follows an instruction whose argument begins at an offset; returns the offset of the next instruction."""
 _Effect = Callable[[], object]
 """Does to the stack what an instruction does."""
 
 
 class _Immodest(Exception):  # noqa: N818 - an answer
-    """It asks for too much."""
+    """The pickle asks for too much memory or time."""
 
 
 def _decimal(digits: bytes) -> int:
@@ -51,9 +51,9 @@ def _decimal(digits: bytes) -> int:
 
 
 def _skipping(length: int, effect: _Effect) -> _Handler:
-    def follow(at: int) -> int:
+    def follow(position: int) -> int:
         effect()
-        return at + length
+        return position + length
 
     return follow
 
@@ -89,9 +89,9 @@ def is_modest(data: bytes) -> bool:
     return True
 
 
-def differ_where_it_matters(one: bytes, other: bytes, matters: bytes) -> bool:
-    """Return whether two pickles of one length differ in more than constants; `matters` is of one that was followed."""
-    first, second, mask = (np.frombuffer(each, dtype=np.uint8) for each in (one, other, matters))
+def differ_where_it_matters(data: bytes, followed: bytes, matters: bytes) -> bool:
+    """Return whether two pickles of one length differ in more than constants; `matters` is of the followed one."""
+    first, second, mask = (np.frombuffer(buffer, dtype=np.uint8) for buffer in (data, followed, matters))
     return bool(((first ^ second) & mask).any())
 
 
@@ -112,9 +112,11 @@ class Sizes:
         self._memo: dict[int, int] = {}
         self._lists = [0]
         self.matters = bytearray(b"\xff") * len(data) if marks_constants else bytearray()
-        """Zero where a constant stands: with another one there, all sizes are the same."""
+        """Zero at the bytes of constants: all sizes stay the same when such a byte changes."""
         effects = self._effects()
-        self._handlers = {ord(each.code): self._handler(each, effects.get(each.name)) for each in pickletools.opcodes}
+        self._handlers = {
+            ord(opcode.code): self._handler(opcode, effects.get(opcode.name)) for opcode in pickletools.opcodes
+        }
 
     def follow(self) -> int:
         """Follow the instructions to the last one, and return the size of the result; 0 if they are cut short.
@@ -125,23 +127,23 @@ class Sizes:
             IndexError, KeyError, ValueError: It cannot be read.
         """
         data, stack, memo, handlers, end = self._data, self._stack, self._memo, self._handlers, len(self._data)
-        at = 0
-        while at < end:
-            code = data[at]
-            at += 1
-            if code == _LONG_BINPUT and data[at + 3] == 0:  # below 2**24: others go the long way
-                place = data[at] | data[at + 1] << 8 | data[at + 2] << 16
-                if place > end:
+        position = 0
+        while position < end:
+            code = data[position]
+            position += 1
+            if code == _LONG_BINPUT and data[position + 3] == 0:  # below 2**24: others go the long way
+                index = data[position] | data[position + 1] << 8 | data[position + 2] << 16
+                if index > end:
                     raise _Immodest
-                memo[place] = stack[-1]
-                at += 4
+                memo[index] = stack[-1]
+                position += 4
             elif code == _BINGET:
-                stack.append(memo[data[at]])
-                at += 1
+                stack.append(memo[data[position]])
+                position += 1
             elif code == _STOP:
                 return self._size(stack[-1:])
             else:
-                at = handlers[code](at)
+                position = handlers[code](position)
         return 0
 
     def _handler(self, instruction: pickletools.OpcodeInfo, effect: _Effect | None) -> _Handler:
@@ -162,20 +164,20 @@ class Sizes:
     def _constant(self, length: int) -> _Handler:
         append, matters, zeros = self._stack.append, self.matters, bytes(length)
 
-        def follow(at: int) -> int:
+        def follow(position: int) -> int:
             append(1)
             if matters:
-                matters[at : at + length] = zeros
-            return at + length
+                matters[position : position + length] = zeros
+            return position + length
 
         return follow if length else _skipping(0, lambda: append(1))
 
     def _counted(self, size: int, effect: _Effect) -> _Handler:
         data, end, matters = self._data, len(self._data), self.matters
 
-        def follow(at: int) -> int:
-            start = at + size
-            length = int.from_bytes(data[at:start], "little")
+        def follow(position: int) -> int:
+            start = position + size
+            length = int.from_bytes(data[position:start], "little")
             if start + length > end:
                 raise _Immodest
             if matters and length < _LONG:
@@ -188,11 +190,11 @@ class Sizes:
     def _lined(self, lines: int, effect: _Effect) -> _Handler:
         data = self._data
 
-        def follow(at: int) -> int:
+        def follow(position: int) -> int:
             for _ in range(lines):
-                at = data.index(b"\n", at) + 1
+                position = data.index(b"\n", position) + 1
             effect()
-            return at
+            return position
 
         return follow
 
@@ -200,26 +202,26 @@ class Sizes:
         """Return the handler of an instruction that puts into the memo, or gets from it."""
         data, end, stack, memo = self._data, len(self._data), self._stack, self._memo
 
-        def put(at: int) -> int:
-            place = int.from_bytes(data[at : at + length], "little")
-            if place > end:
+        def put(position: int) -> int:
+            index = int.from_bytes(data[position : position + length], "little")
+            if index > end:
                 raise _Immodest
-            memo[place] = stack[-1]
-            return at + length
+            memo[index] = stack[-1]
+            return position + length
 
-        def get(at: int) -> int:
-            stack.append(memo[int.from_bytes(data[at : at + length], "little")])
-            return at + length
+        def get(position: int) -> int:
+            stack.append(memo[int.from_bytes(data[position : position + length], "little")])
+            return position + length
 
-        def follow_line(at: int) -> int:
-            stop = data.index(b"\n", at)
-            place = _decimal(data[at:stop])
-            if puts and place > end:
+        def follow_line(position: int) -> int:
+            stop = data.index(b"\n", position)
+            index = _decimal(data[position:stop])
+            if puts and index > end:
                 raise _Immodest
             if puts:
-                memo[place] = stack[-1]
+                memo[index] = stack[-1]
             else:
-                stack.append(memo[place])
+                stack.append(memo[index])
             return stop + 1
 
         if length == pickletools.UP_TO_NEWLINE:
@@ -230,10 +232,10 @@ class Sizes:
         """Return what each instruction does to the stack, by its name, but for those that leave a constant."""
         stack, memo = self._stack, self._memo
         simple = {name: self._simple(*counts) for name, counts in _EFFECTS.items() if counts != (0, 1)}
-        made = {name: lambda: self._make(self._since_mark()) for name in ("TUPLE", "FROZENSET", "INST", "OBJ")}
+        from_mark = {name: lambda: self._make(self._since_mark()) for name in ("TUPLE", "FROZENSET", "INST", "OBJ")}
         return (
             simple
-            | made
+            | from_mark
             | {
                 "MEMOIZE": lambda: memo.__setitem__(len(memo), stack[-1]),
                 "MARK": lambda: self._marks.append(len(stack)),
@@ -252,17 +254,17 @@ class Sizes:
             }
         )
 
-    def _simple(self, taken: int, left: int) -> _Effect:
+    def _simple(self, popped: int, pushed: int) -> _Effect:
         stack, lists, most = self._stack, self._lists, self._most
         pop = stack.pop
-        if left == 0:
+        if pushed == 0:
             return lambda: None
 
         def make() -> None:
             size = 1
-            for _ in range(taken):
-                each = pop()
-                size += each if each > 0 else lists[-each]
+            for _ in range(popped):
+                entry = pop()
+                size += entry if entry > 0 else lists[-entry]
             if size > most:
                 raise _Immodest
             stack.append(size)
@@ -282,12 +284,12 @@ class Sizes:
             self._stack.pop()
 
     def _size(self, items: Sequence[int]) -> int:
-        return sum(each if each > 0 else self._lists[-each] for each in items)
+        return sum(entry if entry > 0 else self._lists[-entry] for entry in items)
 
     def _make(self, items: Sequence[int]) -> None:
         size = 1
-        for each in items:
-            size += each if each > 0 else self._lists[-each]
+        for entry in items:
+            size += entry if entry > 0 else self._lists[-entry]
         if size > self._most:
             raise _Immodest
         self._stack.append(size)
@@ -305,7 +307,7 @@ class Sizes:
                 raise _Immodest
 
     def _look_up(self, keys: Sequence[int], *, makes: bool = False) -> None:
-        """Count what it takes to look keys up."""
+        """Add the size of keys that are hashed to the total of all keys."""
         self._keys += self._size(keys)
         if self._keys > self._most:
             raise _Immodest

@@ -74,10 +74,10 @@ def _has_adapters(names: Iterable[str]) -> bool:
 
 def note_ties(checkpoint: ForeignCheckpoint, ties: dict[str, tuple[str, ...]]) -> None:
     """Note which names of a checkpoint are of one tensor."""
-    for first, others in ties.items():
-        for other in others:
-            if other in checkpoint.weights and first in checkpoint.weights:
-                checkpoint.tied_away[other] = first
+    for first, aliases in ties.items():
+        for alias in aliases:
+            if alias in checkpoint.weights and first in checkpoint.weights:
+                checkpoint.tied_away[alias] = first
 
 
 def decayed_parameters(checkpoint: ForeignCheckpoint, names: Sequence[str]) -> list[frozenset[str]]:

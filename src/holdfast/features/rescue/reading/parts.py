@@ -1,4 +1,4 @@
-"""Tensors of parts that lie in the files of several ranks."""
+"""Tensors whose shards lie in the files of several ranks."""
 
 from __future__ import annotations
 
@@ -36,59 +36,61 @@ def opened_file(
     return file
 
 
-def whole(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
-    """Return the tensor whose parts each rank holds one of.
+def joined_tensor(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
+    """Return the tensor of which every rank holds a shard.
 
     Raises:
-        DamagedFile: The parts cannot be of one tensor.
+        DamagedFile: The shards cannot be of one tensor.
     """
     first = ranks[0][1]
     if isinstance(first, StoredView):
         file, view = ranks[0]
-        copies = tuple(piece(other, theirs) for other, theirs in ranks[1:])
+        copies = tuple(stored_piece(copy_file, theirs) for copy_file, theirs in ranks[1:])
         if any(copy.sizes != view.shape for copy in copies):
             raise DamagedFile("has another shape on another rank")
-        return StoredTensor(view.shape, view.dtype, (piece(file, view),), copies)
-    _refuse_unlike([part for _, part in ranks])
+        return StoredTensor(view.shape, view.dtype, (stored_piece(file, view),), copies)
+    _refuse_unlike([shard for _, shard in ranks])
     if first.dim is None:
-        own, *others = (piece(file, part.local) for file, part in ranks)
-        return StoredTensor(first.shape, first.dtype, (own,), tuple(others))
+        first_piece, *copy_pieces = (stored_piece(file, shard.local) for file, shard in ranks)
+        return StoredTensor(first.shape, first.dtype, (first_piece,), tuple(copy_pieces))
     if first.cut_axis is None:  # a ShardedTensor says where its parts begin
-        parts = [piece(file, part.local, part.offsets) for file, part in ranks if part.local is not None]
-        return StoredTensor(first.shape, first.dtype, tuple(sorted(parts, key=lambda part: part.offsets)))
+        pieces = [stored_piece(file, shard.local, shard.offsets) for file, shard in ranks if shard.local is not None]
+        return StoredTensor(
+            first.shape, first.dtype, tuple(sorted(pieces, key=lambda tensor_piece: tensor_piece.offsets))
+        )
     return StoredTensor(first.shape, first.dtype, in_a_row(_along_axis(ranks, first.cut_axis), first.dim))
 
 
-def _refuse_unlike(parts: Sequence[Any]) -> None:
-    first = parts[0]
-    if not all(isinstance(part, Sharded) for part in parts):
+def _refuse_unlike(shards: Sequence[Any]) -> None:
+    first = shards[0]
+    if not all(isinstance(shard, Sharded) for shard in shards):
         raise DamagedFile("is a tensor on one rank and something else on another")
-    if {(part.shape, part.dtype, part.dim) for part in parts} != {(first.shape, first.dtype, first.dim)}:
+    if {(shard.shape, shard.dtype, shard.dim) for shard in shards} != {(first.shape, first.dtype, first.dim)}:
         raise DamagedFile("has another shape, dtype or cut on another rank")
 
 
 def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[TensorPiece]:
-    """Return the parts of a tensor in the order of a mesh axis; of copies over other axes, the first.
+    """Return the pieces of a tensor in the order of a mesh axis; of copies over other axes, the first.
 
     Raises:
-        DamagedFile: A part is there twice, or a file is another rank's.
+        DamagedFile: A shard is there twice, or a file is another rank's.
     """
-    parts: dict[int, TensorPiece] = {}
-    places: set[tuple[int, ...]] = set()
-    for number, (file, part) in enumerate(ranks):
-        place = part.coordinate or (number,)
-        if place in places:
+    pieces: dict[int, TensorPiece] = {}
+    coordinates: set[tuple[int, ...]] = set()
+    for number, (file, shard) in enumerate(ranks):
+        coordinate = shard.coordinate or (number,)
+        if coordinate in coordinates:
             raise DamagedFile(f"is there twice: {file.path.name} holds the part of another rank")
-        places.add(place)
-        if not any(other for at, other in enumerate(place) if at != axis):
-            parts[place[axis]] = piece(file, part.local)
-    if sorted(parts) != list(range(len(parts))):
-        raise DamagedFile(f"lacks a part: the files are those of ranks {sorted(parts)} of the mesh")
-    return [parts[place] for place in sorted(parts)]
+        coordinates.add(coordinate)
+        if not any(index for mesh_axis, index in enumerate(coordinate) if mesh_axis != axis):
+            pieces[coordinate[axis]] = stored_piece(file, shard.local)
+    if sorted(pieces) != list(range(len(pieces))):
+        raise DamagedFile(f"lacks a part: the files are those of ranks {sorted(pieces)} of the mesh")
+    return [pieces[coordinate] for coordinate in sorted(pieces)]
 
 
-def piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> TensorPiece:
-    """Return a part of a tensor that a file holds.
+def stored_piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> TensorPiece:
+    """Return the piece of a tensor that a file holds.
 
     Raises:
         DamagedFile: The file lacks its numbers.
@@ -96,5 +98,5 @@ def piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) ->
     if not isinstance(view, StoredView):
         raise DamagedFile(f"is no tensor in {file.path.name}")
     file.check(view)
-    place = offsets or (0,) * len(view.shape)
-    return TensorPiece(place, view.shape, view.dtype, partial(file.fill, view), file.path.name)
+    start = offsets or (0,) * len(view.shape)
+    return TensorPiece(start, view.shape, view.dtype, partial(file.fill, view), file.path.name)

@@ -44,7 +44,7 @@ _DTENSOR = frozenset(
     }
 )
 _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_NOTED = frozenset(
+_OPAQUE_NAMES = frozenset(
     {
         "torch.device",
         "torch.serialization._get_layout",
@@ -74,7 +74,7 @@ _NOTED = frozenset(
         "numpy.dtypes.UInt32DType",
     }
 )
-"""Names that are noted with what was given to them, and mean nothing else here."""
+"""Names of objects whose arguments are kept, and which are neither imported nor called."""
 _PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
 
 
@@ -93,42 +93,42 @@ class StoredView:
 
 @dataclass(frozen=True)
 class Sharded:
-    """One rank's part of a tensor."""
+    """One rank's shard of a tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     local: StoredView | None
-    """None where this rank holds nothing."""
+    """The local shard; None where this rank holds nothing."""
     dim: int | None
     """The dimension that is cut; None where every rank has the whole."""
     coordinate: tuple[int, ...]
-    """Of the rank on the mesh; empty if the file does not say."""
+    """The rank's coordinate on the mesh; empty if the file does not state it."""
     cut_axis: int | None
     """The mesh axis that `dim` is cut over."""
     offsets: tuple[int, ...] | None = None
-    """Where the part begins, if the file says so."""
+    """Where the shard begins, if the file says so."""
 
 
-class Noted:
-    """Anything with a listed name: its name, what it was called with, and its state."""
+class OpaqueObject:
+    """Stands for an object with a listed name: it keeps the name, the arguments of its call, and the state."""
 
     name = ""
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     fields: dict[str, Any]
 
-    def __new__(cls, *given: Any) -> Noted:
-        """Note what it was called with, or made of without a call."""
-        made = super().__new__(cls)
-        made.given, made.fields = given, {}
-        return made
+    def __new__(cls, *arguments: Any) -> OpaqueObject:
+        """Keep the arguments of the call."""
+        instance = super().__new__(cls)
+        instance.arguments, instance.fields = arguments, {}
+        return instance
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the state of whatever it stands for: a dictionary, or slots behind None."""
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                self.fields |= part
-        self.given += (state,)
+        """Keep the state of the object that it stands for: a dictionary, or (None, slots)."""
+        for values in state if isinstance(state, tuple) else (state,):
+            if isinstance(values, dict):
+                self.fields |= values
+        self.arguments += (state,)
 
 
 class StateDict(dict[Any, Any]):
@@ -139,12 +139,12 @@ class StateDict(dict[Any, Any]):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of a list, and nothing else."""
+    """Resolves the names of a closed list, and refuses every other name."""
 
     def __init__(self, data: bytes, extra: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._extra = extra
-        self._known: dict[str, Any] = {}
+        self._stand_ins: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a listed name.
@@ -153,11 +153,11 @@ class _Unpickler(pickle.Unpickler):
             DamagedFile: Any other name.
         """
         dotted = f"{module}.{name}"
-        if dotted not in self._known:
-            self._known[dotted] = self._made(module, name, dotted)
-        return self._known[dotted]
+        if dotted not in self._stand_ins:
+            self._stand_ins[dotted] = self._stand_in_for(module, name, dotted)
+        return self._stand_ins[dotted]
 
-    def _made(self, module: str, name: str, dotted: str) -> Any:
+    def _stand_in_for(self, module: str, name: str, dotted: str) -> Any:
         if dotted in self._extra:
             return self._extra[dotted]
         if module == "torch" and name in STORAGES:
@@ -167,8 +167,8 @@ class _Unpickler(pickle.Unpickler):
         builders = _builders()
         if dotted in builders:
             return builders[dotted]
-        if dotted in _NOTED or dotted in _DTENSOR or dotted == _SHARDED or dotted.startswith(_PLACEMENTS):
-            return type(name, (Noted,), {"name": dotted})
+        if dotted in _OPAQUE_NAMES or dotted in _DTENSOR or dotted == _SHARDED or dotted.startswith(_PLACEMENTS):
+            return type(name, (OpaqueObject,), {"name": dotted})
         raise DamagedFile(f"asks for {dotted}, which no such file needs; nothing of it was run")
 
     def persistent_load(self, saved: Any) -> Any:
@@ -192,9 +192,10 @@ def _builders() -> dict[str, Callable[..., Any]]:
         _check_view(view)
         return view
 
-    def tensor_of_dtype(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredView:
+    def tensor_of_dtype(storage: Any, offset: Any, shape: Any, strides: Any, *extras: Any) -> StoredView:
+        # Version 3 is for dtypes without a typed storage: the storage counts bytes, and the dtype is a later argument.
         key, _, count = storage
-        dtype = next(each for each in rest if isinstance(each, torch.dtype))
+        dtype = next(value for value in extras if isinstance(value, torch.dtype))
         view = StoredView(key, dtype, count // dtype.itemsize, offset, tuple(shape), tuple(strides))
         _check_view(view)
         return view
@@ -203,21 +204,21 @@ def _builders() -> dict[str, Callable[..., Any]]:
         return kind.name, dtype, tuple(shape)
 
     def from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-        made = function(*arguments)
+        rebuilt = function(*arguments)
         name = getattr(kind, "name", None)
         if name in _DTENSOR:
-            return _from_dtensor(made[1], made[2], state)
+            return _from_dtensor(rebuilt[1], rebuilt[2], state)
         if name == _SHARDED:
-            return _from_sharded(made[1], made[2], state)
-        return made
+            return _from_sharded(rebuilt[1], rebuilt[2], state)
+        return rebuilt
 
     return {
         "collections.OrderedDict": type("StateDict", (StateDict,), {}),
         "collections.defaultdict": lambda *_: StateDict(),
         "torch.Size": tuple,
         # ShardedTensor's state asks for a class by its class: whatever it asks for, it is noted.
-        "__builtin__.getattr": lambda *_: type("Noted", (Noted,), {}),
-        "builtins.getattr": lambda *_: type("Noted", (Noted,), {}),
+        "__builtin__.getattr": lambda *_: type("OpaqueObject", (OpaqueObject,), {}),
+        "builtins.getattr": lambda *_: type("OpaqueObject", (OpaqueObject,), {}),
         "torch._utils._rebuild_tensor_v2": tensor,
         "torch._utils._rebuild_tensor_v3": tensor_of_dtype,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -228,8 +229,8 @@ def _builders() -> dict[str, Callable[..., Any]]:
 
 def _check_view(view: StoredView) -> None:
     numbers = (view.count, view.offset, *view.shape, *view.strides)
-    whole = all(type(number) is int and number >= 0 for number in numbers)
-    if not whole or len(view.shape) != len(view.strides) or not isinstance(view.storage, str):
+    are_counts = all(type(number) is int and number >= 0 for number in numbers)
+    if not are_counts or len(view.shape) != len(view.strides) or not isinstance(view.storage, str):
         raise DamagedFile("holds a tensor whose shape is none")
     end = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True)) + 1
     if 0 not in view.shape and end > view.count:
@@ -240,8 +241,11 @@ def _from_dtensor(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sha
     slots = state[1] if isinstance(state, tuple) else state  # behind the attributes, of which it has none
     spec, local = slots["_spec"].fields, slots["_local_tensor"]
     mesh = spec["mesh"].fields
-    cut = [(axis, place) for axis, place in enumerate(spec["placements"]) if place.name.endswith("Shard")]
-    if any(place.name.rpartition(".")[2] not in {"Shard", "Replicate"} for place in spec["placements"]) or len(cut) > 1:
+    cut = [(axis, placement) for axis, placement in enumerate(spec["placements"]) if placement.name.endswith("Shard")]
+    if (
+        any(placement.name.rpartition(".")[2] not in {"Shard", "Replicate"} for placement in spec["placements"])
+        or len(cut) > 1
+    ):
         raise DamagedFile("holds a tensor that is cut over two axes of the mesh (tensor parallel), which is not read")
     axis, dim = (cut[0][0], cut[0][1].fields["dim"]) if cut else (None, None)
     coordinate = mesh.get("_coordinate_on_dim") or ()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from holdfast.features.rescue.reading.parts import opened_file, whole
+from holdfast.features.rescue.reading.parts import joined_tensor, opened_file
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.rank_order import is_one_optimizer, note_copies, note_untold_order
 from holdfast.features.rescue.reading.record import (
@@ -34,12 +34,12 @@ from holdfast.features.rescue.reading.record import (
     refuse_outside,
 )
 from holdfast.features.rescue.reading.torch_file import TorchFile
-from holdfast.features.rescue.reading.unnamed_states import Naming, named_states
+from holdfast.features.rescue.reading.unnamed_states import NumberedStates, named_states
 from holdfast.files import MOST_TEXT_BYTES, read_bytes, read_json
 
 RANK_FILE = re.compile(r"^(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt$")
 STEP_FOLDER = re.compile(r"^global_step_(\d{1,15})$")
-TRACKERS = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
+TRACKER_FILES = ("latest_checkpointed_iteration.txt", "checkpoint_tracker.json")
 _LOADERS = ("data.pt", "dataloader.pt")
 
 Rank = tuple[TorchFile, Any]
@@ -57,16 +57,16 @@ def newest_step(folder: Path) -> tuple[Path, list[str]]:
     Raises:
         UnreadableForeign: There is no step.
     """
-    steps = {int(match[1]): each for each in folder.iterdir() if (match := STEP_FOLDER.match(each.name))}
+    steps = {int(match[1]): path for path in folder.iterdir() if (match := STEP_FOLDER.match(path.name))}
     tracked = _tracked(folder)
     if not steps:
         raise UnreadableForeign(f"{folder} has a tracker of verl or EasyR1 and no global_step_N beside it.")
-    steps = {step: each for step, each in steps.items() if holds_something(each)} or steps
+    steps = {step: path for step, path in steps.items() if holds_something(path)} or steps
     if tracked is not None and tracked not in steps:
         newest = max(steps)
-        words = f"the tracker names step {tracked}, whose directory is not there or empty; the newest is "
-        words += steps[newest].name
-        return steps[newest], [words]
+        message = f"the tracker names step {tracked}, whose directory is not there or empty; the newest is "
+        message += steps[newest].name
+        return steps[newest], [message]
     return steps[tracked if tracked is not None else max(steps)], []
 
 
@@ -77,7 +77,7 @@ def holds_something(folder: Path) -> bool:
 
 def _tracked(folder: Path) -> int | None:
     try:
-        text, record = folder / TRACKERS[0], folder / TRACKERS[1]
+        text, record = folder / TRACKER_FILES[0], folder / TRACKER_FILES[1]
         if text.is_file():
             return int(read_bytes(text, 1000).decode().strip())
         if record.is_file():
@@ -129,11 +129,11 @@ def _listed(actor: Path) -> tuple[int, dict[str, dict[int, Path]]]:
     """
     files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}, "extra_state": {}}
     sizes: dict[int, str] = {}
-    for each in sorted(actor.iterdir()):
-        match = RANK_FILE.match(each.name)
+    for path in sorted(actor.iterdir()):
+        match = RANK_FILE.match(path.name)
         if match:
-            sizes.setdefault(int(match[2]), each.name)
-            files[match[1]][int(match[3])] = each
+            sizes.setdefault(int(match[2]), path.name)
+            files[match[1]][int(match[3])] = path
     if len(sizes) > 1:
         raise UnreadableForeign(
             f"{actor} holds rank files of several world sizes ({', '.join(map(str, sorted(sizes)))}), as where a run "
@@ -185,14 +185,14 @@ def _of_its_rank(file: TorchFile) -> Rank:
     return file, file.value()
 
 
-def _guarded(checkpoint: ForeignCheckpoint, what: str, make: Callable[[], StoredTensor]) -> StoredTensor | None:
+def _guarded(checkpoint: ForeignCheckpoint, label: str, make: Callable[[], StoredTensor]) -> StoredTensor | None:
     """Return what is made; None where it cannot be, which is noted as damage of what it is."""
     try:
         return make()
     except DamagedFile as error:
-        checkpoint.add("damage", f"{what} {error}")
+        checkpoint.add("damage", f"{label} {error}")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        checkpoint.add("damage", f"{what} is no tensor that such a file holds ({type(error).__name__}: {error})")
+        checkpoint.add("damage", f"{label} is no tensor that such a file holds ({type(error).__name__}: {error})")
     return None
 
 
@@ -221,9 +221,9 @@ def _add_states_of_model(
             first = storages.setdefault((local.storage, local.offset, local.shape), str(name))
             if first != name:
                 checkpoint.tied_away[str(name)] = first
-        made = _guarded(checkpoint, f"{name}", lambda values=values: whole(values))  # type: ignore[misc]
-        if made is not None:
-            checkpoint.weights[str(name)] = made
+        tensor = _guarded(checkpoint, f"{name}", lambda values=values: joined_tensor(values))  # type: ignore[misc]
+        if tensor is not None:
+            checkpoint.weights[str(name)] = tensor
 
 
 def _add_optimizer(checkpoint: ForeignCheckpoint, ranks: Sequence[Rank]) -> None:
@@ -247,10 +247,10 @@ def _add_states(
         _add_named(checkpoint, files, states, [key for key in keys if key not in empty])
         checkpoint.groups = [_group(group, str) for group in groups]
     else:
-        naming = Naming(checkpoint, files, states, groups)
-        named = named_states(naming)
-        if named is not None:
-            checkpoint.states, checkpoint.groups = named
+        numbered = NumberedStates(checkpoint, files, states, groups)
+        states_and_groups = named_states(numbered)
+        if states_and_groups is not None:
+            checkpoint.states, checkpoint.groups = states_and_groups
     _note_dtypes_in_groups(checkpoint, groups)
 
 
@@ -289,20 +289,20 @@ def _add_named(
     for name in names:
         slots = list(dict.fromkeys(slot for state in states for slot in state.get(name, {})))
         for slot in slots:
-            parts = [
+            shards = [
                 (file, state[name][slot])
                 for file, state in zip(files, states, strict=True)
                 if slot in state.get(name, {})
             ]
-            made = _guarded(checkpoint, f"{slot} of {name}", lambda parts=parts: whole(parts))  # type: ignore[misc]
-            if made is not None:
-                checkpoint.states.setdefault(name, {})[str(slot)] = made
+            tensor = _guarded(checkpoint, f"{slot} of {name}", lambda shards=shards: joined_tensor(shards))  # type: ignore[misc]
+            if tensor is not None:
+                checkpoint.states.setdefault(name, {})[str(slot)] = tensor
 
 
 def _group(group: Mapping[str, Any], name: Callable[[Any], str | None]) -> StoredGroup:
-    names = (name(each) for each in group["params"])
+    names = (name(parameter) for parameter in group["params"])
     return StoredGroup(
-        tuple(each for each in names if each is not None),
+        tuple(parameter for parameter in names if parameter is not None),
         {key: value for key, value in group.items() if key != "params"},
     )
 
@@ -394,7 +394,7 @@ def _of_workers(main: Any, batches: Any, since: int) -> Position | None:
 
 def tracker_text(folder: Path) -> str:
     """Return what the tracker of a run says, for a person."""
-    for name in TRACKERS:
+    for name in TRACKER_FILES:
         if (folder / name).is_file():
             return json.dumps(read_bytes(folder / name, 10_000).decode(errors="replace"))
     return ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.reading.pickles import Sharded, StoredView
-from holdfast.features.rescue.reading.record import ForeignCheckpoint, Part, plain_settings
+from holdfast.features.rescue.reading.record import ForeignCheckpoint, StateKind, plain_settings
 from holdfast.features.rescue.reading.torch_file import TorchFile
 
 _ALIGNMENTS = (4, 8, 2, 1)
@@ -23,21 +23,21 @@ _ALIGNMENTS = (4, 8, 2, 1)
 
 
 def note_untold_order(
-    checkpoint: ForeignCheckpoint, part: Part, files: Sequence[TorchFile], values: Iterable[Any]
+    checkpoint: ForeignCheckpoint, contents: StateKind, files: Sequence[TorchFile], values: Iterable[Any]
 ) -> None:
     """Note files of which nothing says whose they are.
 
     Args:
         checkpoint: Is added to.
-        part: What the files hold.
+        contents: What the files hold.
         files: Of one kind, by rank.
         values: All that they hold.
     """
     if len(files) < 2 or all(file.written_as == file.path.stem for file in files):
         return
-    if not any(_is_unplaced(value, part) for value in values):
+    if not any(_is_unplaced(value, contents) for value in values):
         return
-    checkpoint.untold_order.add(part)
+    checkpoint.untold_order.add(contents)
     checkpoint.add(
         "unverified",
         f"nothing in {files[0].path.name} to {files[-1].path.name} says which rank wrote them: two that were swapped "
@@ -50,18 +50,18 @@ def note_copies(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> No
     first: dict[Any, str] = {}
     for file in files:
         mark = file.fingerprint()
-        other = first.setdefault(mark, file.path.name) if mark is not None else file.path.name
-        if other != file.path.name:
-            checkpoint.add("damage", f"{file.path.name} is {other} once more: a rank's file lies over another's")
+        original = first.setdefault(mark, file.path.name) if mark is not None else file.path.name
+        if original != file.path.name:
+            checkpoint.add("damage", f"{file.path.name} is {original} once more: a rank's file lies over another's")
 
 
-def refuse_untold_order(checkpoint: ForeignCheckpoint, parts: Collection[str]) -> None:
+def refuse_untold_order(checkpoint: ForeignCheckpoint, contents: Collection[str]) -> None:
     """Refuse to read what nobody can say the ranks of.
 
     Raises:
         ConfigError: Nothing says which rank wrote the files of one of the parts.
     """
-    untold = sorted(checkpoint.untold_order & set(parts))
+    untold = sorted(checkpoint.untold_order & set(contents))
     if untold:
         raise ConfigError(
             f"{checkpoint.path} does not say which rank wrote which file of its {' and '.join(untold)}. If files were "
@@ -70,20 +70,20 @@ def refuse_untold_order(checkpoint: ForeignCheckpoint, parts: Collection[str]) -
         )
 
 
-def _is_unplaced(value: Any, part: Part) -> bool:
+def _is_unplaced(value: Any, contents: StateKind) -> bool:
     match value:
         case StoredView():  # a weight that every rank has whole is compared with that of the others
-            return part == "optimizer" and math.prod(value.shape) > 1
+            return contents == "optimizer" and math.prod(value.shape) > 1
         case Sharded(offsets=None, coordinate=()):
             return value.dim is not None
     return False
 
 
-Unit = Sequence[tuple[int, Sequence[int] | None]]
+WrappedUnit = Sequence[tuple[int, Sequence[int] | None]]
 """A wrapped unit: of each parameter its number of elements, and how many each file has; None without a state."""
 
 
-def misplaced_files(units: Sequence[Unit], world: int) -> list[int] | None:
+def misplaced_files(units: Sequence[WrappedUnit], world: int) -> list[int] | None:
     """Return which files hold runs of another rank, with original parameters under FSDP1.
 
     Args:
@@ -94,20 +94,20 @@ def misplaced_files(units: Sequence[Unit], world: int) -> list[int] | None:
         The numbers of such files; an empty list where every file can only be its own rank's; None where the runs do not
         tell, since two ranks hold runs of the same lengths or the model was wrapped in another way.
     """
-    there = _by_rank([held for unit in units for _, held in unit if held is not None], world)
+    stored_runs = _by_rank([run_lengths for unit in units for _, run_lengths in unit if run_lengths is not None], world)
     for alignment in _ALIGNMENTS:
         runs = [_runs([count for count, _ in unit], world, alignment) for unit in units]
         pairs = zip(chain.from_iterable(units), chain.from_iterable(runs), strict=True)
-        meant = _by_rank([run for (_, held), run in pairs if held is not None], world)
-        if sorted(meant) != sorted(there):
+        expected_runs = _by_rank([run for (_, run_lengths), run in pairs if run_lengths is not None], world)
+        if sorted(expected_runs) != sorted(stored_runs):
             continue
-        misplaced = [rank for rank in range(world) if meant[rank] != there[rank]]
-        return misplaced if misplaced or len(set(meant)) == world else None
+        misplaced = [rank for rank in range(world) if expected_runs[rank] != stored_runs[rank]]
+        return misplaced if misplaced or len(set(expected_runs)) == world else None
     return None
 
 
 def _by_rank(counts: Sequence[Sequence[int]], world: int) -> list[tuple[int, ...]]:
-    return [tuple(each[rank] for each in counts) for rank in range(world)]
+    return [tuple(run_lengths[rank] for run_lengths in counts) for rank in range(world)]
 
 
 def _runs(counts: Sequence[int], world: int, alignment: int) -> list[list[int]]:
@@ -125,23 +125,23 @@ def _runs(counts: Sequence[int], world: int, alignment: int) -> list[list[int]]:
 
 def is_one_optimizer(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile], contents: Sequence[Any]) -> bool:
     """Return whether every rank's optimizer has the parameters and settings of the first's; else note both ranks."""
-    first, own = files[0].path.name, contents[0]["param_groups"]
-    members = [list(group["params"]) for group in own]
+    first, first_groups = files[0].path.name, contents[0]["param_groups"]
+    members = [list(group["params"]) for group in first_groups]
     for file, content in zip(files[1:], contents[1:], strict=True):
         groups = content["param_groups"]
-        if (others := [list(group["params"]) for group in groups]) != members:
-            counts = sum(map(len, members)), sum(map(len, others))
-            words = f"{first} has {counts[0]} parameters, {file.path.name} {counts[1]}"
+        if (parameters := [list(group["params"]) for group in groups]) != members:
+            counts = sum(map(len, members)), sum(map(len, parameters))
+            message = f"{first} has {counts[0]} parameters, {file.path.name} {counts[1]}"
             if counts[0] == counts[1]:
-                words = f"{first} and {file.path.name} have {counts[0]} parameters each, and not the same ones"
-            checkpoint.add("damage", f"{words}: the ranks' optimizers are of two saves or two models")
+                message = f"{first} and {file.path.name} have {counts[0]} parameters each, and not the same ones"
+            checkpoint.add("damage", f"{message}: the ranks' optimizers are of two saves or two models")
             return False
-        if [plain_settings(group) for group in groups] != [plain_settings(group) for group in own]:
+        if [plain_settings(group) for group in groups] != [plain_settings(group) for group in first_groups]:
             key = next(
                 key
-                for one, other in zip(own, groups, strict=True)
-                for key in {**one, **other}
-                if plain_settings({key: one.get(key, "")}) != plain_settings({key: other.get(key, "")})
+                for first_group, rank_group in zip(first_groups, groups, strict=True)
+                for key in {**first_group, **rank_group}
+                if plain_settings({key: first_group.get(key, "")}) != plain_settings({key: rank_group.get(key, "")})
             )
             checkpoint.add(
                 "damage", f"{first} and {file.path.name} are of two saves: {key} of their optimizers differs"

@@ -16,7 +16,7 @@ from holdfast.features.rescue.reading.hugging_face import is_hugging_face, read_
 from holdfast.features.rescue.reading.lightning import META, read_lightning
 from holdfast.features.rescue.reading.rank_files import (
     STEP_FOLDER,
-    TRACKERS,
+    TRACKER_FILES,
     holds_something,
     is_rank_folder,
     newest_step,
@@ -25,21 +25,21 @@ from holdfast.features.rescue.reading.rank_files import (
 from holdfast.features.rescue.reading.record import MALFORMED, ForeignCheckpoint, UnreadableForeign, never_written
 
 _DEEPSPEED = re.compile(r"^(zero_pp_rank_\d+_.*|mp_rank_\d+_model_states)\.pt$|^zero_to_fp32\.py$")
-_KNOWN = (
+_SUPPORTED = (
     "verl and EasyR1 rank files, accelerate, transformers' Trainer and TRL under FSDP, Lightning, torchtitan, DCP "
     "directories, Hugging Face directories"
 )
 
 
-class ForeignPlace(NamedTuple):
+class RecognisedCheckpoint(NamedTuple):
     """A path that holds a checkpoint, and what reads it."""
 
     path: Path
     read: Callable[[Path], ForeignCheckpoint]
     damage: tuple[str, ...] = ()
-    """What is wrong on the way there."""
+    """What is wrong in the directories above the checkpoint."""
     notes: tuple[str, ...] = ()
-    """What was passed by on the way there."""
+    """What was skipped on the way to the checkpoint."""
 
 
 def open_foreign(path: Path) -> ForeignCheckpoint:
@@ -48,21 +48,21 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     Raises:
         UnreadableForeign: It holds none that is known, or those of two systems.
     """
-    place = None
+    recognised = None
     try:
-        place = recognise(path)
+        recognised = recognise_checkpoint(path)
         with collection_paused():
-            checkpoint = place.read(place.path)
+            checkpoint = recognised.read(recognised.path)
     except MALFORMED as error:
-        raise UnreadableForeign(f"{never_written(place.path if place else path, error)}.") from error
+        raise UnreadableForeign(f"{never_written(recognised.path if recognised else path, error)}.") from error
     except OSError as error:
         raise UnreadableForeign(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
-    checkpoint.add("damage", *place.damage)
-    checkpoint.add("note", *place.notes)
+    checkpoint.add("damage", *recognised.damage)
+    checkpoint.add("note", *recognised.notes)
     return checkpoint
 
 
-def recognise(path: Path) -> ForeignPlace:
+def recognise_checkpoint(path: Path) -> RecognisedCheckpoint:
     """Return where a path's checkpoint is, and its reader.
 
     Raises:
@@ -73,8 +73,8 @@ def recognise(path: Path) -> ForeignPlace:
     if not path.exists():
         raise UnreadableForeign(f"There is nothing at {path}.")
     if path.is_file():
-        return _file(path)
-    names = {each.name for each in path.iterdir()}
+        return _recognise_file(path)
+    names = {entry.name for entry in path.iterdir()}
     if not names:
         raise UnreadableForeign(f"{path} is an empty directory.")
     if MANIFEST in names:
@@ -88,58 +88,58 @@ def recognise(path: Path) -> ForeignPlace:
         )
     if systems:
         return next(iter(systems.values()))
-    return _below(path, names)
+    return _checkpoint_below(path, names)
 
 
-def _file(path: Path) -> ForeignPlace:
+def _recognise_file(path: Path) -> RecognisedCheckpoint:
     if path.suffix == ".ckpt":
-        return ForeignPlace(path, read_lightning)
+        return RecognisedCheckpoint(path, read_lightning)
     if path.suffix == ".safetensors":
-        return ForeignPlace(path, read_hugging_face)
+        return RecognisedCheckpoint(path, read_hugging_face)
     raise UnreadableForeign(
         f"{path} is one file. Name the directory of a checkpoint, a .ckpt of Lightning, or a file of safetensors."
     )
 
 
-def _systems(path: Path, names: set[str]) -> dict[str, ForeignPlace]:
+def _systems(path: Path, names: set[str]) -> dict[str, RecognisedCheckpoint]:
     """Return every system whose names a directory has."""
-    systems: dict[str, ForeignPlace] = {}
+    systems: dict[str, RecognisedCheckpoint] = {}
     if is_rank_folder(names):
-        systems["verl or EasyR1"] = ForeignPlace(path, read_rank_files)
+        systems["verl or EasyR1"] = RecognisedCheckpoint(path, read_rank_files)
     if is_accelerate(names):
-        systems["accelerate or transformers' Trainer"] = ForeignPlace(path, read_accelerate)
+        systems["accelerate or transformers' Trainer"] = RecognisedCheckpoint(path, read_accelerate)
     elif is_hugging_face(names):
-        systems["Hugging Face"] = ForeignPlace(path, read_hugging_face)
+        systems["Hugging Face"] = RecognisedCheckpoint(path, read_hugging_face)
     if META in names:
-        systems["Lightning"] = ForeignPlace(path, read_lightning)
+        systems["Lightning"] = RecognisedCheckpoint(path, read_lightning)
     elif is_dcp(path):
-        systems["DCP"] = ForeignPlace(path, read_lightning if path.suffix == ".ckpt" else read_plain)
+        systems["DCP"] = RecognisedCheckpoint(path, read_lightning if path.suffix == ".ckpt" else read_plain)
     return systems
 
 
-def _below(path: Path, names: set[str]) -> ForeignPlace:
+def _checkpoint_below(path: Path, names: set[str]) -> RecognisedCheckpoint:
     """Return the checkpoint in a directory of steps, or in a run's.
 
     Raises:
         UnreadableForeign: There is none, or nobody can say which.
     """
-    if names & set(TRACKERS) or any(STEP_FOLDER.match(name) for name in names):
+    if names & set(TRACKER_FILES) or any(STEP_FOLDER.match(name) for name in names):
         step, damage = newest_step(path)
-        inner = recognise(step)
+        inner = recognise_checkpoint(step)
         return inner._replace(damage=(*damage, *inner.damage))
     newest, notes = _newest(path, names)
     inner_name = "actor" if "actor" in names else newest or "checkpoint"
     if inner_name in names and (path / inner_name).is_dir():
-        inner = recognise(path / inner_name)
+        inner = recognise_checkpoint(path / inner_name)
         return inner._replace(notes=(*notes, *inner.notes)) if inner_name == newest else inner
-    places = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
-    files = sorted(places.values())  # last.ckpt may be a link to another one
+    checkpoints = {(path / name).resolve(): name for name in sorted(names, reverse=True) if name.endswith(".ckpt")}
+    files = sorted(checkpoints.values())  # last.ckpt may be a link to another one
     if len(files) == 1:
-        return recognise(path / files[0])
+        return recognise_checkpoint(path / files[0])
     if files:
         raise UnreadableForeign(f"{path} holds {len(files)} checkpoints of Lightning. Name one, such as {files[-1]}.")
     raise UnreadableForeign(
-        f"{path} holds no checkpoint that is known ({', '.join(sorted(names)[:5])}). Known are {_KNOWN}."
+        f"{path} holds no checkpoint that is known ({', '.join(sorted(names)[:5])}). Known are {_SUPPORTED}."
     )
 
 
@@ -149,15 +149,15 @@ def _newest(path: Path, names: set[str]) -> tuple[str | None, list[str]]:
     if not steps:
         return None, []
     filled = [step for step, name in steps.items() if holds_something(path / name)]
-    chosen, newest = steps[max(filled or steps)], steps[max(steps)]
-    return chosen, [] if chosen == newest else [
-        f"{newest} is empty: a save that was cut off; {chosen} is the one before"
+    newest_filled, newest = steps[max(filled or steps)], steps[max(steps)]
+    return newest_filled, [] if newest_filled == newest else [
+        f"{newest} is empty: a save that was cut off; {newest_filled} is the one before"
     ]
 
 
 def _refuse_deepspeed(path: Path, names: set[str]) -> None:
     steps = [name for name in names if STEP_FOLDER.match(name.replace("global_step", "global_step_", 1))]
-    inner = {each.name for name in steps[:1] for each in (path / name).iterdir()} if "latest" in names else set()
+    inner = {entry.name for name in steps[:1] for entry in (path / name).iterdir()} if "latest" in names else set()
     if any(_DEEPSPEED.match(name) for name in names | inner):
         root = path if "latest" in names else path.parent
         command = f"python -m deepspeed.utils.zero_to_fp32 {root} OUT --safe_serialization"

@@ -14,11 +14,12 @@ from torch import Tensor
 from holdfast.checkpoint.place.memory import new_memory
 from holdfast.errors import UserError
 
-Kind = Literal["damage", "unverified", "repair", "loss", "note"]
+FindingKind = Literal["damage", "unverified", "repair", "loss", "note"]
+StateKind = Literal["weights", "optimizer"]
+"""What a rank's files hold."""
+CheckpointVerdict = Literal["whole", "cannot be told", "damaged"]
 TRAINER = "transformers' Trainer (or TRL)"
 """The name of a system whose groups of parameters are known."""
-Part = Literal["weights", "optimizer"]
-Verdict = Literal["whole", "cannot be told", "damaged"]
 
 
 class UnreadableForeign(UserError):  # noqa: N818 - the name says what is wrong
@@ -33,13 +34,13 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """What readers raise where a value has another form than its system writes."""
 _SCALARS = (bool, int, float, str, torch.dtype, type(None))
 _MOST = 2**53
-"""No step, pass or row is beyond: floats count no further one by one."""
+"""The largest step, pass or row: beyond it, a float cannot represent every integer."""
 
 
-def never_written(where: object, error: BaseException) -> str:
-    """Say that something holds what its system never writes; of the error only short words are told."""
-    words = [word for word in error.args if isinstance(word, str)]
-    return f"{where} holds what its system never writes: {type(error).__name__} {' '.join(words)[:120]}".rstrip(" .")
+def never_written(source: object, error: BaseException) -> str:
+    """Return the message for a value that its system never writes; of the error, only short texts are quoted."""
+    texts = [text for text in error.args if isinstance(text, str)]
+    return f"{source} holds what its system never writes: {type(error).__name__} {' '.join(texts)[:120]}".rstrip(" .")
 
 
 def refuse_outside(path: Path, within: Path) -> None:
@@ -52,7 +53,7 @@ def refuse_outside(path: Path, within: Path) -> None:
         raise DamagedFile("is a link that leads out of its directory")
 
 
-def counted(value: object, what: str) -> int:
+def counted(value: object, quantity: str) -> int:
     """Return a step, a pass or a number of rows, which is a whole number from 0 to 2**53.
 
     Raises:
@@ -62,15 +63,15 @@ def counted(value: object, what: str) -> int:
         value = int(value)
     if type(value) is int and 0 <= value <= _MOST:
         return value
-    words = (
+    text = (
         f"{value!r}" if isinstance(value, float) or (type(value) is int and abs(value) <= _MOST) else "no such number"
     )
-    raise DamagedFile(f"holds what its system never writes: {what} is {words}")
+    raise DamagedFile(f"holds what its system never writes: {quantity} is {text}")
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A part of a tensor that lies in one place."""
+    """A block of a tensor that lies in one file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -81,21 +82,21 @@ class TensorPiece:
     """Its file, for messages."""
 
     def read(self) -> Tensor:
-        """Return the part, in memory of its own."""
-        part = new_memory(self.file, self.sizes, self.dtype)
-        self.fill(part)
-        return part
+        """Read the block into new memory and return it."""
+        tensor = new_memory(self.file, self.sizes, self.dtype)
+        self.fill(tensor)
+        return tensor
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in another system's files; its pieces tile it, but for the doubts of `gaps`."""
+    """A tensor in another system's files; its pieces tile it, unless `gap` says otherwise."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[TensorPiece, ...]
     copies: tuple[TensorPiece, ...] = ()
-    """Of a tensor that every rank has: those of the other ranks."""
+    """The other ranks' copies, where every rank stores the whole tensor."""
     flat: bool = False
     """Whether pieces are runs of the tensor's elements in row-major order, as FSDP1 cuts them."""
 
@@ -106,52 +107,54 @@ class StoredTensor:
 
     def read(self) -> Tensor:
         """Return the whole tensor; pieces are read into their place in it."""
-        where = self.pieces[0].file if self.pieces else "the checkpoint"
-        whole = new_memory(where, (math.prod(self.shape),) if self.flat else self.shape, self.dtype)
+        file = self.pieces[0].file if self.pieces else "the checkpoint"
+        tensor = new_memory(file, (math.prod(self.shape),) if self.flat else self.shape, self.dtype)
         for piece in self.pieces:
             ranges = zip(piece.offsets, piece.sizes, strict=True)
-            piece.fill(whole[tuple(slice(start, start + size) for start, size in ranges)])
-        return whole.reshape(self.shape)
+            piece.fill(tensor[tuple(slice(start, start + size) for start, size in ranges)])
+        return tensor.reshape(self.shape)
 
     def gap(self) -> str | None:
         """Return in words what the pieces leave out or hold twice; None if they tile the tensor."""
         total = math.prod(self.shape)
         space = (total,) if self.flat else self.shape
-        parts = [piece for piece in self.pieces if 0 not in piece.sizes]
-        covered = sum(math.prod(piece.sizes) for piece in parts)
+        nonempty = [piece for piece in self.pieces if 0 not in piece.sizes]
+        covered = sum(math.prod(piece.sizes) for piece in nonempty)
         if covered != total:
             return f"its parts hold {covered:,} of {total:,} elements"
-        if not all(_is_inside(piece, space) for piece in parts):
+        if not all(_is_inside(piece, space) for piece in nonempty):
             return "one part of it lies outside of its shape"
-        if _intersect(parts):
+        if _any_overlap(nonempty):
             return "some of it is there twice and some is not: its parts overlap"
         return None
 
 
-def _is_inside(part: TensorPiece, space: tuple[int, ...]) -> bool:
-    if not len(part.offsets) == len(part.sizes) == len(space):
+def _is_inside(piece: TensorPiece, space: tuple[int, ...]) -> bool:
+    if not len(piece.offsets) == len(piece.sizes) == len(space):
         return False
-    ranges = zip(part.offsets, part.sizes, space, strict=True)
-    return all(start >= 0 and size >= 0 and start + size <= whole for start, size, whole in ranges)
+    ranges = zip(piece.offsets, piece.sizes, space, strict=True)
+    return all(start >= 0 and size >= 0 and start + size <= extent for start, size, extent in ranges)
 
 
-def _intersect(parts: Sequence[TensorPiece]) -> bool:
-    """Return whether two parts share an element: a sweep along the dimension that is cut most."""
-    axes = range(len(parts[0].sizes) if parts else 0)
-    axis = max(axes, key=lambda axis: len({part.offsets[axis] for part in parts}), default=None)
+def _any_overlap(pieces: Sequence[TensorPiece]) -> bool:
+    """Return whether two pieces share an element: a sweep along the dimension that is cut most."""
+    axes = range(len(pieces[0].sizes) if pieces else 0)
+    axis = max(axes, key=lambda axis: len({piece.offsets[axis] for piece in pieces}), default=None)
     if axis is None:
-        return len(parts) > 1
+        return len(pieces) > 1
     reaching: list[TensorPiece] = []
-    for part in sorted(parts, key=lambda part: part.offsets[axis]):
-        reaching = [each for each in reaching if each.offsets[axis] + each.sizes[axis] > part.offsets[axis]]
-        if any(_share(part, each) for each in reaching):
+    for piece in sorted(pieces, key=lambda piece: piece.offsets[axis]):
+        reaching = [
+            earlier for earlier in reaching if earlier.offsets[axis] + earlier.sizes[axis] > piece.offsets[axis]
+        ]
+        if any(_overlap(piece, earlier) for earlier in reaching):
             return True
-        reaching.append(part)
+        reaching.append(piece)
     return False
 
 
-def _share(one: TensorPiece, other: TensorPiece) -> bool:
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+def _overlap(first: TensorPiece, second: TensorPiece) -> bool:
+    pairs = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
     return all(start < begin + length and begin < start + size for start, size, begin, length in pairs)
 
 
@@ -160,21 +163,21 @@ class StoredGroup:
     """A param group of an optimizer."""
 
     names: tuple[str, ...]
-    """Of its parameters; those that nobody could name are left out."""
+    """Names of its parameters; a parameter without a known name is left out."""
     settings: Mapping[str, Any]
 
 
 def plain_settings(settings: Mapping[str, Any]) -> str:
-    """Return the same text for equal settings; nests in them count for nothing: their text may have no end."""
+    """Return the same text for equal settings. Nested values are left out, since they may refer to themselves."""
     plain = {key: value for key, value in settings.items() if isinstance(value, _SCALARS)}
     pairs = {key: value for key, value in settings.items() if isinstance(value, tuple) and len(value) <= 4}
-    flat = {key: value for key, value in pairs.items() if all(isinstance(each, _SCALARS) for each in value)}
+    flat = {key: value for key, value in pairs.items() if all(isinstance(element, _SCALARS) for element in value)}
     return repr(sorted((plain | flat).items()))
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where its data stood, as far as the system says."""
+    """The position in the data, as far as the system states it."""
 
     epoch: int | None
     """Whole passes that were done; None where only the step says something of them."""
@@ -183,17 +186,17 @@ class Position:
     batches: int | None = None
     """Batches drawn in it, where their size is not known."""
     share: float | None = None
-    """The part of it that was done, where nothing else is known."""
+    """The fraction of the pass that was done, where nothing else is known."""
 
 
 @dataclass(frozen=True)
 class ForeignFinding:
-    """One thing that a person should know."""
+    """A finding of the examination, for a person."""
 
-    kind: Kind
+    kind: FindingKind
     text: str
     there: bool = True
-    """Of a loss: whether the other system's own resume loses it too."""
+    """For a loss: whether the other system's own resume loses it too."""
 
 
 @dataclass
@@ -216,7 +219,7 @@ class ForeignCheckpoint:
     """Whether its step counts the optimizer's updates; verl's does not where a step has several."""
     schedule: Mapping[str, Any] | None = None
     schedule_step: int | None = None
-    """Where its schedule stands, in a system whose schedule may count updates of which a step has several."""
+    """The schedule's step, in a system whose schedule may count several updates per step."""
     position: Position | None = None
     random_state: bool = False
     """Whether it holds the state of random generators."""
@@ -231,12 +234,12 @@ class ForeignCheckpoint:
     """File -> what compares those of its bytes with their checksums that no tensor was read from."""
     without_checksums: set[str] = field(default_factory=set)
     """Files of numbers that were opened and have no checksums."""
-    untold_order: set[Part] = field(default_factory=set)
-    """Of which nothing says which rank wrote which file: they are put together in the order of the files' names."""
+    untold_order: set[StateKind] = field(default_factory=set)
+    """Kinds of files that do not say which rank wrote them; they are joined in the order of their names."""
     has_two_models: bool = False
     """Whether a second weight of some name was refused."""
 
-    def add(self, kind: Kind, *texts: str, there: bool = True) -> None:
+    def add(self, kind: FindingKind, *texts: str, there: bool = True) -> None:
         """Note findings."""
         self.findings += [ForeignFinding(kind, text.removesuffix("."), there) for text in texts]
 
@@ -251,18 +254,18 @@ class ForeignCheckpoint:
         first = self.sources.setdefault(name, source)
         if name in self.weights and first != source:
             if not self.has_two_models:
-                words = f"two weights are called {name}: {first} and {source}; which of them is meant nobody can say"
-                self.add("damage", words)
+                message = f"two weights are called {name}: {first} and {source}; which of them is meant nobody can say"
+                self.add("damage", message)
             self.has_two_models = True
             return
         self.weights[name] = tensor
 
-    def of_kind(self, kind: Kind) -> Sequence[ForeignFinding]:
+    def of_kind(self, kind: FindingKind) -> Sequence[ForeignFinding]:
         """Return the findings of one kind."""
-        return [each for each in self.findings if each.kind == kind]
+        return [finding for finding in self.findings if finding.kind == kind]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckpointVerdict:
         """What an examination came to: whole is said only where all bytes that are read were compared."""
         if self.of_kind("damage"):
             return "damaged"
@@ -274,11 +277,11 @@ class ForeignCheckpoint:
         return frozenset(self.states)
 
 
-def in_a_row(parts: Sequence[TensorPiece], dim: int = 0) -> tuple[TensorPiece, ...]:
+def in_a_row(pieces: Sequence[TensorPiece], dim: int = 0) -> tuple[TensorPiece, ...]:
     """Return pieces one behind another along a dimension, whatever their offsets were."""
     placed, start = [], 0
-    for part in parts:
-        offsets = tuple(start if axis == dim else 0 for axis in range(len(part.sizes)))
-        placed.append(replace(part, offsets=offsets))
-        start += part.sizes[dim] if part.sizes else 0
+    for piece in pieces:
+        offsets = tuple(start if axis == dim else 0 for axis in range(len(piece.sizes)))
+        placed.append(replace(piece, offsets=offsets))
+        start += piece.sizes[dim] if piece.sizes else 0
     return tuple(placed)

@@ -21,7 +21,7 @@ from holdfast.features.rescue.reading.record import DamagedFile
 from holdfast.files import file_kind, open_regular
 
 _BLOCK = 2**20
-"""Bytes that are read at a time, so that their checksum finds them near the processor."""
+"""Bytes that are read at a time, so that they are still in the cache when their checksum is computed."""
 _MOST_PICKLE = 2**30
 """No pickle of names and shapes is larger; a sparse file may claim any size."""
 _SCALAR = 16
@@ -38,7 +38,7 @@ class _Member(NamedTuple):
 
 
 class TorchFile:
-    """What one file holds; its tensors are read when they are asked for.
+    """The contents of one file; a tensor is read when it is requested.
 
     No byte is returned before all of its member was compared with the archive's checksum: the pickle when it is read,
     a storage the first time that any view of it is.
@@ -85,7 +85,7 @@ class TorchFile:
         if self._length == 0:
             raise DamagedFile("is empty")
         try:
-            with zipfile.ZipFile(_Window(file, self._begin, self._length)) as archive:
+            with zipfile.ZipFile(_FileWindow(file, self._begin, self._length)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -112,7 +112,7 @@ class TorchFile:
         return "is no file of torch.save"
 
     def _bytes(self, name: str) -> bytes:
-        begin, size = self._place(name)
+        begin, size = self._member_range(name)
         with open_regular(self.path) as file:
             file.seek(begin)
             data = file.read(size)
@@ -122,7 +122,7 @@ class TorchFile:
             raise DamagedFile(f"is damaged: the checksum of {name} does not fit")
         return data
 
-    def _place(self, name: str) -> tuple[int, int]:
+    def _member_range(self, name: str) -> tuple[int, int]:
         """Return where in the file a member's bytes begin, and how many there are."""
         member = self._members.get(name)
         if member is None:
@@ -158,7 +158,9 @@ class TorchFile:
         numbers = [member for name, member in self._members.items() if "/data/" in name]
         if not any(member.size > _SCALAR and member.checksum for member in numbers):
             return None
-        entries = ((name.removeprefix(self._prefix), each.size, each.checksum) for name, each in self._members.items())
+        entries = (
+            (name.removeprefix(self._prefix), entry.size, entry.checksum) for name, entry in self._members.items()
+        )
         return tuple(sorted(entries))
 
     def check(self, view: StoredView) -> None:
@@ -201,16 +203,16 @@ class TorchFile:
         target.copy_(flat.as_strided(view.shape, view.strides))
 
     def _read(self, view: StoredView, target: memoryview) -> None:
-        """Read the bytes from a tensor's first to its last element, block by block while they are near the processor.
+        """Read the bytes from a tensor's first to its last element, block by block while they are in the cache.
 
         A checksum is of all of a storage. What stands around the tensor is read along with it where it is no more than
         the tensor, as the padding of FSDP2 is; of a storage that many tensors share, all is read once before the first.
         """
-        begin, size = self._place(f"{self._prefix}data/{view.storage}")
+        begin, size = self._member_range(f"{self._prefix}data/{view.storage}")
         start = view.offset * view.dtype.itemsize
-        rest = size - start - len(target)
+        trailing = size - start - len(target)
         if size <= 2 * len(target):
-            self._compare(view.storage, begin, chain(_scratch(start), _blocks(target), _scratch(rest)), target)
+            self._compare(view.storage, begin, chain(_scratch(start), _blocks(target), _scratch(trailing)), target)
             return
         if view.storage not in self._compared:
             self._compare(view.storage, begin, _scratch(size))
@@ -226,7 +228,7 @@ class TorchFile:
         for name in self._members:
             storage = name.removeprefix(begin)
             if name.startswith(begin) and storage not in self._compared:
-                self._compare(storage, self._place(name)[0], _scratch(self._members[name].size))
+                self._compare(storage, self._member_range(name)[0], _scratch(self._members[name].size))
 
     def _compare(
         self, storage: str, begin: int, blocks: Iterable[memoryview], target: memoryview | None = None
@@ -252,13 +254,13 @@ class TorchFile:
 
 
 def _blocks(target: memoryview) -> Iterator[memoryview]:
-    return (target[at : at + _BLOCK] for at in range(0, len(target), _BLOCK))
+    return (target[start : start + _BLOCK] for start in range(0, len(target), _BLOCK))
 
 
 def _scratch(count: int) -> Iterator[memoryview]:
     """Yield memory for so many bytes, the same again and again."""
     block = memoryview(bytearray(min(count, _BLOCK)))
-    return (block[: min(_BLOCK, count - at)] for at in range(0, count, _BLOCK))
+    return (block[: min(_BLOCK, count - start)] for start in range(0, count, _BLOCK))
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
@@ -279,14 +281,14 @@ def _is_row_major(view: StoredView) -> bool:
     return True
 
 
-class _Window:
-    """A part of a file as a file of its own, for zipfile."""
+class _FileWindow:
+    """A range of a file that behaves like a file, for zipfile."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0
 
     def seekable(self) -> bool:
-        """Say that one can seek."""
+        """Return True: zipfile seeks."""
         return True
 
     def tell(self) -> int:
@@ -294,7 +296,7 @@ class _Window:
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move."""
+        """Set the position and return it."""
         self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence] + offset
         if self._at < 0:
             raise OSError("negative seek")  # as a file says; zipfile takes it for the end of its search
@@ -302,8 +304,8 @@ class _Window:
 
     def read(self, size: int = -1) -> bytes:
         """Return the next bytes."""
-        left = max(0, self._length - self._at)
+        remaining = max(0, self._length - self._at)
         self._file.seek(self._begin + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(remaining if size < 0 else min(size, remaining))
         self._at += len(data)
         return data

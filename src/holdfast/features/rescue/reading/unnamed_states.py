@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 from holdfast.features.rescue.reading.parameter_names import decayed_parameters, ordered_parameters
-from holdfast.features.rescue.reading.parts import piece, whole
+from holdfast.features.rescue.reading.parts import joined_tensor, stored_piece
 from holdfast.features.rescue.reading.pickles import Sharded, StoredView
 from holdfast.features.rescue.reading.rank_order import misplaced_files, note_untold_order
 from holdfast.features.rescue.reading.record import (
@@ -38,21 +38,21 @@ _UNIT = re.compile(r"^(.*?\.\d+)\.")
 
 
 class _Unnamed(DamagedFile):
-    """Nobody can say which number is which parameter; the weights may be whole."""
+    """The state does not tell which number is which parameter; the weights may be intact."""
 
 
 States = dict[str, dict[str, StoredTensor]]
 
 
 @dataclass(frozen=True)
-class Naming:
-    """What is known where names are looked for."""
+class NumberedStates:
+    """Optimizer states whose parameters are numbered, with the checkpoint and the files that they are of."""
 
     checkpoint: ForeignCheckpoint
     files: Sequence[TorchFile]
-    """By rank."""
+    """The file of each rank."""
     states: Sequence[Mapping[Any, Any]]
-    """By rank: number -> key -> value."""
+    """For each rank: number -> key -> value."""
     groups: Sequence[Mapping[str, Any]]
 
     @property
@@ -61,79 +61,78 @@ class Naming:
         return [number for group in self.groups for number in group["params"]]
 
 
-def named_states(naming: Naming) -> tuple[States, list[StoredGroup]] | None:
+def named_states(numbered: NumberedStates) -> tuple[States, list[StoredGroup]] | None:
     """Return states and groups by parameter name; None where that cannot be, which is noted."""
     try:
-        by_number, states = _named(naming)
+        by_number, states = _named(numbered)
     except _Unnamed as error:
-        naming.checkpoint.has_optimizer = False
-        naming.checkpoint.add("loss", f"the optimizer's state {error}: it is not read", there=False)
+        numbered.checkpoint.has_optimizer = False
+        numbered.checkpoint.add("loss", f"the optimizer's state {error}: it is not read", there=False)
         return None
     except DamagedFile as error:
-        naming.checkpoint.add("damage", f"the optimizer's state {error}")
+        numbered.checkpoint.add("damage", f"the optimizer's state {error}")
         return None
     groups = [
         StoredGroup(
             tuple(name for number in group["params"] for name in by_number[number] if name in states),
             {key: value for key, value in group.items() if key != "params"},
         )
-        for group in naming.groups
+        for group in numbered.groups
     ]
     return states, groups
 
 
-def _named(naming: Naming) -> tuple[dict[Any, tuple[str, ...]], States]:
+def _named(numbered: NumberedStates) -> tuple[dict[Any, tuple[str, ...]], States]:
     """Return the parameters of each number, and the states by name.
 
     Raises:
         DamagedFile: Nobody can know which is which, or the numbers are another model's.
     """
-    checkpoint, numbers = naming.checkpoint, naming.numbers
-    known = set(numbers)
-    if strange := [key for state in naming.states for key in state if key not in known]:
+    checkpoint, numbers = numbered.checkpoint, numbered.numbers
+    if strange := [key for state in numbered.states for key in state if key not in set(numbers)]:
         raise DamagedFile(f"has parameter {strange[0]}, which none of its groups has")
     names = ordered_parameters(checkpoint)
     if names is None:
         raise _Unnamed("numbers its parameters, and the weights are sorted by name: without a configuration that fits "
                        "them nobody can know which is which")  # fmt: skip
-    if len(naming.groups) > 1:
-        one_each = _in_two_groups(naming, names)
+    if len(numbered.groups) > 1:
+        names_by_number = _in_two_groups(numbered, names)
         checkpoint.form += "; the optimizer's numbers follow the Trainer's groups, decayed and not"
-        return {number: (name,) for number, name in one_each.items()}, _of_parameters(naming, one_each)
+        return {number: (name,) for number, name in names_by_number.items()}, _of_parameters(numbered, names_by_number)
     units = units_of(names)
     if len(numbers) == len(names):
         checkpoint.form += "; the optimizer's numbers follow the order of the model's parameters"
-        one_each = dict(zip(numbers, names, strict=True))
-        states = _of_parameters(naming, one_each)
-        _check_order(naming, one_each, units)
-        return {number: (name,) for number, name in one_each.items()}, states
+        names_by_number = dict(zip(numbers, names, strict=True))
+        states = _of_parameters(numbered, names_by_number)
+        _check_order(numbered, names_by_number, units)
+        return {number: (name,) for number, name in names_by_number.items()}, states
     if len(numbers) == len(units):
         checkpoint.form += "; flat parameters, one per layer"
         by_number = {number: tuple(unit) for number, unit in zip(numbers, units, strict=True)}
-        note_untold_order(checkpoint, "optimizer", naming.files, _values(naming))
-        return by_number, _of_units(naming, by_number)
+        note_untold_order(checkpoint, "optimizer", numbered.files, _values(numbered))
+        return by_number, _of_units(numbered, by_number)
     raise _Unnamed(
         f"numbers {len(numbers)} parameters, the model has {len(names)} in {len(units)} layers: which is which cannot "
         "be known"
     )
 
 
-def _in_two_groups(naming: Naming, names: Sequence[str]) -> dict[Any, str]:
+def _in_two_groups(numbered: NumberedStates, names: Sequence[str]) -> dict[Any, str]:
     """Return the parameter of each number, as transformers' Trainer groups them.
 
     Raises:
         DamagedFile: Another system wrote them, or the groups or the shapes of the states are not those of the model.
     """
-    sizes = [len(group["params"]) for group in naming.groups]
-    rules = decayed_parameters(naming.checkpoint, names) if naming.checkpoint.system == TRAINER else []
+    sizes = [len(group["params"]) for group in numbered.groups]
+    rules = decayed_parameters(numbered.checkpoint, names) if numbered.checkpoint.system == TRAINER else []
     fitting: list[dict[Any, str]] = []
     for decayed in rules:
         if sizes != [len(decayed), len(names) - len(decayed)]:
             continue
         ordered = sorted(names, key=lambda name: name not in decayed)  # noqa: B023 - it is sorted at once
-        one_each = dict(zip(naming.numbers, ordered, strict=True))
-        if one_each not in fitting and _has_shapes_of_weights(naming, one_each):
-            fitting.append(one_each)
+        names_by_number = dict(zip(numbered.numbers, ordered, strict=True))
+        if names_by_number not in fitting and _has_shapes_of_weights(numbered, names_by_number):
+            fitting.append(names_by_number)
     if len(fitting) != 1:
         raise _Unnamed(
             f"numbers its parameters in {len(sizes)} groups of {' and '.join(map(str, sizes))}, which by number and "
@@ -142,51 +141,51 @@ def _in_two_groups(naming: Naming, names: Sequence[str]) -> dict[Any, str]:
     return fitting[0]
 
 
-def _has_shapes_of_weights(naming: Naming, names: Mapping[Any, str]) -> bool:
+def _has_shapes_of_weights(numbered: NumberedStates, names: Mapping[Any, str]) -> bool:
     """Return whether every state that goes with each element of a parameter has its shape."""
     return all(
-        view.shape in {(), naming.checkpoint.weights[names[number]].shape}
-        for state in naming.states
+        view.shape in {(), numbered.checkpoint.weights[names[number]].shape}
+        for state in numbered.states
         for number, slots in state.items()
         for view in slots.values()
         if isinstance(view, StoredView)
     )
 
 
-def _values(naming: Naming) -> Iterator[Any]:
-    return (value for state in naming.states for slots in state.values() for value in slots.values())
+def _values(numbered: NumberedStates) -> Iterator[Any]:
+    return (value for state in numbered.states for slots in state.values() for value in slots.values())
 
 
-def _check_order(naming: Naming, names: Mapping[Any, str], units: Sequence[Sequence[str]]) -> None:
+def _check_order(numbered: NumberedStates, names: Mapping[Any, str], units: Sequence[Sequence[str]]) -> None:
     """Compare which runs of parameters each rank's file holds with those that the rank has under FSDP1.
 
     Raises:
         DamagedFile: Files hold the runs of other ranks.
     """
     numbers = {name: number for number, name in names.items()}
-    weights = naming.checkpoint.weights
+    weights = numbered.checkpoint.weights
     wrapped = [
-        [(math.prod(weights[name].shape), _run_lengths(naming, numbers[name])) for name in unit] for unit in units
+        [(math.prod(weights[name].shape), _run_lengths(numbered, numbers[name])) for name in unit] for unit in units
     ]
-    misplaced = misplaced_files(wrapped, len(naming.files))
+    misplaced = misplaced_files(wrapped, len(numbered.files))
     if misplaced:
-        files = " and ".join(naming.files[rank].path.name for rank in misplaced)
+        files = " and ".join(numbered.files[rank].path.name for rank in misplaced)
         raise DamagedFile(f"is in the files of other ranks: {files} hold the runs that others of them have under FSDP1")
     if misplaced is None:
-        note_untold_order(naming.checkpoint, "optimizer", naming.files, _values(naming))
+        note_untold_order(numbered.checkpoint, "optimizer", numbered.files, _values(numbered))
 
 
-def _run_lengths(naming: Naming, number: Any) -> list[int] | None:
+def _run_lengths(numbered: NumberedStates, number: Any) -> list[int] | None:
     """Return how many elements of a parameter every file holds; None where its state is no run, or none is there."""
-    slot = next((slot for slot, value in _slot_values(naming, number) if getattr(value, "shape", ())), None)
+    slot = next((slot for slot, value in _slot_values(numbered, number) if getattr(value, "shape", ())), None)
     if slot is None:
         return None
-    held = [(state.get(number) or {}).get(slot) for state in naming.states]
-    return [math.prod(value.shape) if isinstance(value, StoredView) else 0 for value in held]
+    rank_values = [(state.get(number) or {}).get(slot) for state in numbered.states]
+    return [math.prod(value.shape) if isinstance(value, StoredView) else 0 for value in rank_values]
 
 
-def _slot_values(naming: Naming, number: Any) -> Iterator[tuple[Any, Any]]:
-    return (pair for state in naming.states for pair in (state.get(number) or {}).items())
+def _slot_values(numbered: NumberedStates, number: Any) -> Iterator[tuple[Any, Any]]:
+    return (pair for state in numbered.states for pair in (state.get(number) or {}).items())
 
 
 def units_of(names: Sequence[str]) -> list[list[str]]:
@@ -202,36 +201,36 @@ def _slots(states: Sequence[Mapping[Any, Any]], number: Any) -> list[str]:
     return list(dict.fromkeys(slot for state in states for slot in state.get(number) or {}))
 
 
-def _holders(naming: Naming, number: Any, slot: str) -> list[tuple[TorchFile, Any]]:
-    pairs = zip(naming.files, naming.states, strict=True)
+def _holders(numbered: NumberedStates, number: Any, slot: str) -> list[tuple[TorchFile, Any]]:
+    pairs = zip(numbered.files, numbered.states, strict=True)
     return [(file, state[number][slot]) for file, state in pairs if slot in (state.get(number) or {})]
 
 
-def _of_parameters(naming: Naming, names: Mapping[Any, str]) -> States:
+def _of_parameters(numbered: NumberedStates, names: Mapping[Any, str]) -> States:
     states: States = {}
     for number, name in names.items():
-        for slot in _slots(naming.states, number):
-            holders = _holders(naming, number, slot)
+        for slot in _slots(numbered.states, number):
+            holders = _holders(numbered, number, slot)
             first = holders[0][1]
             if not any(isinstance(value, StoredView | Sharded) for _, value in holders):
                 continue  # a number that some optimizers keep, of which nothing here can go on
             if not isinstance(first, StoredView) or len(first.shape) != 1:
-                made = whole(holders)
+                tensor = joined_tensor(holders)
             else:
-                made = _of_runs(naming.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
-            if made.shape and made.shape != naming.checkpoint.weights[name].shape:
-                raise DamagedFile(f"is another model's: {slot} of {name} is {list(made.shape)}, the weight is "
-                                  f"{list(naming.checkpoint.weights[name].shape)}")  # fmt: skip
-            states.setdefault(name, {})[str(slot)] = made
+                tensor = _of_runs(numbered.checkpoint.weights[name].shape, holders, f"{slot} of {name}")
+            if tensor.shape and tensor.shape != numbered.checkpoint.weights[name].shape:
+                raise DamagedFile(f"is another model's: {slot} of {name} is {list(tensor.shape)}, the weight is "
+                                  f"{list(numbered.checkpoint.weights[name].shape)}")  # fmt: skip
+            states.setdefault(name, {})[str(slot)] = tensor
     return states
 
 
-def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], what: str) -> StoredTensor:
+def _of_runs(shape: tuple[int, ...], holders: Sequence[tuple[TorchFile, Any]], label: str) -> StoredTensor:
     """Return the tensor that ranks hold runs of, in the order of ranks."""
     pieces = in_a_row([_run(file, view, 0, math.prod(view.shape)) for file, view in holders])
     count = sum(piece.sizes[0] for piece in pieces)
     if count != math.prod(shape):
-        raise DamagedFile(f"has {count:,} numbers for {what}, which has {math.prod(shape):,}")
+        raise DamagedFile(f"has {count:,} numbers for {label}, which has {math.prod(shape):,}")
     return StoredTensor(shape, holders[0][1].dtype, pieces, flat=True)
 
 
@@ -239,31 +238,31 @@ def _run(file: TorchFile, view: StoredView, start: int, count: int) -> TensorPie
     """Return so many elements of a flat tensor in a file."""
     if math.prod(view.shape) > 1 and view.strides != (1,):
         raise DamagedFile("holds a run of a parameter whose numbers do not lie one behind another")
-    part = replace(view, offset=view.offset + start, shape=(count,))
+    run = replace(view, offset=view.offset + start, shape=(count,))
     file.check(view)
-    return TensorPiece((0,), (count,), view.dtype, partial(file.fill, part), file.path.name)
+    return TensorPiece((0,), (count,), view.dtype, partial(file.fill, run), file.path.name)
 
 
-def _of_units(naming: Naming, units: Mapping[Any, Sequence[str]]) -> States:
+def _of_units(numbered: NumberedStates, units: Mapping[Any, Sequence[str]]) -> States:
     states: States = {}
     for number, unit in units.items():
-        for slot in _slots(naming.states, number):
-            holders = _holders(naming, number, slot)
-            for name, tensor in _cut(naming, unit, holders, slot):
+        for slot in _slots(numbered.states, number):
+            holders = _holders(numbered, number, slot)
+            for name, tensor in _cut(numbered, unit, holders, slot):
                 states.setdefault(name, {})[str(slot)] = tensor
     return states
 
 
 def _cut(
-    naming: Naming, unit: Sequence[str], holders: Sequence[tuple[TorchFile, Any]], slot: str
+    numbered: NumberedStates, unit: Sequence[str], holders: Sequence[tuple[TorchFile, Any]], slot: str
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield what a flat tensor holds of each parameter."""
     first = holders[0][1]
-    shapes = {name: naming.checkpoint.weights[name].shape for name in unit}
+    shapes = {name: numbered.checkpoint.weights[name].shape for name in unit}
     if not first.shape:
-        own, *others = (piece(each, view) for each, view in holders)
+        first_piece, *copies = (stored_piece(file, view) for file, view in holders)
         for name in unit:
-            yield name, StoredTensor((), first.dtype, (own,), tuple(others))
+            yield name, StoredTensor((), first.dtype, (first_piece,), tuple(copies))
         return
     needed = sum(math.prod(shape) for shape in shapes.values())
     sizes = [math.prod(view.shape) for _, view in holders]
@@ -274,8 +273,8 @@ def _cut(
     for name, shape in shapes.items():
         end = begin + math.prod(shape)
         pieces = [
-            _run(each, view, max(begin, start) - start, min(end, start + size) - max(begin, start))
-            for (each, view), start, size in zip(holders, starts, sizes, strict=False)
+            _run(file, view, max(begin, start) - start, min(end, start + size) - max(begin, start))
+            for (file, view), start, size in zip(holders, starts, sizes, strict=False)
             if max(begin, start) < min(end, start + size)
         ]
         yield name, StoredTensor(shape, first.dtype, in_a_row(pieces), flat=True)

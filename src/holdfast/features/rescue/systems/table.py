@@ -24,7 +24,7 @@ VERBS = ("sft", "dpo", "reward", "grpo")
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyEntry:
     """What one key of another system is here."""
 
     key: str
@@ -52,13 +52,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Table:
+class KeyTable:
     """The keys of one system, with those of the system that it takes over."""
 
     name: str
     title: str
     version: str
-    entries: Mapping[str, tuple[Entry, ...]]
+    entries: Mapping[str, tuple[KeyEntry, ...]]
     """Key to its entries; several belong to different commands."""
     defaults: Mapping[str, Mapping[str, Any]]
     """Command, or `all`, to values that decide a run's numbers there and are not ours."""
@@ -67,10 +67,10 @@ class Table:
     verb_marks: Mapping[str, tuple[str, ...]]
     """Command to keys that no other command there has."""
     verb_otherwise: str
-    own: frozenset[str]
+    native_keys: frozenset[str]
     """Keys that are not taken over."""
 
-    def entry(self, key: str, verb: str) -> Entry | None:
+    def entry(self, key: str, verb: str) -> KeyEntry | None:
         """Return what a key is for a command; None where the table has no such key, or the command no use for it."""
         return next((entry for entry in self.entries.get(key, ()) if verb in entry.verbs), None)
 
@@ -80,22 +80,22 @@ class Table:
 
 
 @cache
-def load_key_table(name: str) -> Table:
+def load_key_table(name: str) -> KeyTable:
     """Read the table of a system."""
-    raw = _read(name)
+    raw = parse_text(_text(name), f"{name}.yaml").values
     below = load_key_table(raw["extends"]) if "extends" in raw else None
-    own = {key: tuple(_entries(key, entry)) for key, entry in raw["keys"].items()}
+    entries = {key: tuple(_entries(key, entry)) for key, entry in raw["keys"].items()}
     verbs = raw.get("verbs", {})
-    return Table(
+    return KeyTable(
         name,
         raw["system"],
         raw["version"] if below is None else f"{raw['version']}, {below.version}",
-        {**(below.entries if below else {}), **own},
+        {**(below.entries if below else {}), **entries},
         raw.get("defaults", {}),
         verbs.get("by", {}),
         {verb: tuple(marks) for verb, marks in verbs.get("marks", {}).items()},
         verbs.get("otherwise", "sft"),
-        frozenset(own),
+        frozenset(entries),
     )
 
 
@@ -104,27 +104,25 @@ def _text(name: str) -> str:
     return Path(__file__).with_name(f"{name}.yaml").read_text("utf-8")
 
 
-def _read(name: str) -> dict[str, Any]:
-    return parse_text(_text(name), f"{name}.yaml").values
-
-
-def _entries(key: str, raw: Mapping[str, Any]) -> Iterator[Entry]:
+def _entries(key: str, raw: Mapping[str, Any]) -> Iterator[KeyEntry]:
     """Yield the entries of a key: one, or one for each command that is named."""
     if set(raw) <= set(VERBS):
-        for verb, part in raw.items():
-            yield _entry(key, {**part, "verbs": [verb]})
+        for verb, options in raw.items():
+            yield _entry(key, {**options, "verbs": [verb]})
         return
     yield _entry(key, raw)
 
 
-def _entry(key: str, raw: Mapping[str, Any]) -> Entry:
+def _entry(key: str, raw: Mapping[str, Any]) -> KeyEntry:
     status = next(name for name in get_args(KeyStatus) if name in raw)
     targets = [] if status == "none" else raw[status]
     options = {name: raw[name] for name in ("values", "rule", "when", "unless", "needs", "earlier") if name in raw}
     for name in ("when", "unless"):
         if name in options:
-            options[name] = {other: [spelled(value) for value in values] for other, values in options[name].items()}
-    return Entry(
+            options[name] = {
+                condition: [spelled(value) for value in values] for condition, values in options[name].items()
+            }
+    return KeyEntry(
         key,
         cast("KeyStatus", status),
         tuple([targets] if isinstance(targets, str) else targets),
@@ -143,11 +141,11 @@ def spelled(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Hint:
+class KeyHint:
     """What a key that is unknown here is in another system."""
 
     system: str
-    entry: Entry
+    entry: KeyEntry
 
 
 def describe_key(name: str, keys_here: Sequence[str]) -> str:
@@ -157,20 +155,20 @@ def describe_key(name: str, keys_here: Sequence[str]) -> str:
         name: The unknown key.
         keys_here: Dotted keys of the tree that was meant.
     """
-    other = hint(name)
-    if other is None:
+    key_hint = hint(name)
+    if key_hint is None:
         return ""
-    entry = other.entry
+    entry = key_hint.entry
     if entry.status == "none":
-        return f"{other.system} {entry.key} has no counterpart here: {entry.note}"
+        return f"{key_hint.system} {entry.key} has no counterpart here: {entry.note}"
     keys = " and ".join(entry.targets)
-    where = "here" if set(entry.targets) & set(keys_here) else "here, in files of another command"
+    scope = "here" if set(entry.targets) & set(keys_here) else "here, in files of another command"
     if entry.status == "same":
-        return f"it is called {keys} {where}"
-    return f"{other.system} {entry.key} differs from {keys} {where}: {entry.note}"
+        return f"it is called {keys} {scope}"
+    return f"{key_hint.system} {entry.key} differs from {keys} {scope}: {entry.note}"
 
 
-def hint(key: str) -> Hint | None:
+def hint(key: str) -> KeyHint | None:
     """Return the entry of the first system that has a key of this name, whole or as the last word of a nested one.
 
     A file that does not have the word is not parsed, since most unknown keys are misspelt ones of ours.
@@ -178,13 +176,13 @@ def hint(key: str) -> Hint | None:
     names = [name for name in HINTED if f"{key}:" in _text(name)]
     for name in names:
         table = load_key_table(name)
-        if key in table.own:
-            return Hint(f"{table.title}'{'' if table.title.endswith('s') else 's'}", table.entries[key][0])
+        if key in table.native_keys:
+            return KeyHint(f"{table.title}'{'' if table.title.endswith('s') else 's'}", table.entries[key][0])
     for name in names:
         table = load_key_table(name)
         matches = [entries[0] for dotted, entries in table.entries.items() if dotted.endswith(f".{key}")]
         if len({(entry.status, entry.targets, entry.note) for entry in matches}) == 1:
-            return Hint(f"{table.title}'s", matches[0])
+            return KeyHint(f"{table.title}'s", matches[0])
     return None
 
 
@@ -196,7 +194,7 @@ def system_of_keys(keys: set[str], more_than: int) -> dict[str, str]:
         more_than: How many of them are ours; a system must have more, or the answer is empty.
     """
     tables = [load_key_table(name) for name in READABLE]
-    best = max(tables, key=lambda table: (len(keys & table.entries.keys()), len(keys & table.own)))
+    best = max(tables, key=lambda table: (len(keys & table.entries.keys()), len(keys & table.native_keys)))
     if len(keys & best.entries.keys()) <= more_than:
         return {}
     return {"system": best.name, "title": best.title}
