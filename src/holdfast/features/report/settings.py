@@ -45,7 +45,7 @@ def read_configuration(directory: Path) -> tuple[dict[str, Any], str]:
 def end_of(configuration: Mapping[str, Any]) -> End:
     """Return what a run with a configuration ends by."""
     steps, epochs = configuration.get("steps"), configuration.get("epochs")
-    return End(steps if type(steps) is int else None, float(epochs) if type(epochs) in {int, float} else None)
+    return End(steps if type(steps) is int else None, float(epochs) if isinstance(epochs, int | float) else None)
 
 
 def flat_public(values: Mapping[str, Any]) -> dict[str, str]:
