@@ -10,11 +10,7 @@ def count_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of each row of logits [n, V] and how many equal it, [n] each."""
     maximum = logits.amax(-1)
     # The exponentials would not do: those of two logits that are close enough are both 1.
-    if logits.device.type != "cpu":
-        return maximum, (logits == maximum[:, None]).sum(-1)
-    # The CPU adds floats twice as fast as booleans.
-    equal = torch.eq(logits, maximum[:, None], out=torch.empty_like(logits))
-    return maximum, equal.sum(-1)
+    return maximum, (logits == maximum[:, None]).count_nonzero(-1)
 
 
 def accuracy_of(chosen: Tensor, maximum: Tensor, largest: Tensor) -> Tensor:
