@@ -171,7 +171,7 @@ def export_checked(
     _refuse_inside(path, directory)
     checkpoint = _undamaged(path)
     if not trust_rank_order:
-        refuse_untold_order(checkpoint, ("weights",))
+        refuse_untold_order(checkpoint, "weights")
     export_foreign(checkpoint, directory, model=model, dtype=dtype)
     yield from _repairs(checkpoint)
     yield f"{checkpoint.path} ({checkpoint.system}) is exported to {directory}"

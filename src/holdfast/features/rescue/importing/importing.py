@@ -83,7 +83,7 @@ def import_run(
         CheckpointCorrupt: A file is damaged; nothing was left behind.
     """
     if not options.trust_rank_order:
-        refuse_untold_order(checkpoint, ("weights", "optimizer"))
+        refuse_untold_order(checkpoint, "weights", "optimizer")
     step = _step(checkpoint, options)
     run = weightless_run(config, base, world)
     if directory.is_run(run.setting.directory):

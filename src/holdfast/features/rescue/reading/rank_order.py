@@ -9,7 +9,7 @@ are follows from the shapes, so that swapped files can be told wherever two rank
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -55,7 +55,7 @@ def note_copies(checkpoint: ForeignCheckpoint, files: Sequence[TorchFile]) -> No
             checkpoint.add("damage", f"{file.path.name} is {original} once more: a rank's file lies over another's")
 
 
-def refuse_untold_order(checkpoint: ForeignCheckpoint, contents: Collection[str]) -> None:
+def refuse_untold_order(checkpoint: ForeignCheckpoint, *contents: StateKind) -> None:
     """Refuse to read what nobody can say the ranks of.
 
     Raises:
