@@ -37,18 +37,20 @@ _CUT = 2**16
 """Values of the digits that float32 has and bfloat16 has not."""
 
 
-def round_evenly(average: Tensor, exact: Tensor, place: float) -> None:
+def round_evenly(average: Tensor, exact: Tensor, position: float) -> None:
     """Round to the dtype of an average: up where the part that is cut off, plus the fraction of `place`, reaches 1.
 
     Args:
         average: Overwritten.
         exact: float32, of the same shape.
-        place: Of this rounding in a sequence whose fractions fill [0, 1) evenly.
+        position: Of this rounding in a sequence whose fractions fill [0, 1) evenly.
     """
     if average.dtype is not torch.bfloat16:
         average.copy_(exact)
         return
-    digits = exact.view(torch.int32).add(int(place % 1 * _CUT)).bitwise_and_(-_CUT)  # of the magnitude, at either sign
+    digits = (
+        exact.view(torch.int32).add(int(position % 1 * _CUT)).bitwise_and_(-_CUT)
+    )  # of the magnitude, at either sign
     average.copy_(digits.view(torch.float32))
 
 
@@ -185,11 +187,11 @@ class LowBitAdamW(PerParameterAdamW):
     def _moment(self, parameter: Tensor, *, signed: bool) -> Tensor:
         local = local_part(parameter.detach())
         if not _fits(parameter, self.block):
-            made = torch.zeros_like(local)
+            moment = torch.zeros_like(local)
         else:
             sign = (signed,) if self.signs else ()
-            made = self._zeros(local.shape, *sign, self.block, local.device, dtype=parameter.dtype)
-        return placed_like(parameter, made, parameter.shape)
+            moment = self._zeros(local.shape, *sign, self.block, local.device, dtype=parameter.dtype)
+        return placed_like(parameter, moment, parameter.shape)
 
 
 class AdamW8bit(LowBitAdamW):

@@ -145,13 +145,13 @@ class Unfreezing:
         self.optimizer.param_groups[:] = [group for group, _ in self._groups if group["params"]]
 
     @contextmanager
-    def as_after(self, step: int, now: int) -> Iterator[None]:
+    def as_after(self, step: int, current_step: int) -> Iterator[None]:
         """Look within the block as after a later step, to try what will be; nothing is computed meanwhile."""
         self.set_step(step)
         try:
             yield
         finally:
-            self.set_step(now)
+            self.set_step(current_step)
 
 
 def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:

@@ -27,7 +27,7 @@ def is_end(stopped: str | None) -> bool:
     return stopped is None or stopped == BY_OBSERVER or stopped.startswith(BY_METRIC)
 
 
-class Standing(NamedTuple):
+class MetricStanding(NamedTuple):
     """Where a metric stands."""
 
     best: float | None
@@ -36,22 +36,24 @@ class Standing(NamedTuple):
     """Measurements since the best one."""
 
 
-def after(section: PatienceConfig, standing: Standing, value: float) -> Standing:
+def after(section: PatienceConfig, standing: MetricStanding, value: float) -> MetricStanding:
     """Return where a metric stands after it was measured; what is not a finite number is no improvement."""
     best = standing.best
     if not math.isfinite(value):
         return standing._replace(without=standing.without + 1)
     gain = math.inf if best is None else value - best if section.mode == "max" else best - value
-    return Standing(float(value), 0) if gain > section.min_delta else standing._replace(without=standing.without + 1)
+    return (
+        MetricStanding(float(value), 0) if gain > section.min_delta else standing._replace(without=standing.without + 1)
+    )
 
 
-def standing_of(state: TrainState, name: str, section: PatienceConfig) -> Standing:
+def standing_of(state: TrainState, name: str, section: PatienceConfig) -> MetricStanding:
     """Return where the metric of `stop_when` or of a plateau stands; another metric begins anew."""
     key = _key(name, section)
-    return Standing(state.watched.get(f"{key}/best"), int(state.watched.get(f"{key}/without", 0)))
+    return MetricStanding(state.watched.get(f"{key}/best"), int(state.watched.get(f"{key}/without", 0)))
 
 
-def _note(state: TrainState, name: str, section: PatienceConfig, standing: Standing) -> None:
+def _note(state: TrainState, name: str, section: PatienceConfig, standing: MetricStanding) -> None:
     key = _key(name, section)
     if standing.best is not None:
         state.watched[f"{key}/best"] = standing.best

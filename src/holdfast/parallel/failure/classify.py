@@ -34,8 +34,8 @@ def is_broken(error: BaseException) -> bool:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those it was raised from, or while handling."""
     link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    visited: set[int] = set()
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
         yield link
         link = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__

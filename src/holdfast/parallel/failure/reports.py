@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
 
 
-class Board:
+class NoteBoard:
     """One rank's way to the notes.
 
     Args:
@@ -105,16 +105,16 @@ class Failure:
 
     def sentence(self) -> str:
         """Return what a survivor tells its user."""
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        where += f" at step {self.step}" if self.step is not None else ""
+        location = f" in phase {self.phase!r}" if self.phase else ""
+        location += f" at step {self.step}" if self.step is not None else ""
         who = f"Rank {self.rank}" if self.rank >= 0 else "Another rank"
         who += f" on {self.host}" if self.host else ""
         if self.type == LOST:
             return f"{self.message[:1].upper()}{self.message[1:]}."
         if self.kind == "silent":
             did = "hangs" if self.type == "Hang" else "died without a word"
-            return f"{who} {did}{where}: {self.message}."
-        return f"{who} failed{where}: {self.type}: {self.message}"
+            return f"{who} {did}{location}: {self.message}."
+        return f"{who} failed{location}: {self.type}: {self.message}"
 
 
 class Reports:
@@ -207,8 +207,12 @@ class Reports:
         if self._directory is None:
             return None
         failures = [parse_failure(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
-        others = [one for one in failures if one is not None and one.kind != "peer" and one.rank != self._rank]
-        return min(others, key=lambda one: one.time, default=None)
+        peer_failures = [
+            failure
+            for failure in failures
+            if failure is not None and failure.kind != "peer" and failure.rank != self._rank
+        ]
+        return min(peer_failures, key=lambda failure: failure.time, default=None)
 
     def _first_in_store(self, store: Store) -> tuple[Failure | None, bool]:
         try:

@@ -21,7 +21,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.distillation.run import (
     DistillEvaluation,
     DistillRun,
-    Writing,
+    StudentSampling,
     prompt_alone,
 )
 from holdfast.training.engines import layout_of, open_engine, pad_token
@@ -30,7 +30,7 @@ from holdfast.training.other_models.server import ScoringServer
 from holdfast.training.other_models.teacher import Teacher, build_teacher
 from holdfast.training.policy.run import Sampler
 from holdfast.training.run import Setting
-from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, evaluation_sets, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, evaluation_sets, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.rows import (
     OpenedData,
@@ -72,7 +72,9 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     if config.rollout is not None:
         sampler = Sampler(open_engine(student, config.rollout))
         of_samples = objective_of_samples(config, evaluation.teacher)
-        run.writing = Writing(sampler, config.rollout, _sampling_seed(config, config.rollout), layout, of_samples)
+        run.writing = StudentSampling(
+            sampler, config.rollout, _sampling_seed(config, config.rollout), layout, of_samples
+        )
     return run
 
 
@@ -89,7 +91,7 @@ def build_distillation_evaluation(config: DistillConfig, base: Path, world: Worl
     return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))
 
 
-def _evaluation(config: DistillConfig, started: Started) -> DistillEvaluation:
+def _evaluation(config: DistillConfig, started: RunSetup) -> DistillEvaluation:
     student = build_model(started.setting, started.live, partial(_look_at_rows, config, started))
     teacher = build_teacher(student)
     sets = evaluation_sets(started, student, _BLIND)
@@ -127,7 +129,7 @@ def _beta(config: DistillConfig) -> float:
             return 0.0 if section.kind == "forward_kl" else 1.0
 
 
-def _look_at_rows(config: DistillConfig, started: Started, origin: Blueprint) -> None:
+def _look_at_rows(config: DistillConfig, started: RunSetup, origin: Blueprint) -> None:
     setting, data, ranks = started.setting, started.data, started.setting.ranks
     tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, setting, origin, data))
     of_sets = ranks.on_all_ranks(lambda: evaluation_tokenisers(setting, origin.tokenizer, data, _BLIND))

@@ -29,12 +29,12 @@ from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.fingerprints import mark_reward_models
 from holdfast.training.observe import load_function
 from holdfast.training.other_models.reference import NO_IMAGES, Reference, build_reference, following_of
-from holdfast.training.policy.ahead import Ahead
+from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
 from holdfast.training.run import Setting, ShardedModel
-from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
@@ -133,8 +133,8 @@ def build_policy_evaluation(
 def unreplayable_steps(config: GRPOConfig) -> str:
     """Return which of the steps that are kept cannot be made again, since no checkpoint will be; "" if all can."""
     section, keep = config.checkpoint, config.checkpoint.keep
-    whole = config.steps is not None and config.steps <= keep.last
-    if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or whole)):
+    keeps_all = config.steps is not None and config.steps <= keep.last
+    if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or keeps_all)):
         return ""
     saved = "by the clock alone" if section.every_steps is None else f"every {section.every_steps} steps"
     checkpoints = f"the last {keep.last}" + ("" if keep.every is None else f" and those of every {keep.every} steps")
@@ -145,7 +145,7 @@ def unreplayable_steps(config: GRPOConfig) -> str:
     )
 
 
-def _objective(config: GRPOConfig, started: Started) -> Objective:
+def _objective(config: GRPOConfig, started: RunSetup) -> Objective:
     if started.live.objective is not None:
         compares = getattr(started.live.objective, "needs_reference", False)
         for section in config.terms_of_ours():
@@ -158,11 +158,11 @@ def _objective(config: GRPOConfig, started: Started) -> Objective:
     return started.live.objective or setting.ranks.on_all_ranks(lambda: policy_objective(config, setting))
 
 
-def _ahead(config: GRPOConfig, sampler: Sampler) -> Ahead | None:
+def _ahead(config: GRPOConfig, sampler: Sampler) -> CompletionsAhead | None:
     if not config.rollout.max_staleness:
         return None
     assert isinstance(sampler.engine, AheadEngine)
-    return Ahead(sampler.engine, config)
+    return CompletionsAhead(sampler.engine, config)
 
 
 def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], RewardMatrix] | None:
@@ -178,7 +178,7 @@ def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], 
     return partial(user_advantages, function, name=section.path)
 
 
-def _sharded(config: GRPOConfig, started: Started, columns: Mapping[str, Sequence[str]] | None) -> ShardedModel:
+def _sharded(config: GRPOConfig, started: RunSetup, columns: Mapping[str, Sequence[str]] | None) -> ShardedModel:
     def look(origin: Blueprint) -> None:
         setting, ranks = started.setting, started.setting.ranks
         ranks.on_all_ranks(
@@ -231,7 +231,7 @@ def _reference(config: GRPOConfig, policy: ShardedModel, live: Live) -> Referenc
     return build_reference(policy, live, config.reference, why=f"kl.coefficient={coefficient:g}")
 
 
-def _prompt_sets(started: Started, sharded: ShardedModel, tokenise: Tokenise[Prompt]) -> tuple[PromptSet, ...]:
+def _prompt_sets(started: RunSetup, sharded: ShardedModel, tokenise: Tokenise[Prompt]) -> tuple[PromptSet, ...]:
     """Read this rank's share of the evaluation sets now, so that what is wrong with them shows before step 1.
 
     Raises:

@@ -123,9 +123,13 @@ def select(
     eligible = [fact for fact in facts if _eligible(fact, config, advantage)]
     if config.flat == "keep" or not eligible:
         return eligible
-    parts = {label: parts_of(eligible, label) for label in weights}
-    trained = np.array([[trained_tokens(each, config) > 0 for each in fact.completions] for fact in eligible])
-    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights, trained, lengths_of(eligible))
+    reward_parts = {label: parts_of(eligible, label) for label in weights}
+    trained = np.array(
+        [[trained_tokens(completion, config) > 0 for completion in fact.completions] for fact in eligible]
+    )
+    teaching = ~without_advantages(
+        advantage, rewards_of(eligible), reward_parts, weights, trained, lengths_of(eligible)
+    )
     return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
 
 

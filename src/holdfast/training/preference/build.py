@@ -25,7 +25,7 @@ from holdfast.training.other_models.reference import NO_IMAGES, Reference, build
 from holdfast.training.other_models.table import LOGPROB_COLUMN, TableInputs, with_table
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
 from holdfast.training.run import Setting, ShardedModel
-from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import preference_objective
 from holdfast.training.setup.model import image_side_of
@@ -67,7 +67,7 @@ def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> 
     return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))[0]
 
 
-def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
+def _evaluation(config: DPOConfig, started: RunSetup) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
     setting, data, live, ranks = started.setting, started.data, started.live, started.setting.ranks
     objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, setting))
@@ -99,7 +99,7 @@ def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluati
     return evaluation, tokenise
 
 
-def _look_at_rows(config: DPOConfig, started: Started, origin: Blueprint) -> None:
+def _look_at_rows(config: DPOConfig, started: RunSetup, origin: Blueprint) -> None:
     setting, ranks = started.setting, started.setting.ranks
     tokenise = ranks.on_all_ranks(
         lambda: preference_tokeniser(config, setting, origin.tokenizer, _images(config, origin))

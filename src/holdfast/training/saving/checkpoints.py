@@ -28,9 +28,9 @@ from holdfast.training import directory
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run, say
 from holdfast.training.saving.earlier_steps import go_on_from
-from holdfast.training.saving.emergency import Emergency, Moment, collect_together, meet_again, wait_for_all
+from holdfast.training.saving.emergency import EmergencySave, StepState, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
-from holdfast.training.saving.leases import Places, check_seen
+from holdfast.training.saving.leases import RunLeases, check_seen
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import start_from
@@ -47,7 +47,7 @@ class Checkpoints:
         self._storage = open_storage(directory.checkpoint_place(run.setting.directory, run.setting.config))
         self._ranks = RankGroup(self._config.timeout_minutes)
         self._session: Session | None = None
-        self._places = Places(run.setting.directory, self._storage, lambda words: say(run, words))
+        self._places = RunLeases(run.setting.directory, self._storage, lambda message: say(run, message))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._first_step = 0
@@ -84,7 +84,7 @@ class Checkpoints:
                 directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)
                 remove_leftovers(self._storage)
                 clean_exports(run.setting.directory / EXPORTS)
-            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
+            self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
         except BaseException as error:
@@ -148,12 +148,12 @@ class Checkpoints:
             still_seconds: In which nothing of it moves.
         """
         session = self.session
-        seen: tuple[str, int] | None = None
+        last_progress: tuple[str, int] | None = None
         deadline = time.monotonic() + still_seconds
         while session.status == "running":
-            place = (session.phase, session.storage.moved_bytes)
-            if place != seen:
-                seen, deadline = place, time.monotonic() + still_seconds
+            progress = (session.phase, session.storage.moved_bytes)
+            if progress != last_progress:
+                last_progress, deadline = progress, time.monotonic() + still_seconds
             if time.monotonic() > deadline:
                 session.abandon()
                 print(f"warning: the save in flight hangs in phase {session.phase!r} and is given up", flush=True)
@@ -187,11 +187,11 @@ class Checkpoints:
         run = self._run
         if not has_checkpoints:
             self._check_not_lost()
-        where = (run, self._storage, self._ranks, self.session.run_id)
-        restored, own = go_on_from(*where, has_checkpoints=has_checkpoints)
+        source = (run, self._storage, self._ranks, self.session.run_id)
+        restored, is_same_run = go_on_from(*source, has_checkpoints=has_checkpoints)
         if restored is not None:
             self._first_step = run.trained.state.step
-            if own:
+            if is_same_run:
                 self.session.resumed = restored.manifest
             else:
                 self._deviations = (f"a branch of run {restored.manifest.run_id} ({restored.manifest.hash})",)
@@ -240,9 +240,9 @@ class Checkpoints:
             return None
         name, options = step_name(newest.step), ["--adapter"] if TRAINED in newest.contents else []
         options += ["--trust-remote-code"] if self._run.setting.config.model.trust_remote_code else []
-        place = self._run.setting.directory / EXPORTS / name
+        output = self._run.setting.directory / EXPORTS / name
         return shlex.join(
-            ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(place)]
+            ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(output)]
         )
 
     @property
@@ -288,7 +288,7 @@ class Checkpoints:
             self._check_place()
             run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            snapshot = self._contents.snapshot(Moment.now(run), run.setting.ranks)
+            snapshot = self._contents.snapshot(StepState.now(run), run.setting.ranks)
             self.session.save(snapshot, run.trained.state.step, wait=wait, metrics=plain, **self._about())
 
     def _about(self) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Checkpoints:
         """
         return self._emergency.save()
 
-    def _save_in_emergency(self, moment: Moment, ranks: RankGroup) -> Manifest | None:
+    def _save_in_emergency(self, moment: StepState, ranks: RankGroup) -> Manifest | None:
         self._run.trained.host_offload.restore_for_good()  # the main thread may be in a rollout, and go on with it
         if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
@@ -345,11 +345,11 @@ class Checkpoints:
     def _wait_for_save(self) -> None:
         wait_for_all(self._run.setting.ranks, self.session, self._config.timeout_minutes)
 
-    def collect(self, then: str = "Training goes on") -> list[Saved]:
+    def collect(self, consequence: str = "Training goes on") -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.
 
         Args:
-            then: What follows a failure that is allowed, in words.
+            consequence: What follows a failure that is allowed, in words.
 
         Raises:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
@@ -368,8 +368,8 @@ class Checkpoints:
             self._failures += 1
             if self._failures > self._config.max_failures:
                 raise
-            left = self._config.max_failures - self._failures
-            say(self._run, f"warning: {error} {then}; {left} more failures in a row are allowed.")
+            remaining = self._config.max_failures - self._failures
+            say(self._run, f"warning: {error} {consequence}; {remaining} more failures in a row are allowed.")
             return []
         if saved is None:
             return []

@@ -30,7 +30,7 @@ from holdfast.models.files.loading import StoredSource
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run
-from holdfast.training.saving.emergency import Moment
+from holdfast.training.saving.emergency import StepState
 from holdfast.training.saving.exports import describe_adapters
 from holdfast.training.saving.parents import parent_of
 
@@ -48,7 +48,7 @@ class Contents:
             later=run.trained.unfreezing.names,
         )
         self._companions = run.beside
-        self._beside = {name: each.held() for name, each in self._companions.items()}
+        self._beside = {name: companion.held() for name, companion in self._companions.items()}
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -63,17 +63,17 @@ class Contents:
             for name, tensors in self._beside.items()
         }
 
-    def snapshot(self, moment: Moment, ranks: RankGroup) -> Snapshot:
+    def snapshot(self, moment: StepState, ranks: RankGroup) -> Snapshot:
         """Return all of it as it stands at a moment between two steps; all ranks call this together."""
         run = self._run
-        own = take(
+        snapshot = take(
             self.tensors,
             self.optimizer,
             shared=moment.shared(ranks),
             assets=run_assets(run) if run.setting.world.is_first else {},
             random_then=moment.random,
         )
-        return self._with_beside(own)
+        return self._with_beside(snapshot)
 
     def outline(self) -> Outline:
         """Return shape, dtype and trained flag of every tensor, by name."""
@@ -87,10 +87,10 @@ class Contents:
         """
         return self._with_beside(take(self.tensors, self.optimizer, random_then=random_then), random_then)
 
-    def _with_beside(self, own: Snapshot, random_then: RandomState | None = None) -> Snapshot:
+    def _with_beside(self, snapshot: Snapshot, random_then: RandomState | None = None) -> Snapshot:
         companions = self.beside().items()
         return with_companions(
-            own,
+            snapshot,
             {name: take(tensors, optimizer, random_then=random_then) for name, (tensors, optimizer) in companions},
         )
 

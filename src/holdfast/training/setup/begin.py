@@ -65,7 +65,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Started:
+class RunSetup:
     """What every kind of run begins with."""
 
     setting: Setting
@@ -74,7 +74,7 @@ class Started:
     observers: tuple[Observer, ...]
 
 
-def begin(setting: Setting, live: Live) -> Started:
+def begin(setting: Setting, live: Live) -> RunSetup:
     """Check the directory, load observers and open the rows.
 
     Raises:
@@ -89,17 +89,17 @@ def begin(setting: Setting, live: Live) -> Started:
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))
     ranks.on_all_ranks(lambda: check_batch(config, data, setting.world.size))
-    return Started(setting, live, data, observers)
+    return RunSetup(setting, live, data, observers)
 
 
-def begin_evaluation(setting: Setting) -> Started:
+def begin_evaluation(setting: Setting) -> RunSetup:
     """Open the rows; those of training only if a validation split is cut from them.
 
     Raises:
         UserError: As `begin`.
     """
     training = setting.config.data.validation_split > 0
-    return Started(setting, Live(), setting.ranks.first_rank_first(lambda: open_data(setting, training=training)), ())
+    return RunSetup(setting, Live(), setting.ranks.first_rank_first(lambda: open_data(setting, training=training)), ())
 
 
 def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Run:
@@ -121,7 +121,7 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     return run_of(started, evaluation, stream)
 
 
-def run_of(started: Started, evaluation: Evaluation, stream: BatchStream[Any, Any]) -> Run:
+def run_of(started: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any]) -> Run:
     """Give a model what training needs, in its evaluation too; all ranks call this together.
 
     Raises:
@@ -177,7 +177,7 @@ def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
     return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))
 
 
-def _evaluation(config: SFTConfig, started: Started) -> Evaluation:
+def _evaluation(config: SFTConfig, started: RunSetup) -> Evaluation:
     setting, live, ranks = started.setting, started.live, started.setting.ranks
     objective = live.objective or ranks.on_all_ranks(lambda: supervised_objective(config.objective, setting))
     sharded = build_model(setting, live, partial(look_at_rows, config, started))
@@ -187,7 +187,7 @@ def _evaluation(config: SFTConfig, started: Started) -> Evaluation:
     return Evaluation(sharded=sharded, objective=objective, sets=sets)
 
 
-def look_at_rows(config: TrainingConfig, started: Started, origin: Blueprint) -> None:
+def look_at_rows(config: TrainingConfig, started: RunSetup, origin: Blueprint) -> None:
     """Make sequences of the first rows of a run that is trained on their answers; all ranks call this together.
 
     Raises:
@@ -206,7 +206,7 @@ def look_at_rows(config: TrainingConfig, started: Started, origin: Blueprint) ->
     check_first_rows(setting, data, *setting.ranks.on_all_ranks(tokenisers), sees=sees)
 
 
-def evaluation_sets(started: Started, sharded: ShardedModel, images: ImageSide | str) -> tuple[EvaluationSet, ...]:
+def evaluation_sets(started: RunSetup, sharded: ShardedModel, images: ImageSide | str) -> tuple[EvaluationSet, ...]:
     """Return the evaluation sets of a model that is measured on the answers of rows; all ranks call this together.
 
     Raises:
@@ -247,12 +247,12 @@ def build_model(setting: Setting, live: Live, look: Callable[[Blueprint], None])
 
 
 def _observers(setting: Setting, live: Live) -> tuple[Observer, ...]:
-    named = [Observer(path, load_function(path, setting.base, "observers")) for path in setting.config.observers]
+    configured = [Observer(path, load_function(path, setting.base, "observers")) for path in setting.config.observers]
     live_observers = (
         Observer(f"{getattr(function, '__name__', 'observer')} ({number})", function)
         for number, function in enumerate(live.observers)
     )
-    return (*named, *live_observers)
+    return (*configured, *live_observers)
 
 
 def _needs_its_end(config: TrainingConfig) -> bool:

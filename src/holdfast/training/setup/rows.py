@@ -72,10 +72,10 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
     config, base = setting.config, setting.base
     keyed = config.data.sources_by_key() if training else {}
     sections = list(keyed.values())
-    made = task_rows(config)
+    task = task_rows(config)
     if rows is None:
         keep_bad = config.data.on_bad_row == "skip"
-        sources = [open_source(section, base, made, keep_bad=keep_bad, key=key) for key, section in keyed.items()]
+        sources = [open_source(section, base, task, keep_bad=keep_bad, key=key) for key, section in keyed.items()]
     else:
         sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
     formats: dict[str, RowFormat] = {
@@ -83,7 +83,7 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
     }
     _refuse_same_names([source.name for source in sources])
     evaluation = {
-        name: open_source(section, base, made, key=f"evaluation.sets.{name}")
+        name: open_source(section, base, task, key=f"evaluation.sets.{name}")
         for name, section in config.evaluation.sets.items()
     }
     evaluation_formats = {name: section.rows for name, section in config.evaluation.sets.items()}
@@ -227,8 +227,10 @@ class _SkippedRows:
             return
         self.reasons.add(reason)
         more = len(self.reasons) > _NAMED
-        words = "further bad rows are skipped; data/bad_rows counts them" if more else f"a bad row is skipped: {reason}"
-        self.log.messages.append(f"warning: {words}")
+        sentence = (
+            "further bad rows are skipped; data/bad_rows counts them" if more else f"a bad row is skipped: {reason}"
+        )
+        self.log.messages.append(f"warning: {sentence}")
 
 
 def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
