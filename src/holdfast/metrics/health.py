@@ -62,7 +62,7 @@ Alarm = Callable[[Past], str | None]
 
 
 class Health:
-    """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for a while.
+    """Checks each step's metrics and raises alarms; an alarm is not repeated for a while.
 
     Args:
         vocabulary: Tokens that the model tells apart; None where nothing is compared with guessing one.

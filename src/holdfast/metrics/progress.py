@@ -1,4 +1,4 @@
-"""What one sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Lines:
 
 
 class LoggedDisplay:
-    """Another display whose steps also become lines elsewhere, whatever it shows of them.
+    """A display whose steps are also written as lines elsewhere.
 
     Args:
         shown: What people see.
@@ -291,7 +291,7 @@ _SHORTEST_BAR, _LONGEST_BAR = 8, 24
 
 
 def fitted_frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool, width: int) -> Frame:
-    """Return what of a bar's line fits into a width.
+    """Return the parts of a bar's line that fit into a width.
 
     The step stands there always. What else there is comes by rank: the first number, the time left, the second number,
     the bar, the third number, the time since the start, and the others, up to the first that has no room.

@@ -40,10 +40,10 @@ class Sink(Protocol):
 
 
 class TrackerProcesses(Protocol):
-    """The trackers of a run, each a process that the run does not depend on."""
+    """The experiment trackers of a run, each in a process that cannot stop the run."""
 
     def news(self) -> list[str]:
-        """Return what became of them since the last call."""
+        """Return messages about the trackers since the last call."""
 
     def close(self, status: str) -> list[str]:
         """End them; return what they could not send. The status is `finished` or `failed`."""
@@ -93,7 +93,7 @@ class JsonlSink:
 
 
 def cut_torn_line(path: Path) -> int:
-    """Cut what follows the last whole line, and return the size that is left."""
+    """Truncate a file after its last whole line, and return its size."""
     with RegularFile(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:  # from the end: the file of a long run has gigabytes

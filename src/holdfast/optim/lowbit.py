@@ -38,7 +38,7 @@ _CUT = 2**16
 
 
 def round_evenly(average: Tensor, exact: Tensor, position: float) -> None:
-    """Round to the dtype of an average: up where the part that is cut off, plus the fraction of `place`, reaches 1.
+    """Round to the dtype of an average: up where the part that is cut off, plus the fraction of `position`, reaches 1.
 
     Args:
         average: Overwritten.
@@ -55,7 +55,7 @@ def round_evenly(average: Tensor, exact: Tensor, position: float) -> None:
 
 
 class HyperParameters(TypedDict, total=False):
-    """What an AdamW is given besides parameters, where it is not what it usually is."""
+    """Hyper-parameters of AdamW that are not at their defaults."""
 
     lr: float
     betas: tuple[float, float]
@@ -234,7 +234,7 @@ def _update(
 
 
 def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a moment stands for; `to` alone would give a quantised one another face."""
+    """Return the values of a moment; `to` alone would only change the dtype that a quantised tensor reports."""
     return (moment.dequantize() if hasattr(moment, "__tensor_flatten__") else moment).to(dtype)
 
 

@@ -43,7 +43,7 @@ class Stack(NamedTuple):
         return stacked.reshape(self.experts, -1, stacked.shape[-1])
 
     def together(self, matrices: Tensor) -> Tensor:
-        """Return what `apart` was given."""
+        """Undo `apart`."""
         if self.by_columns:
             return matrices.permute(1, 2, 0).reshape(matrices.shape[1], -1)
         return matrices.reshape(-1, matrices.shape[-1])

@@ -118,7 +118,7 @@ class Unfreezing:
 
     @property
     def names(self) -> frozenset[str]:
-        """All that is frozen at first."""
+        """The names of all parameters that are frozen at first."""
         return frozenset(name for stage in self.stages for name in stage.names)
 
     def changing(self, step: int) -> list[Stage]:
@@ -128,7 +128,7 @@ class Unfreezing:
         ]
 
     def set_step(self, step: int) -> None:
-        """Train what is trained after so many steps.
+        """Set `requires_grad` and the groups as they are after so many steps.
 
         No unit of the model may be gathered: what is gathered keeps the flags it was gathered with.
         """
@@ -146,7 +146,7 @@ class Unfreezing:
 
     @contextmanager
     def as_after(self, step: int, current_step: int) -> Iterator[None]:
-        """Look within the block as after a later step, to try what will be; nothing is computed meanwhile."""
+        """Set the trained parameters within the block as after a later step; nothing is computed meanwhile."""
         self.set_step(step)
         try:
             yield

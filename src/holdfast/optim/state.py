@@ -130,7 +130,7 @@ class CollectedState:
             slots |= {f"{key}{BETWEEN}{component}": tensor for component, tensor in components.items()}
 
     def state(self, groups: tuple[GroupState, ...]) -> OptimizerState:
-        """Return all of it."""
+        """Return the collected optimizer state."""
         return OptimizerState(qualified_name(self.optimizer), groups, self.tensors, self.values, self.wrapped)
 
 
@@ -279,7 +279,7 @@ def tagged(value: Any, label: str, optimizer: Optimizer) -> Any:
 
 
 def separated(value: Tensor, label: str, optimizer: Optimizer) -> tuple[Wrapped, dict[str, Tensor]]:
-    """Return what a quantised tensor is, and its parts.
+    """Split a quantised tensor into a record of its class and its inner tensors.
 
     Raises:
         UnsavableOptimizer: It cannot be taken apart.
@@ -294,7 +294,7 @@ def separated(value: Tensor, label: str, optimizer: Optimizer) -> tuple[Wrapped,
 
 
 def _check_sharding(value: Tensor, parameter: Tensor, label: str, optimizer: Optimizer) -> None:
-    """Refuse a tensor that would not come back as it is.
+    """Refuse a tensor that could not be restored as it is.
 
     Raises:
         UnsavableOptimizer: It is one shard that nothing says is one, or a part of a sum.

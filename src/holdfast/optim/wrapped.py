@@ -68,7 +68,7 @@ class InnerTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What a tensor is besides its parts; the same on every rank."""
+    """The class, shape and settings of a quantised tensor, without its inner tensors; the same on every rank."""
 
     kind: str
     """Qualified name of its class, one of LISTED."""
@@ -164,7 +164,7 @@ def torchao_module(name: str, subject: str) -> Any:
 
 
 def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
-    """Return what a tensor is, and its parts as they are stored; they share its memory.
+    """Return a record of a tensor's class and its inner tensors as they are stored; they share its memory.
 
     Raises:
         NotSeparable: Its class is not listed, or its blocks do not end where shards do.

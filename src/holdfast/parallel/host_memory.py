@@ -37,7 +37,7 @@ class _Offloaded(NamedTuple):
 
 @dataclass
 class HostOffload:
-    """What is offloaded to host memory, by the name of its part."""
+    """Tensors that are offloaded to host memory, under the labels by which they are restored."""
 
     parts: set[str] = field(default_factory=set)
     """The parts of which something is in host memory."""
@@ -70,7 +70,7 @@ class HostOffload:
                 storage.resize_(0)
 
     def restore(self, *labels: str) -> None:
-        """Bring these parts back, all where none is named; every bit is as it was."""
+        """Restore the tensors under these labels, or all of them without labels, bit for bit."""
         with self._lock:
             for label in labels or tuple(self._offloaded):
                 offloaded = self._offloaded.get(label, [])
@@ -82,7 +82,7 @@ class HostOffload:
                 self.parts.discard(label)
 
     def restore_for_good(self) -> None:
-        """Bring everything back, for good: another thread reads it, or may."""
+        """Restore everything and offload nothing again, since another thread may read it."""
         with self._lock:
             self._closed = True
             self.restore()
@@ -154,7 +154,7 @@ def common_bytes(policy: nn.Module, ranks: RankGroup, dtype: torch.dtype) -> int
 
 
 def _shareable(holdings: Mapping[str, Holding], dtype: torch.dtype) -> dict[str, DTensor]:
-    """Return what is parted among ranks on the CPU, and used in the dtype in which it is trained."""
+    """Return the CPU tensors that are sharded and computed in the dtype in which they are stored."""
     return {
         name: tensor
         for name, tensor in holdings.items()

@@ -114,7 +114,7 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
 
 
 def forget_meshes() -> None:
-    """Let go of all meshes: each keeps its groups, and each of those keeps sockets and threads."""
+    """Drop all device meshes, which keep process groups, and with them sockets and threads, alive."""
     _meshes.clear()
 
 

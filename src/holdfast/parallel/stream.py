@@ -150,7 +150,7 @@ def owners_of(tensor: DTensor) -> list[int]:
 
 
 def rows_at(tensor: DTensor, index: int, count: int) -> slice:
-    """Return the rows of the shard at a place of `count`, as torch deals them: all of one length but the last ones."""
+    """Return the rows of shard `index` of `count`; as in torch, all shards but the last have the same length."""
     most, total = -(-tensor.shape[0] // count), tensor.shape[0]
     return slice(min(index * most, total), min((index + 1) * most, total))
 

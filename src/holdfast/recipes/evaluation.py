@@ -114,5 +114,5 @@ def _check_weights(setting: Setting) -> tuple[str, dict[str, Any]]:
 
 
 def scored_nothing(config: TrainingConfig, metrics: Mapping[str, float]) -> bool:
-    """Say whether completions were to be scored, and not one of them was."""
+    """Return whether completions should have been scored and none was."""
     return isinstance(config, GRPOConfig) and not any(name.endswith("/accuracy") for name in metrics)

@@ -67,7 +67,7 @@ class StopRequests:
         self._drill = threading.Event()
 
     def __enter__(self) -> StopRequests:
-        """Catch signals until the block ends."""
+        """Install the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._note)
@@ -76,7 +76,7 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give signals back to whoever had them."""
+        """Restore the earlier signal handlers."""
         leaves = self._speaks_first and kind is not None and issubclass(kind, Exception)
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if leaves and number == signal.SIGTERM else handler)
@@ -115,7 +115,7 @@ class StopRequests:
 
     @property
     def asked(self) -> StopReason | None:
-        """What this rank knows of; a signal first."""
+        """The reason to stop that this rank knows of; a signal comes before the clock."""
         if self.reason is not None:
             return StopReason(f"stopped by {self.reason}", by_signal=True)
         over = self._over()

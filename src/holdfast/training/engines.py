@@ -211,7 +211,7 @@ def stop_tokens(origin: Blueprint) -> list[int]:
 
 
 def pad_token(tokenizer: Any) -> int:
-    """Return a token to fill gaps with; what it is never matters, gaps are not read."""
+    """Return the padding token; any token will do, since padding is not read."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)

@@ -85,7 +85,7 @@ def identity(
 
 
 def _later_keys(config: TrainingConfig) -> dict[str, str]:
-    """Return what earlier versions had no key for, where it is not as it was there: their checkpoints go on."""
+    """Return settings that earlier versions lacked, if not at the default, so that old checkpoints match."""
     values: dict[str, str] = {}
     if config.data.on_bad_row != "stop":
         values["data.on_bad_row"] = config.data.on_bad_row
@@ -184,7 +184,7 @@ def _has_reference(config: TrainingConfig) -> bool:
 
 
 def weights_fingerprint(origin: Blueprint, seed: int) -> str:
-    """Return what tells the weights of a model's directory from others.
+    """Return a fingerprint of the weights in a model's directory.
 
     A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
     weights it is another run.
@@ -209,7 +209,7 @@ def adapter_fingerprint(setting: ConfiguredRun) -> str:
 
 
 def changed_fingerprints(saved: Identity, current: Identity) -> dict[str, list[str]]:
-    """Return what changed, by kind; what a checkpoint of an earlier version does not know has not."""
+    """Return the changed names by kind; names that earlier versions did not record do not count as changed."""
     changes = {}
     for kind, values in current.items():
         before = saved.get(kind, {})
@@ -328,7 +328,7 @@ _TEXTS = {".json", ".jinja", ".model", ".txt", ".bin"}
 
 
 def is_new(name: str) -> bool:
-    """Say whether earlier versions did not look at this: their checkpoints say nothing of it."""
+    """Return whether earlier versions did not record this name, so that their checkpoints lack it."""
     return IMPORTS in name or name.startswith(REWARD_MODEL)
 
 

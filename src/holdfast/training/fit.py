@@ -113,7 +113,7 @@ class _Loop:
     evaluated_at: int = -1
 
     def __post_init__(self) -> None:
-        """Open what sees the steps from outside."""
+        """Open the profiler."""
         self.profiler = StepProfiler(self.run.setting)
 
     def run_to_end(self) -> str | None:
@@ -133,7 +133,7 @@ class _Loop:
         return stopped
 
     def _has_ended(self) -> bool:
-        """Say so where the run stands at its end already."""
+        """Return whether the run has already ended, and print why."""
         if self._owes_evaluation():
             return False
         run_directory, step, reason = self.run.setting.directory, self.run.trained.state.step, reason_to_end(self.run)

@@ -176,7 +176,7 @@ class Journal:
             sink.write(step, line)
 
     def _warn(self, step: int, line: Mapping[str, float], alarms: Mapping[str, str]) -> None:
-        """Print and note what looks wrong."""
+        """Print the alarms of a step and append them to events.jsonl."""
         if self._health is None:
             return
         for alarm, sentence in alarms.items():
@@ -199,7 +199,7 @@ class Journal:
             return {}
 
     def _tell(self) -> None:
-        """Print and write what the step left to be told."""
+        """Print the messages and write the samples that the step left in the log."""
         run = self._run
         peaks = run.setting.log.peaks
         if news := peaks.news():

@@ -102,7 +102,7 @@ class PhasePeaks:
             self._note(name, peak)
 
     def note_load(self) -> None:
-        """Take what was until now as the peak of what comes before the first step: the model, checks, the rehearsal."""
+        """Record the peak so far as that of loading: the model, its checks and the rehearsal."""
         self._note("load", self.largest if _on_device() else _resident_peak())
 
     def news(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ _MOST_ALLOCATIONS = 100_000
 
 
 class StepProfiler:
-    """Sees the steps that `profile.steps` names; does nothing in a run that has no such section."""
+    """Profiles the steps in `profile.steps`; does nothing in a run without that section."""
 
     def __init__(self, setting: Setting) -> None:
         section = setting.config.profile
@@ -29,7 +29,7 @@ class StepProfiler:
         self._cuda = setting.world.device.type == "cuda"
 
     def before(self, step: int) -> None:
-        """Begin, if this is the first step that is seen, or the run was started again within them."""
+        """Start the profiler at the first step to profile, or if the run was resumed within these steps."""
         if self._profile is not None or not self._first <= step <= self._last:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]

@@ -68,7 +68,7 @@ class ConfiguredRun:
         return run_directory(self.config)
 
     def with_sections(self, **sections: Section) -> Self:
-        """Return the same with other sections of the configuration."""
+        """Return a copy with some sections of the configuration replaced."""
         return replace(self, config=self.config.model_copy(update=sections))
 
 
@@ -191,7 +191,7 @@ class Trained(ShardedModel):
     """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
 
     def unfreeze(self, step: int) -> None:
-        """Train what a run trains that has made so many steps, and no more; all ranks call this at the same step.
+        """Set which parameters are trained after so many steps; all ranks call this at the same step.
 
         It belongs to the end of a step, not to the beginning of the next: a checkpoint of a step always holds the same.
         """

@@ -87,7 +87,7 @@ def _as_state(ending: Mapping[str, Any]) -> RunState:
 
 
 def _holder(lease: Path) -> dict[str, Any]:
-    """Return who holds a run's directory; empty where the lease was given back or nobody ever had one."""
+    """Return the holder of a run's lease; empty if the lease was released or never taken."""
     try:
         values = parse_json(read_bytes(lease) or b"{}")
     except (FileNotFoundError, ValueError):

@@ -148,7 +148,7 @@ def _update(
 
 
 def _end_step(trained: Trained) -> None:
-    """Count a step, and do what belongs to its end, so that a checkpoint of it holds what came of it."""
+    """Count a step, unfreeze parameters and let the reference follow, before a checkpoint can be taken."""
     following, step = trained.following, trained.state.step + 1
     due = following is not None and following.is_due(step)
     trained.updating |= due  # from here on, and until it has followed, the reference is of another step than the count

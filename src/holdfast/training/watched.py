@@ -109,7 +109,7 @@ def watch_metric(run: Run, line: Mapping[str, float], *, due: bool = False, stop
 
 
 def owe(run: Run, line: Mapping[str, float]) -> None:
-    """Take the numbers of a step before its evaluation, which takes its own: an error may come between."""
+    """Watch the numbers of a step, and note that its evaluation is owed in case an error comes before it."""
     watch_metric(run, line)
     if any(_is_evaluated(section.metric) for _, section in _followed(run)):
         run.trained.state.watched[OWED] = 1.0
@@ -149,7 +149,7 @@ def _warn_of_missing(run: Run, names: list[str], line: Mapping[str, float]) -> N
 
 
 def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
-    """Lower the rate where its metric has not improved for long enough; then it has `cooldown` measurements' rest."""
+    """Lower the rate if its metric has stopped improving; the next `cooldown` measurements are not counted."""
     state, cooldown = trained.state, int(trained.state.watched.get(f"{PLATEAU}/resting", 0))
     standing = after(schedule, standing_of(state, PLATEAU, schedule), value)
     if cooldown:

@@ -120,7 +120,7 @@ class FailureChannel:
         self._maybe_die(f"save: {name}")
 
     def late_in_background(self, phase: str) -> str:
-        """Return words about the ranks that a save waited for in vain; empty if all came meanwhile.
+        """Describe the ranks that a save waited for in vain; empty if all arrived meanwhile.
 
         A rank that has stopped answering is reported to all, since no training step can go on without it.
         """
@@ -345,7 +345,7 @@ _GIVEN_UP = ", given up"
 
 
 class SaveNotes:
-    """One rank's notes, and a way to look at the others'.
+    """Notes of the ranks' background saves, through which a rank finds those that are late.
 
     Args:
         rank: Own number.
@@ -385,5 +385,5 @@ class SaveNotes:
 
 
 def given_up(phase: str) -> str:
-    """Return the note of a rank that waits in a phase no longer."""
+    """Return the note of a rank that has given up waiting in a phase."""
     return phase + _GIVEN_UP

@@ -25,7 +25,7 @@ def timed_out(error: BaseException) -> bool:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Return whether this very error does, whatever was handled on the way to it."""
+    """Return whether this error itself, not one it was raised from, says that another rank is gone."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _BROKEN_COLLECTIVE.search(str(error)) is not None

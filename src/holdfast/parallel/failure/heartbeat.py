@@ -26,7 +26,7 @@ MISSED_BEATS = 3
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a rank said last."""
+    """The last known position and state of a rank."""
 
     rank: int
     step: int | None
@@ -44,7 +44,7 @@ class Whereabouts:
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     def place(self) -> str:
-        """Return where it was in the run, with a space before it; empty if it never said."""
+        """Return the phase and the step of the rank, with a leading space; empty if it reported none."""
         phase_note = f" in phase {self.phase!r}" if self.phase else ""
         return phase_note + (f" at step {self.step}" if self.step is not None else "")
 
@@ -80,7 +80,7 @@ class Sightings:
         self.store_at = timestamp
 
     def forgive(self, seconds: float) -> None:
-        """Take time off everybody's silence in which this process itself did not run."""
+        """Subtract the time in which this process itself did not run from every rank's silence."""
         self._heard_at = {rank: at + seconds for rank, at in self._heard_at.items()}
         self.store_at = None if self.store_at is None else self.store_at + seconds
 
@@ -134,13 +134,13 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Stop beating."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
 
     def leave(self) -> None:
-        """Say that this rank is nowhere any more; after `stop`."""
+        """Note that this rank has left the run; called after `stop`."""
         self._board.write(f"beat-rank-{self._rank}", "0|||")
 
     def _beat(self) -> None:
@@ -277,7 +277,7 @@ class SilenceWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stop.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class NoteBoard:
-    """One rank's way to the notes.
+    """Reads and writes notes in the store that all ranks share.
 
     Args:
         store: Shared by all ranks.
@@ -38,7 +38,7 @@ class NoteBoard:
         self._own: Store | None = None
 
     def write(self, name: str, text: str) -> None:
-        """Leave a note in the place of an earlier one; one that cannot be left is dropped."""
+        """Write a note over an earlier one; a note that cannot be written is dropped."""
         with contextlib.suppress(OSError, RuntimeError):
             if self._directory is not None:
                 staging = self._directory / f".{name}.{os.getpid()}"

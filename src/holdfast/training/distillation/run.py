@@ -69,7 +69,7 @@ class DistillRun:
 
 
 def completed(run: DistillRun, writing: StudentSampling, mini_batch: MiniBatch) -> MiniBatch:
-    """Put the student's completions in the place of answers; all ranks call this together.
+    """Replace the answers of rows by the student's completions; all ranks call this together.
 
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.

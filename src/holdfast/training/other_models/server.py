@@ -36,7 +36,7 @@ _DRIFT = 0.1
 
 
 class Role(NamedTuple):
-    """What the model behind an endpoint is to the run, in words of the user's."""
+    """The role of the model behind an endpoint, in the user's terms."""
 
     section: str
     """Its name in the configuration."""
@@ -47,7 +47,7 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """A text, and what the endpoint said of it before step 1."""
+    """A text and its log-probabilities from the endpoint before step 1."""
 
     tokens: tuple[int, ...]
     logprobs: NDArray[np.float64]
@@ -157,7 +157,7 @@ class ScoringServer:
 
 
 class ConnectedServer(NamedTuple):
-    """A server before step 1."""
+    """A scoring server that was checked before step 1."""
 
     server: ScoringServer
     compared: bool
@@ -265,7 +265,7 @@ def _vocabulary(trained: ShardedModel, *, samples: bool) -> int:
 
 
 def _check_vocabulary(server: CompletionServer, size: int, longest: int, role: Role) -> None:
-    """See that the endpoint knows the last token of a vocabulary, and others from all over it.
+    """Check that the endpoint knows the last token of the vocabulary and others spread over it.
 
     Raises:
         ModelError: The endpoint refuses these tokens.

@@ -61,7 +61,7 @@ class ReferenceTable:
     """[S] of their trained tokens, summed"""
 
     def logprob(self, example: Example) -> float | None:
-        """Return the number of a sequence; None if it is not there."""
+        """Return the log-probability of a sequence's answer; None if the table does not have it."""
         high, low = _key(example)
         row = int(np.searchsorted(self.keys[:, 0], np.uint64(high)))
         while row < len(self.keys) and int(self.keys[row, 0]) == high:
@@ -80,7 +80,7 @@ def _key(example: Example) -> tuple[int, int]:
 
 
 def with_reference(tokenise: Tokenise[Example], table: ReferenceTable, path: Path) -> Tokenise[Example]:
-    """Return the same function, whose sequences carry what the table says of them.
+    """Wrap a tokenising function so that its sequences carry the log-probabilities of the table.
 
     The whole sum stands at the first trained token: nothing reads it token by token.
     """
@@ -130,7 +130,7 @@ def tabulate(run: ShardedModel, reference: Reference, streams: Iterable[SampleSt
 
 
 def save_table(table: ReferenceTable, path: Path, about: Mapping[str, str]) -> None:
-    """Write a table and what it was made of, whole or not at all.
+    """Write a table and the hashes of its inputs atomically.
 
     Raises:
         ConfigError: The place cannot be written.
@@ -195,7 +195,7 @@ def _hash(table: ReferenceTable) -> str:
 
 @dataclass(frozen=True)
 class TableInputs:
-    """What a table of the reference's numbers is made from, and looked up by."""
+    """The inputs that a table of reference log-probabilities is computed from."""
 
     config: DPOConfig
     measured: ShardedModel

@@ -22,7 +22,7 @@ from holdfast.types import Finish
 
 
 class CompletionsAhead:
-    """What is on its way; behind `training/run.py: AheadOfStep`."""
+    """Completions of the next step that are being sampled; implements `AheadOfStep` of `training/run.py`."""
 
     def __init__(self, engine: AheadEngine, config: GRPOConfig) -> None:
         self._engine, self._config = engine, config
@@ -55,7 +55,7 @@ class CompletionsAhead:
         return self.flight
 
     def end(self, taken: int) -> list[str]:
-        """Note that the step's completions have come; return what to tell of those of a checkpoint that nobody took.
+        """Note that all completions of the step arrived; return a message if some from a checkpoint were not used.
 
         Args:
             taken: Completions of the checkpoint that ranks took, all together.
@@ -70,7 +70,7 @@ class CompletionsAhead:
         ]
 
     def finished(self) -> Callable[[], list[dict[str, Any]]]:
-        """Return what tells the completions that this rank has of the next step; it may be asked later."""
+        """Return a function that lists this rank's finished completions of the next step; it may be called later."""
         flight, restored, prompts = self.flight, self._restored, self._prompts
         mark = self._mark()
         if flight is None:
@@ -78,7 +78,7 @@ class CompletionsAhead:
         return lambda: [_as_plain(sampled, prompts[sampled.request_id], mark) for sampled in flight.finished()]
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a checkpoint has of the next step, from all ranks."""
+        """Restore the completions of the next step, of all ranks, from a checkpoint."""
         mark = self._mark()
         marked = [record for record in saved if record["mark"] == mark]
         self.flight, self._restored = (
@@ -95,7 +95,7 @@ class CompletionsAhead:
         return [_as_plain(longest, "0" * 32, self._mark())] * (self._config.data.batch_size * rollout.group_size)
 
     def _mark(self) -> str:
-        """Return what decides a completion besides weights and prompt: after a change of it none is taken over."""
+        """Return a hash of the settings that decide a completion; saved completions with another hash are discarded."""
         config = self._config
         sampling = config.rollout.model_dump(include={*SamplingConfig.model_fields, "seed"})
         return xxhash.xxh3_64_hexdigest(json.dumps([config.seed, sampling], sort_keys=True).encode())

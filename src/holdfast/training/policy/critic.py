@@ -89,7 +89,7 @@ def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
 
 
 def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:
-    """Compare what each token is called.
+    """Compare the vocabularies of the policy and the critic.
 
     Raises:
         ModelError: Critic and policy disagree on a token.
@@ -118,7 +118,7 @@ def _token_text(tokens: dict[int, Any], number: int) -> str:
 
 @contextmanager
 def _errors_of_critic() -> Iterator[None]:
-    """Say of an error that it is about the critic: its keys have other names than the policy's."""
+    """Say in errors that they are about the critic, whose configuration keys are not those of the policy."""
     try:
         yield
     except (ConfigError, ModelError, PlanError) as error:
@@ -129,7 +129,7 @@ _Numbers = NDArray[np.float64]
 
 
 class _Estimates(NamedTuple):
-    """What the critic makes of the chosen tokens of a micro-batch, [N] each."""
+    """Advantages, returns and values of the scored tokens of a micro-batch, [N] each."""
 
     advantages: _Numbers
     returns: _Numbers
@@ -191,7 +191,7 @@ def with_values(
 
 
 def _metrics(run: PolicyRun, estimates: Sequence[_Estimates]) -> dict[str, float]:
-    """Return how well the critic knew what was to come; without the share it explains where all returns are alike."""
+    """Return how well values predict returns; the explained share is left out if all returns are alike."""
     returns, values = (
         np.concatenate([getattr(estimate, name) for estimate in estimates]) for name in ("returns", "values")
     )

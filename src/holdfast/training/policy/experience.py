@@ -204,7 +204,7 @@ def score_rollout(run: PolicyRun, objective: Objective, mini_batches: Sequence[M
 
 
 def _compared_with_itself(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
-    """Add what the policy before its first update of the rollout says of its tokens, where anything asks for it."""
+    """Add the policy's log-probabilities before its first update on the rollout, if the objective needs them."""
     section, updates = run.config.objective, run.config.updates.count
     charged, masked = _needs_of(objective)
     several = updates > 1 or charged
@@ -223,7 +223,7 @@ def _compared_with_itself(run: PolicyRun, objective: Objective, mini_batches: li
 
 
 def _needs_of(objective: Objective) -> tuple[bool, bool]:
-    """Return whether rewards must hold the KL beforehand, and whether tokens are trained by their entropy."""
+    """Return whether the KL is charged to rewards beforehand, and whether tokens are masked by entropy."""
     if not isinstance(objective, PolicyGradient):
         return False, False
     return objective.charged_to_rewards, objective.needs_entropy_mask
@@ -269,7 +269,7 @@ def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
 
 
 def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
-    """Return what scored tokens carry, for each micro-batch of this rank; one without tokens carries nothing."""
+    """Return a column of the scored tokens for each micro-batch of this rank; empty for one without scored tokens."""
     reason = f"{name} of tokens, for their masks"
     return [
         host_value(batch.per_token[name].flatten()[batch.scored], reason) if batch.scored.numel() else np.zeros(0)
@@ -282,7 +282,7 @@ def _gathered_numbers(run: PolicyRun, arrays: list[NDArray[Any]]) -> NDArray[Any
 
 
 def _with_column(mini_batch: MiniBatch, name: str, values: Sequence[Tensor] | None) -> MiniBatch:
-    """Return a mini-batch whose tokens carry something more; with None, something less."""
+    """Return a mini-batch with a column of its tokens added, or removed if it is None."""
     batches = []
     for number, batch in enumerate(mini_batch.micro_batches):
         columns = {key: column for key, column in batch.per_token.items() if key != name}

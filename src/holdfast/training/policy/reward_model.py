@@ -244,7 +244,7 @@ def _check_room(section: ModelRewardConfig, setting: Setting) -> int:
 
 
 def _ways_out(section: ModelRewardConfig, config: TrainingConfig, world: World) -> str:
-    """Return what to do where there is no room."""
+    """Return advice for a reward model that does not fit into memory."""
     ways = []
     shard_count = world.size // config.parallel.replicate
     if section.place == "whole" and shard_count > 1:

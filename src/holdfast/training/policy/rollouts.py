@@ -99,7 +99,7 @@ def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
 
 
 def _rows(run: PolicyRun, group_count: int) -> int:
-    """Return how many prompts a round draws where there are so many groups already."""
+    """Return how many prompts the next round draws, given the number of groups sampled so far."""
     groups = run.config.groups
     excess = groups.oversample if groups.flat == "resample" else 1.0
     return math.ceil(round((run.config.data.batch_size - group_count) * excess, 6))  # 10 * 1.1 is a little above 11
@@ -306,7 +306,7 @@ def _collected(
 
 
 def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
-    """Stop a run whose policy gives no numbers: what is drawn from them is no sample of anything.
+    """Stop a run whose logits are NaN, since nothing can be sampled from them.
 
     Raises:
         RunStopped: A log-probability is NaN on some rank; raised on all ranks.
@@ -347,7 +347,7 @@ def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[lis
 
 
 def progress_of(policy: PolicyEvaluation) -> RunProgress:
-    """Return where the run stands, as rewards are told."""
+    """Return the progress of the run that reward functions receive."""
     stream, sharded = policy.stream, policy.sharded
     if stream is None or not isinstance(sharded, Trained):
         return RunProgress(sharded.state.step)

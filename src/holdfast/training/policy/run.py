@@ -206,5 +206,5 @@ def _states(trained: Trained) -> list[Tensor]:
 
 
 def is_warming_up(run: PolicyRun) -> bool:
-    """Whether the critic alone learns in this step."""
+    """Whether only the critic is trained in this step."""
     return run.config.critic is not None and run.trained.state.step < run.config.critic.warmup_steps

@@ -31,7 +31,7 @@ class SampleRow(NamedTuple):
 
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
-    """Every `rollout.show_every` steps, leave some completions to be shown, and all that were sampled to be written."""
+    """Every `rollout.show_every` steps, queue some completions for the screen and all of them for samples.jsonl."""
     config, step = run.config.rollout, run.trained.state.step
     if step % config.show_every and step != 1:
         return
@@ -152,7 +152,7 @@ def sample_table(picked: Sequence[tuple[str, SampleRow]], step: int) -> str:
 
 
 def _reward_names(items: Sequence[SampleRow]) -> list[str]:
-    """Return the parts that say more than the reward."""
+    """Return the names of the reward's parts, unless the only part equals the reward."""
     reward_names = list(dict.fromkeys(name for item in items for name in item.rewards))
     alone = len(reward_names) == 1 and all(item.rewards.get(reward_names[0]) == item.reward for item in items)
     return [] if alone else reward_names

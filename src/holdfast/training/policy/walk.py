@@ -134,7 +134,7 @@ def _prompt(run: PolicyRun, number: int) -> Prompt:
 
 @contextmanager
 def _restoring(run: PolicyRun, clock: PhaseClock) -> Iterator[None]:
-    """Put back whatever a step changes, of the policy and of its critic."""
+    """Restore everything that a step changes in the policy and its critic when the block ends."""
     present = [run.trained, *run.common.companions.values()]
     before = [(trained, dict(vars(trained)), dict(vars(trained.state)), _copied(trained)) for trained in present]
     logs = [(trained.setting.log, trained.setting.log.clock, [*trained.setting.log.messages]) for trained in present]

@@ -182,7 +182,7 @@ def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBa
 
 
 def with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
-    """Let every token carry z0."""
+    """Add z0 as a column to every token."""
     return replace(
         mini_batch,
         micro_batches=tuple(
@@ -213,7 +213,7 @@ def with_margins(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _empty_means(metrics: dict[str, float]) -> set[str]:
-    """Return the means over the other side's answers where all are desirable, or none is."""
+    """Return the names of means over rejected answers if all are desirable, and over chosen ones if none is."""
     empty = {1.0: "rejected", 0.0: "chosen"}
     return {
         f"{name.removesuffix('kto/desirable')}{metric}/{empty[share]}"

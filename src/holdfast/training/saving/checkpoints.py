@@ -166,7 +166,7 @@ class Checkpoints:
         return True
 
     def _note(self, step: int) -> None:
-        """Leave word of a save that the journal does not hear of: a start that finds it gone must know."""
+        """Record a save that the journal does not see, so that the next start can tell if it has disappeared."""
         if self._run.setting.world.is_first:
             with suppress(OSError):
                 directory.note_saved(self._run.setting.directory, step)
@@ -222,7 +222,7 @@ class Checkpoints:
         self._rehearsals.before_first_step(requests)
 
     def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
-        """Rehearse again what the first step, counted from 0, or the first that trains more, made other.
+        """Rehearse again after the first step, and after each step that unfreezes parameters, if the tensors changed.
 
         Returns:
             The save that this had to wait for.

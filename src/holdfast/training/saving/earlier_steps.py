@@ -48,7 +48,7 @@ def go_on_from(
 
 
 def _forget_step(storage: Storage) -> None:
-    """Let a run go back to the same step of its own again."""
+    """Forget that the run went back to a step of its own, so that it can go back there again."""
     done = _recorded(storage)
     if isinstance(done, int) or (done is not None and _step_in_storage(storage, done) is not None):
         storage.remove(RECORD)
@@ -69,7 +69,7 @@ def _is_due(run: Run, storage: Storage, *, has_checkpoints: bool) -> bool:
 
 
 def _done(run: Run, storage: Storage, start: int | str | None, *, has_checkpoints: bool) -> int | str | None:
-    """Return where the run went before."""
+    """Return the `checkpoint.resume.from` that the run has already followed."""
     done = _recorded(storage)
     if done != start and has_checkpoints and isinstance(start, str) and _step_in_storage(storage, start) is None:
         raise ConfigError(

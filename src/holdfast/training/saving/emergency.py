@@ -27,7 +27,7 @@ from holdfast.training.run import Run
 
 @dataclass(frozen=True)
 class StepState:
-    """A step that is whole on this rank: what besides tensors belongs to it."""
+    """The state of a finished step on this rank, without its tensors."""
 
     step: int
     state: Mapping[str, Any]
@@ -177,7 +177,7 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
 
 
 def collect_together(run: Run, session: Session) -> Saved | None:
-    """Collect on all ranks; a save that failed on some, or for a reason of its own on each, failed for one on all.
+    """Collect the save on all ranks; if it failed on any rank, raise the same error on all of them.
 
     Raises:
         CheckpointError: The save failed on a rank; the same error on all ranks.

@@ -152,7 +152,7 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
 
 
 def _rated(run: Run, metric: str) -> float | None:
-    """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
+    """Read the value of the current best export from disk; a run that lost its last steps may not remember it."""
     path = run.setting.directory / EXPORTS / BEST
     try:
         about = read_about(path)

@@ -109,7 +109,7 @@ class RunLeases:
         return run_ids.pop() if len(run_ids) == 1 else None
 
     def take(self, stack: ExitStack) -> None:
-        """Hold both until the stack is closed.
+        """Take the leases of the run directory and of the checkpoint storage; closing the stack releases them.
 
         Raises:
             DirectoryTaken: Another job holds one of them; this one left nothing.
@@ -150,7 +150,7 @@ class RunLeases:
             self.check_now()
 
     def check_now(self) -> None:
-        """The same, where nothing follows that would find out.
+        """Check the leases as `check` does, and raise if a directory does not answer.
 
         Raises:
             SaveFailed: As `check`.

@@ -15,7 +15,7 @@ from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
 
 class Rehearsals:
-    """One before the first step for every set of parameters that will be trained, and one more where that was not it.
+    """Rehearses a save before the first step for every stage of unfreezing, and again if a step changed the tensors.
 
     Args:
         run: The run.
@@ -68,7 +68,7 @@ class Rehearsals:
         say(run, description, *([warning] if late else []))
 
     def after_step(self, step: int, requests: StopRequests, collect: Callable[[], list[Saved]]) -> list[Saved]:
-        """After the first step, and the first that trains more: drill, and rehearse what is other than was rehearsed.
+        """Drill after the first step and after each that unfreezes; rehearse again if the tensors are not as rehearsed.
 
         Args:
             step: That was made, counted from 0.

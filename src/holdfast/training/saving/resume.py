@@ -147,7 +147,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
 
 
 def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
-    """Put back what a run, and those beside it, must remember between steps."""
+    """Restore the training state of the run and of its companions."""
     run.trained.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
     for name, companion in run.companions.items():
         companion.state = run.trained.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
@@ -190,7 +190,7 @@ def start_from(run: Run, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
 def _check_identity(
     run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> list[str]:
-    """Return what differs and was declared, in words."""
+    """Return a line for each difference that the configuration declares."""
     changes = changed_fingerprints(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
     return _declared_alone(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
 
@@ -206,7 +206,7 @@ def _other_run(run: Run, manifest: Manifest, run_id: str, saved_settings: Mappin
 
 
 def _declared_alone(run: Run, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what differs, in words.
+    """Return a line for each difference, all of which must be declared.
 
     Raises:
         CheckpointMismatch: Some of it was not declared.
@@ -287,7 +287,7 @@ def _declared(config: CheckpointConfig) -> Declared:
 
 
 def _damage(run: Run) -> None:
-    """Spoil what was restored, where a proof asks for it: a proof that cannot fail proves nothing."""
+    """Corrupt the restored state if a proof asks for it, to show that the proof can fail."""
     match run.setting.world.break_resume:
         case "rng":
             torch.manual_seed(torch.initial_seed() + 1)

@@ -36,7 +36,7 @@ from holdfast.training.saving.parents import parent_of
 
 
 class Contents:
-    """Looks the tensors up once; what they hold is read whenever a snapshot is taken."""
+    """Collects the tensors of a run once; their values are read whenever a snapshot is taken."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -52,7 +52,7 @@ class Contents:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Whose state is saved; None where weights alone are."""
+        """The optimizer whose state is saved; None if only weights are saved."""
         return self._run.trained.optimizer if self._full else None
 
     def beside(self) -> dict[str, TrainedState]:
@@ -64,7 +64,7 @@ class Contents:
         }
 
     def snapshot(self, moment: StepState, ranks: RankGroup) -> Snapshot:
-        """Return all of it as it stands at a moment between two steps; all ranks call this together."""
+        """Return a snapshot of the run between two steps; all ranks call this together."""
         run = self._run
         snapshot = take(
             self.tensors,

@@ -66,7 +66,7 @@ class Live:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What every kind of run begins with."""
+    """The parts that every kind of run is built from."""
 
     setting: Setting
     live: Live
@@ -256,7 +256,7 @@ def _observers(setting: Setting, live: Live) -> tuple[Observer, ...]:
 
 
 def _needs_its_end(config: TrainingConfig) -> bool:
-    """Whether the number of steps follows from the rows, and something else from that number."""
+    """Whether the number of steps depends on the rows and something else depends on that number."""
     epochs = config.epochs
     if epochs is None or config.dry_run:
         return False

@@ -118,7 +118,7 @@ class GradientPair:
         return math.isfinite(self.difference)
 
     def within(self, limits: GradientLimits, total: float) -> bool:
-        """Whether they agree without a thought of rounding; numbers that are not finite never do."""
+        """Whether the gradients agree before rounding is considered; gradients that are not finite never do."""
         longest = max(self.ours, self.theirs)
         if not self.finite:
             return False
@@ -131,7 +131,7 @@ class GradientPair:
         return self.angle <= limits.angle and abs(self.ratio - 1) <= limits.length
 
     def multiple(self, limits: GradientLimits) -> bool:
-        """Whether ours is theirs times a factor beyond the limits, and differs in little else."""
+        """Whether our gradient is a multiple of theirs beyond the limits and otherwise differs little."""
         if self.elements < _MANY or not self.theirs:
             return False
         along = (self.ours**2 - self.theirs**2 - self.difference**2) / (2 * self.theirs)

@@ -72,10 +72,10 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
     config, base = setting.config, setting.base
     keyed = config.data.sources_by_key() if training else {}
     sections = list(keyed.values())
-    task = task_rows(config)
+    task_kind = task_rows(config)
     if rows is None:
         keep_bad = config.data.on_bad_row == "skip"
-        sources = [open_source(section, base, task, keep_bad=keep_bad, key=key) for key, section in keyed.items()]
+        sources = [open_source(section, base, task_kind, keep_bad=keep_bad, key=key) for key, section in keyed.items()]
     else:
         sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
     formats: dict[str, RowFormat] = {
@@ -83,7 +83,7 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
     }
     _refuse_same_names([source.name for source in sources])
     evaluation = {
-        name: open_source(section, base, task, key=f"evaluation.sets.{name}")
+        name: open_source(section, base, task_kind, key=f"evaluation.sets.{name}")
         for name, section in config.evaluation.sets.items()
     }
     evaluation_formats = {name: section.rows for name, section in config.evaluation.sets.items()}
@@ -97,7 +97,7 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
 
 
 def task_rows(config: TrainingConfig) -> TaskRows:
-    """Return what rows of a generated task are in this run."""
+    """Return which kind of rows a generated task gives to this run: answers, pairs or labels."""
     if not isinstance(config, DPOConfig):
         return "answers"
     return "pairs" if config.preference.takes_pairs else "labels"
@@ -222,7 +222,7 @@ class _SkippedRows:
     reasons: set[str] = field(default_factory=set)
 
     def add(self, reason: str) -> None:
-        """Tell one row."""
+        """Report one skipped row."""
         if reason in self.reasons or len(self.reasons) > _NAMED:
             return
         self.reasons.add(reason)

@@ -147,7 +147,7 @@ def _check_lines(setting: Setting, model: Any) -> Iterator[str]:
 
 
 def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, Blueprint, str]:
-    """Return what is built: the model itself if it is small and has its weights, else one like it."""
+    """Return the model to build: the model itself if it is small and has weights, else a small one like it."""
     config, base = setting.config, setting.base
     model, scorer, raw_config = config.model, config.scores, full_model.config
     make = maker(raw_config, model.trust_remote_code, scorer)
