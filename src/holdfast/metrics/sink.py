@@ -65,7 +65,8 @@ class JsonlSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line; numbers that JSON cannot hold become null."""
-        self.event({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.event({"step": step, **numbers})
 
     def event(self, values: Mapping[str, Any]) -> None:
         """Append any object; a file system in trouble is asked again, as it is for checkpoints.
@@ -135,10 +136,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return lines
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 SAMPLE_FOLDER = "samples"

@@ -309,7 +309,7 @@ def is_fingerprinted(config: TrainingConfig) -> bool:
     return config.model.lora is not None or config.checkpoint.frozen == "skip" or compares
 
 
-def with_marks_of_now(saved: Identity, current: Identity) -> Identity:
+def with_current_marks(saved: Identity, current: Identity) -> Identity:
     """Return a checkpoint's identity with marks of an earlier version written as new ones, where they fit those."""
     return {
         kind: {

@@ -26,7 +26,7 @@ from holdfast.training.saving.exports import (
     due_exports,
     export_run,
     note_exported,
-    set_final_aside,
+    rename_final_export,
 )
 from holdfast.training.stragglers import Stragglers
 from holdfast.training.watched import (
@@ -173,7 +173,7 @@ class _Loop:
     def _begin(self) -> str | None:
         """Make the evaluations that come before the first step of a start; return why the run ends with them."""
         config, step = self.run.setting.config, self.run.trained.state.step
-        for message in set_final_aside(self.run):
+        for message in rename_final_export(self.run):
             self.journal.say(message)
         if (config.evaluation.at_start and step == 0) or config.dry_run:
             self.journal.report(self._evaluate())

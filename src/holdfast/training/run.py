@@ -268,7 +268,7 @@ class Run:
         return self.trained.setting
 
     @property
-    def beside(self) -> dict[str, Companion]:
+    def saved_companions(self) -> dict[str, Companion]:
         """What checkpoints hold besides the run's own model, by name."""
         trained = self.trained
         companions = {

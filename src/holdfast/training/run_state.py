@@ -45,7 +45,7 @@ def state_of(run_directory: Path, events: Sequence[Mapping[str, Any]], step: int
     lease = run_directory / _LEASE
     holder = _holder(lease)
     who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
-    if holder and _lives(lease, holder):
+    if holder and _is_alive(lease, holder):
         return RunState("running", who)
     report = _failure_report(run_directory)
     if report is not None:
@@ -95,7 +95,7 @@ def _holder(lease: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _lives(lease: Path, holder: Mapping[str, Any]) -> bool:
+def _is_alive(lease: Path, holder: Mapping[str, Any]) -> bool:
     """Return whether a holder lives, by the rules of the lease: its lock within this machine, its age beyond."""
     young = time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
     if holder.get("host") != socket.gethostname():

@@ -89,7 +89,7 @@ class FailureChannel:
         self._silence = SilenceWatch(self._heartbeat.sightings, host, self._silent, self._lost)
         self.listener: Listener | None = None
         """Told on one rank, the lowest that is heard, what befalls another one; it may be called in any thread."""
-        self._beside = SaveNotes(rank, world_size, self._board, self._heartbeat)
+        self._save_notes = SaveNotes(rank, world_size, self._board, self._heartbeat)
 
     def phase(self, name: str) -> _Phase:
         """Enter a phase now; used as a context manager, the earlier phase returns at its end.
@@ -125,7 +125,7 @@ class FailureChannel:
         A rank that has stopped answering is reported to all, since no training step can go on without it.
         """
         self.in_background(given_up(phase))
-        silent, description = self._beside.late()
+        silent, description = self._save_notes.late()
         if silent:
             first = silent[0]
             text = f"it kept a save waiting until its time was over ({description})"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from holdfast.config.verbs.distill import DistillConfig, DistillRolloutConfig, JSDConfig
+from holdfast.config.verbs.distill import DistillConfig, JSDConfig
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.rows.rows import Row
@@ -72,14 +72,9 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     if config.rollout is not None:
         sampler = Sampler(open_engine(student, config.rollout))
         of_samples = objective_of_samples(config, evaluation.teacher)
-        run.writing = StudentSampling(
-            sampler, config.rollout, _sampling_seed(config, config.rollout), layout, of_samples
-        )
+        seed = config.seed if config.rollout.seed is None else config.rollout.seed
+        run.writing = StudentSampling(sampler, config.rollout, seed, layout, of_samples)
     return run
-
-
-def _sampling_seed(config: DistillConfig, rollout: DistillRolloutConfig) -> int:
-    return config.seed if rollout.seed is None else rollout.seed
 
 
 def build_distillation_evaluation(config: DistillConfig, base: Path, world: World) -> DistillEvaluation:

@@ -25,7 +25,7 @@ from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics
 from holdfast.training.policy.rollouts import sample_groups
 from holdfast.training.policy.run import Sampler
-from holdfast.training.preference.run import known_of
+from holdfast.training.preference.run import sequence_facts
 from holdfast.training.run import Evaluation, Run, ShardedModel
 from holdfast.types import Example, Group, MiniBatch, Prompt
 
@@ -92,7 +92,7 @@ def completed(run: DistillRun, writing: StudentSampling, mini_batch: MiniBatch) 
             for group in groups
             for index, trajectory in enumerate(group.trajectories)
         }
-        candidates = Candidates(examples, known_of(examples, ranks))
+        candidates = Candidates(examples, sequence_facts(examples, ranks))
         assembled = assemble(candidates, ranks, setting.config.data, writing.layout)
     _tell(student, writing.rollout.show_every, groups)
     return replace(assembled, metrics={**mini_batch.metrics, **assembled.metrics, **length_metrics(facts)})

@@ -80,7 +80,7 @@ def build_reference(
     if isinstance(section, ServerReferenceConfig):
         return connect_reference(policy, section, why=why)
     config, world, ranks = policy.setting.config, policy.setting.world, policy.setting.ranks
-    kind, note = chosen_place(policy, section)
+    kind, note = decide_place(policy, section)
     if world.is_first and note:
         print(note, flush=True)
     if kind == "adapter_off":
@@ -180,7 +180,7 @@ def _probe(model: PolicyModel, policy: ShardedModel) -> Tensor:
 ReferencePlace = Literal["none", "adapter_off", "sharded", "offloaded"]
 
 
-def chosen_place(policy: ShardedModel, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
+def decide_place(policy: ShardedModel, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
     """Return where the reference lives, and for auto what a user should read of the choice; on all ranks the same."""
     if section.kind != "auto":
         return section.kind, ""

@@ -182,11 +182,11 @@ def meet(
         ModelError: Its tokenizer or its vocabulary is not that of the trained model.
     """
     return trained.setting.ranks.on_all_ranks(
-        lambda: _met(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
+        lambda: _connected(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
     )
 
 
-def _met(trained: ShardedModel, section: ServerConfig, role: Role, size: int, drift: float) -> ConnectedServer:
+def _connected(trained: ShardedModel, section: ServerConfig, role: Role, size: int, drift: float) -> ConnectedServer:
     """Return the endpoint with its model chosen and checked; one rank's part of `meet`."""
     tokenizer, longest = trained.origin.tokenizer, trained.setting.config.data.max_length
     server = CompletionServer.of(section, role.section)

@@ -239,7 +239,9 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
 
 
 def _estimate(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Estimates:
-    values, rewards = (_numbers(column) for column in (_at(batch, "values"), _token_rewards(objective, batch)))
+    values, rewards = (
+        _numbers(column) for column in (_scored_values(batch, "values"), _token_rewards(objective, batch))
+    )
     sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for advantages")
     advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
     return _Estimates(advantages, advantages + values, values, sequence)
@@ -247,14 +249,14 @@ def _estimate(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -
 
 def _token_rewards(objective: Objective, batch: Batch) -> Tensor:
     """Return [N] rewards, less the KL divergence of each token where that is charged to rewards."""
-    rewards = _at(batch, "rewards")
+    rewards = _scored_values(batch, "rewards")
     if not isinstance(objective, PolicyGradient) or not objective.charged_to_rewards:
         return rewards
-    proximal, reference = _at(batch, "proximal_logprobs"), _at(batch, "reference_logprobs")
+    proximal, reference = _scored_values(batch, "proximal_logprobs"), _scored_values(batch, "reference_logprobs")
     return rewards - objective.kl.coefficient * kl_estimate(objective.kl.estimator, proximal, reference)
 
 
-def _at(batch: Batch, name: str) -> Tensor:
+def _scored_values(batch: Batch, name: str) -> Tensor:
     """Return [N] values of the chosen tokens in float64."""
     return batch.per_token[name].flatten()[batch.scored].to(torch.float64)
 

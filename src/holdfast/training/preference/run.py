@@ -97,7 +97,7 @@ def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length
         (sample_id, 0): with_answer(own_examples[sample_id], answer, max_length)
         for sample_id, answer in answers.items()
     }
-    return Candidates(examples, known_of(examples, ranks))
+    return Candidates(examples, sequence_facts(examples, ranks))
 
 
 class Answer(NamedTuple):
@@ -128,7 +128,7 @@ def _answer_start(example: Example) -> int:
     return int(example.loss_mask.argmax())
 
 
-def known_of(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
+def sequence_facts(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
     """Return what all ranks know of all ranks' sequences, by (draw, part) in order; all ranks call this together."""
     facts = [
         Known(

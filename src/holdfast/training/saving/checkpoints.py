@@ -47,7 +47,7 @@ class Checkpoints:
         self._storage = open_storage(directory.checkpoint_place(run.setting.directory, run.setting.config))
         self._ranks = RankGroup(self._config.timeout_minutes)
         self._session: Session | None = None
-        self._places = RunLeases(run.setting.directory, self._storage, lambda message: say(run, message))
+        self._leases = RunLeases(run.setting.directory, self._storage, lambda message: say(run, message))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._first_step = 0
@@ -65,10 +65,10 @@ class Checkpoints:
         if run.setting.config.dry_run and run.setting.world.is_first:
             directory.remove(run.setting.directory)  # what an interrupted dry run left behind
         with run.setting.ranks.together():
-            has_checkpoints = self._places.has_any() if run.setting.world.is_first else False
+            has_checkpoints = self._leases.has_any() if run.setting.world.is_first else False
             checked_assets(run)  # what cannot be written fails here, on all ranks alike
         has_checkpoints = self._ranks.agree(has_checkpoints)
-        self._is_new_run = run.setting.world.is_first and not self._places.has_run()
+        self._is_new_run = run.setting.world.is_first and not self._leases.has_run()
         if not has_checkpoints:
             run.stream.read_ahead(run.trained.state.step)
         try:
@@ -112,10 +112,10 @@ class Checkpoints:
     def _take_directory(self) -> tuple[str, bool]:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
         run = self._run
-        self._places.take(self._stack)
+        self._leases.take(self._stack)
         # The job that was waited for may have made this a run, and saved.
-        self._is_new_run, has_checkpoints = not self._places.has_run(), self._places.has_any()
-        lost = self._places.lost_identity()
+        self._is_new_run, has_checkpoints = not self._leases.has_run(), self._leases.has_any()
+        lost = self._leases.lost_identity()
         if lost is not None or not directory.is_run(run.setting.directory):
             directory.create(run.setting.directory, run.setting.config, run.setting.config.verb, lost, parent_of(run))
         return directory.run_id(run.setting.directory), has_checkpoints
@@ -175,7 +175,7 @@ class Checkpoints:
         """Remove the directory of a new run that was refused before its first step."""
         run = self._run
         if isinstance(error, UserError) and self._is_new_run and run.trained.state.step == self._first_step:
-            self._places.remove()
+            self._leases.remove()
 
     @property
     def session(self) -> Session:
@@ -200,7 +200,7 @@ class Checkpoints:
                 dict.fromkeys((*self._deviations, *restored.manifest.deviations, *restored.deviations))
             )
             state, total_steps = run.trained.state, run.trained.total_steps
-            run.setting.ranks.on_first_rank(lambda: self._places.check_names_free(state.step, total_steps))
+            run.setting.ranks.on_first_rank(lambda: self._leases.check_names_free(state.step, total_steps))
             if not run.finished:
                 run.stream.read_ahead(run.trained.state.step)
             return
@@ -211,7 +211,7 @@ class Checkpoints:
         run = self._run
         lost = run.setting.ranks.on_first_rank(lambda: directory.last_saved(run.setting.directory))
         if lost is not None:
-            raise self._places.gone(lost)
+            raise self._leases.gone(lost)
 
     def rehearse(self, requests: StopRequests) -> None:
         """Save, verify and load once before anything is trained (`training/saving/rehearsals.py`).
@@ -306,7 +306,7 @@ class Checkpoints:
         Raises:
             SaveFailed: The directory was replaced or taken; the same on all ranks.
         """
-        self._run.setting.ranks.on_all_ranks(self._places.check)
+        self._run.setting.ranks.on_all_ranks(self._leases.check)
 
     def _reached(self, phase: str) -> None:
         self._run.setting.world.failure.in_background(phase)
@@ -314,7 +314,7 @@ class Checkpoints:
 
     def _before_publishing(self, phase: str) -> None:
         if phase == "publish":
-            self._places.check_now()
+            self._leases.check_now()
 
     def mark(self) -> None:
         """Note that the run stands between two steps."""
@@ -335,7 +335,7 @@ class Checkpoints:
         newest = self.session.newest
         if moment.step == 0 or (newest is not None and newest.step == moment.step):
             return None
-        ranks.on_all_ranks(self._places.check)
+        ranks.on_all_ranks(self._leases.check)
         observers = ranks.agree(moment.state["observers"])
         snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}), ranks)
         manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())

@@ -22,7 +22,7 @@ from holdfast.files import append_text, parse_json
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run, say
-from holdfast.training.saving.exports import set_best_aside
+from holdfast.training.saving.exports import rename_best_export
 from holdfast.training.saving.resume import Continuation, go_on, restore_run
 
 RECORD = ".resumed-from.json"
@@ -119,7 +119,7 @@ def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[C
             f"{step_name(step)}."
         )
     restored = _restored(run, storage, _name_of(storage, step, ranks), ranks, run_id)
-    later = run.setting.ranks.on_first_rank(lambda: _put_later_aside(run, storage, step))
+    later = run.setting.ranks.on_first_rank(lambda: _rename_later_steps(run, storage, step))
     say(run, f"going back to step {step}, which checkpoint.resume.from names, verified", *later, *restored.lines)
     return restored, True
 
@@ -144,7 +144,7 @@ def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: s
     return restore_run(run, storage, name, manifest, ranks, manifest.run_id if run_id is None else run_id)
 
 
-def _put_later_aside(run: Run, storage: Storage, step: int) -> list[str]:
+def _rename_later_steps(run: Run, storage: Storage, step: int) -> list[str]:
     """Rename what is of later steps, the newest first, and note that the run went back; return words about it."""
     messages: list[str] = []
     later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
@@ -152,7 +152,7 @@ def _put_later_aside(run: Run, storage: Storage, step: int) -> list[str]:
         aside = fresh(LATER, name)
         put_aside(storage, name, aside)
         messages.append(f"step {number} is kept as {storage.root}/{aside}")
-    messages += set_best_aside(run, step)
+    messages += rename_best_export(run, step)
     _record(run, storage)
     event = {"event": "back", "step": step, "renamed": sorted(later)}
     append_text(run.setting.directory / directory.EVENTS, json.dumps(event) + "\n")

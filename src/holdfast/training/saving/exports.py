@@ -162,7 +162,7 @@ def _rated(run: Run, metric: str) -> float | None:
         return None
 
 
-def set_final_aside(run: Run) -> list[str]:
+def rename_final_export(run: Run) -> list[str]:
     """Rename exports/final, which an earlier end of the run left, to its step: training goes on beyond it.
 
     Returns:
@@ -170,11 +170,11 @@ def set_final_aside(run: Run) -> list[str]:
     """
     paths = {kind: run.setting.directory / EXPORTS / f"{FINAL}{kind}" for kind in _KINDS}
     return run.setting.ranks.on_first_rank(
-        lambda: [_set_aside(paths[kind], kind, run.trained.state.step) for kind in _KINDS if paths[kind].is_dir()]
+        lambda: [_rename_to_step(paths[kind], kind, run.trained.state.step) for kind in _KINDS if paths[kind].is_dir()]
     )
 
 
-def _set_aside(path: Path, kind: str, current_step: int) -> str:
+def _rename_to_step(path: Path, kind: str, current_step: int) -> str:
     """Give an export the name of its step; it is removed where that one exists, which the run exported as well."""
     about = read_about(path)
     step = f"before-{step_name(current_step)}" if about is None else step_name(about.step)
@@ -190,7 +190,7 @@ def _set_aside(path: Path, kind: str, current_step: int) -> str:
     return f"exports/{path.name} is now exports/{target.name}, since training goes on beyond its step"
 
 
-def set_best_aside(run: Run, step: int) -> list[str]:
+def rename_best_export(run: Run, step: int) -> list[str]:
     """Rename exports/best where it is of a later step than the one that a run goes back to, on the first rank alone.
 
     Its steps will be made again, so it takes none of their names, and no other export is in its way.
@@ -218,7 +218,7 @@ def _rated_step(path: Path) -> int | None:
         return None
 
 
-def what_exports_hold(run_directory: Path) -> str:
+def describe_exports(run_directory: Path) -> str:
     """Return the names of a run's exports and their steps in words; "" where there are none."""
     names = []
     for path in sorted((run_directory / EXPORTS).glob("[!.]*")):

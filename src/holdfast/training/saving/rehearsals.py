@@ -109,7 +109,7 @@ class Rehearsals:
             room=Room(keep.last + sum(best.count for best in keep.best), replaced),
             trained_steps=run.trained.state.step,
             beside=extras,
-            companions=contents.beside(),
+            companions=contents.companion_states(),
         )
 
     def _drill(self, requests: StopRequests) -> None:

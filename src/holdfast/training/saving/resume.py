@@ -29,7 +29,7 @@ from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import changed_fingerprints, with_marks_of_now
+from holdfast.training.fingerprints import changed_fingerprints, with_current_marks
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
 
@@ -53,7 +53,7 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
         storage,
         ranks,
         not_finite=run.setting.config.checkpoint.resume.not_finite,
-        check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
+        check=lambda name, manifest: _refuse_other_run(run, storage, name, manifest, run_id),
         use=lambda name, manifest: restored.append(restore_run(run, storage, name, manifest, ranks, run_id)),
     )
     if choice is None:
@@ -101,7 +101,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     accepted: list[str] = []
     saved_settings: dict[str, Any] = {}
     with run.setting.ranks.together():
-        saved_settings |= _settings_then(storage, name, manifest)
+        saved_settings |= _saved_settings(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, saved_settings)
     run.trained.unfreeze(manifest.step)
     try:
@@ -115,7 +115,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
             hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
             verified=manifest,
             averages=run.trained.averages.tensors if run.trained.averages is not None else {},
-            companions=run.beside,
+            companions=run.saved_companions,
             check=lambda shared, _: check_saved_state(run, shared, manifest.step),
         )
     except TensorsDiffer:
@@ -191,8 +191,8 @@ def _check_identity(
     run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each difference that the configuration declares."""
-    changes = changed_fingerprints(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
-    return _declared_alone(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
+    changes = changed_fingerprints(with_current_marks(manifest.fingerprints, run.identity), run.identity)
+    return _check_declared(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
 
 
 def _other_run(run: Run, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -205,7 +205,7 @@ def _other_run(run: Run, manifest: Manifest, run_id: str, saved_settings: Mappin
     return {} if same else {"run": [f"run.name is {name} there"]}
 
 
-def _declared_alone(run: Run, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
+def _check_declared(run: Run, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line for each difference, all of which must be declared.
 
     Raises:
@@ -225,14 +225,14 @@ def _declared_alone(run: Run, checkpoint: str, changes: Mapping[str, Sequence[st
     return [f"{kind}: {', '.join(differences)} (changed)" for kind, differences in changes.items()]
 
 
-def _refuse_of_others(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
+def _refuse_other_run(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
     """Refuse a damaged checkpoint of another run, as far as it still says whose it is."""
     with suppress(CheckpointCorrupt, CheckpointUnreadable):
-        saved_settings = _settings_then(storage, name, manifest)
-        _declared_alone(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, saved_settings))
+        saved_settings = _saved_settings(storage, name, manifest)
+        _check_declared(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, saved_settings))
 
 
-def _settings_then(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
+def _saved_settings(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
     """Return the configuration that a checkpoint was made with, by dotted name; empty if it holds none."""
     file = f"{ASSETS}/{EXPORTED_CONFIG}"
     if file not in manifest.files:

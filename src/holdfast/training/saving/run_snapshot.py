@@ -47,20 +47,20 @@ class Contents:
             averages=run.trained.averages.tensors if run.trained.averages is not None else None,
             later=run.trained.unfreezing.names,
         )
-        self._companions = run.beside
-        self._beside = {name: companion.held() for name, companion in self._companions.items()}
+        self._companions = run.saved_companions
+        self._companion_tensors = {name: companion.held() for name, companion in self._companions.items()}
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer whose state is saved; None if only weights are saved."""
         return self._run.trained.optimizer if self._full else None
 
-    def beside(self) -> dict[str, TrainedState]:
+    def companion_states(self) -> dict[str, TrainedState]:
         """Return what is saved of models beside the run's own, by name."""
         companions = self._companions
         return {
             name: (tensors, companions[name].optimizer if self._full else None)
-            for name, tensors in self._beside.items()
+            for name, tensors in self._companion_tensors.items()
         }
 
     def snapshot(self, moment: StepState, ranks: RankGroup) -> Snapshot:
@@ -73,7 +73,7 @@ class Contents:
             assets=run_assets(run) if run.setting.world.is_first else {},
             random_then=moment.random,
         )
-        return self._with_beside(snapshot)
+        return self._with_companions(snapshot)
 
     def outline(self) -> Outline:
         """Return shape, dtype and trained flag of every tensor, by name."""
@@ -85,10 +85,10 @@ class Contents:
         Args:
             random_then: Stands for the random state; default: as it is now.
         """
-        return self._with_beside(take(self.tensors, self.optimizer, random_then=random_then), random_then)
+        return self._with_companions(take(self.tensors, self.optimizer, random_then=random_then), random_then)
 
-    def _with_beside(self, snapshot: Snapshot, random_then: RandomState | None = None) -> Snapshot:
-        companions = self.beside().items()
+    def _with_companions(self, snapshot: Snapshot, random_then: RandomState | None = None) -> Snapshot:
+        companions = self.companion_states().items()
         return with_companions(
             snapshot,
             {name: take(tensors, optimizer, random_then=random_then) for name, (tensors, optimizer) in companions},

@@ -179,7 +179,7 @@ def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradient
     names = [name for name, value in sharded_parameters(policy).items() if value.requires_grad]
     if not names:
         return Gradients(0, 0.0, "")
-    with _leaving_nothing(policy, sides.device):
+    with _restoring_gradients(policy, sides.device):
         _form_ours(
             sides, plan, [replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)), trained], dropout=dropout
         )
@@ -311,7 +311,7 @@ def _raise_if_wrong(sides: Sides, pairs: dict[str, GradientPair], wrong: list[st
 
 
 @contextmanager
-def _leaving_nothing(policy: PolicyModel, device: torch.device) -> Iterator[None]:
+def _restoring_gradients(policy: PolicyModel, device: torch.device) -> Iterator[None]:
     """Put back what a backward pass leaves behind: gradients, draws, and whether modules are in training."""
     router_loss, policy.router_loss = policy.router_loss, None  # it is ours alone
     devices = [device] if device.type == "cuda" else []

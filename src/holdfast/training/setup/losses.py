@@ -43,7 +43,7 @@ def supervised_objective(section: SupervisedObjective, setting: ConfiguredRun) -
         case DFTConfig():
             return DynamicFineTuning()
         case _:
-            return _users_objective(section, setting)
+            return _user_objective(section, setting)
 
 
 def policy_objective(config: GRPOConfig, setting: ConfiguredRun) -> Objective:
@@ -53,7 +53,7 @@ def policy_objective(config: GRPOConfig, setting: ConfiguredRun) -> Objective:
         ConfigError: As `supervised_objective`.
     """
     if isinstance(config.objective, UserObjectiveConfig):
-        return _users_objective(config.objective, setting)
+        return _user_objective(config.objective, setting)
     objective = build_policy_objective(
         config.objective, config.kl, config.entropy, config.correction, config.off_policy_mask
     )
@@ -100,7 +100,7 @@ def _pair_loss(section: PreferenceLoss, setting: ConfiguredRun) -> PairLoss:
             return pair_loss_of(section)
 
 
-def _users_objective(section: UserObjectiveConfig, setting: ConfiguredRun) -> Objective:
+def _user_objective(section: UserObjectiveConfig, setting: ConfiguredRun) -> Objective:
     objective = _made_by_user(load_function(section.path, setting.base, "objective.path"), section, "objective")
     missing = [name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(objective, name)]
     if missing:

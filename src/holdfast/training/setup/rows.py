@@ -334,8 +334,9 @@ def one_pass(
     """Return a stream over the first rows, or all; small numbers of them are welcome."""
     batch = max(config.data.batch_size, ranks.size)
     size = batch if limit is None else max(min(limit, batch), 1)
+    packing = "best_fit" if config.data.packing == "wrapped" else config.data.packing
     section = config.data.model_copy(
-        update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": _whole(config)}
+        update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": packing}
     )
     return SampleStream(rows, section, ranks, layout, StreamLimits(passes=1, draws=limit))
 
@@ -343,10 +344,6 @@ def one_pass(
 def in_order(source: Source) -> DrawOrder:
     """Return the order of a source's own."""
     return DrawOrder([source.size], shuffle=False)
-
-
-def _whole(config: TrainingConfig) -> str:
-    return "best_fit" if config.data.packing == "wrapped" else config.data.packing
 
 
 def first_sequences(
