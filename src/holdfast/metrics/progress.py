@@ -175,7 +175,7 @@ class LoggedDisplay:
     """A display whose steps are also written as lines elsewhere.
 
     Args:
-        shown: What people see.
+        display: The display that people see.
         end: Of the run.
         write: Takes a line.
         with_messages: Whether messages become lines there too; False where what is printed gets there by itself.

@@ -350,7 +350,7 @@ class SaveNotes:
     Args:
         rank: Own number.
         ranks: Of the run.
-        board: Where notes are left.
+        board: Where notes are written.
         heartbeat: Of this rank's process.
     """
 

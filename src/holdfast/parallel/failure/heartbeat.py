@@ -109,8 +109,8 @@ class Heartbeat:
     Args:
         rank: Own number.
         ranks: Of the run.
-        board: Where beats are left.
-        now: Returns (step, phase) of this rank.
+        board: Where beats are written.
+        position: Returns (step, phase) of this rank.
         host: Its machine, where ranks are on several; every beat then also listens to the others'.
     """
 

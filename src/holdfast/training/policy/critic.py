@@ -266,13 +266,13 @@ def _numbers(values: Tensor) -> _Numbers:
     return numbers
 
 
-def _carried(batch: Batch, judged: _Estimates, keeps_proximal: bool) -> Batch:
+def _carried(batch: Batch, estimate: _Estimates, keeps_proximal: bool) -> Batch:
     """Return the batch with advantages and returns, without what they were made of and no loss reads."""
     left_out = {"rewards"} if keeps_proximal else {"rewards", "proximal_logprobs"}
     columns = {name: values for name, values in batch.per_token.items() if name not in left_out}
     for name, values, like in (
-        ("advantages", judged.advantages, batch.per_token["advantages"]),
-        ("returns", judged.returns, batch.per_token["values"]),
+        ("advantages", estimate.advantages, batch.per_token["advantages"]),
+        ("returns", estimate.returns, batch.per_token["values"]),
     ):
         columns[name] = on_tokens(batch, torch.as_tensor(values, dtype=like.dtype, device=like.device))
     return replace(batch, per_token=columns)
