@@ -23,7 +23,7 @@ from rich.console import Console
 
 from holdfast.features.report.follow import Follower
 from holdfast.features.report.watch import screen
-from holdfast.training.run_state import State
+from holdfast.training.run_state import RunState
 from tests.cli.commands import LiveRun
 from tests.cli.fixtures import HOLDFAST, write_run
 from tests.cli.warm import WarmPython, run
@@ -294,7 +294,7 @@ def test_a_running_run_by_epochs_has_a_bar_its_steps_and_the_time_left(tmp_path:
         evaluated = {"timing/evaluation": 3.0} if step % 15 == 0 else {}
         folder.steps(step, step, epoch=step / 20, **waited, **evaluated)
     look = Follower(folder.place).update()
-    look.state = State("running", "")
+    look.state = RunState("running", "")
     console = Console(width=100, file=io.StringIO(), legacy_windows=False)
 
     console.print(screen(look, console))

@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.checkpoint.inspect.compare import differences
 from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
-from holdfast.optim.reference_ema import Following
+from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.plan import ShardPlan, ShardUnit
 from holdfast.training.other_models.reference import alternatives, choose_place
 from tests.distributed.critic_cases import live_run, saved
@@ -96,7 +96,7 @@ def test_the_dtype_stays_and_sums_are_rounded_once(kind: str) -> None:
     before = {name: value.detach().clone() for name, value in reference.named_parameters()}
     exact = 0.6 * policy.weight.detach().double() + 0.4 * before["weight"].double()
 
-    Following(reference, 1, 0.6).follow(dict(policy.named_parameters()), 1)
+    FollowingModel(reference, 1, 0.6).follow(dict(policy.named_parameters()), 1)
 
     assert reference.weight.dtype == dtype
     last_bits = 4 * torch.finfo(dtype).eps
@@ -112,7 +112,7 @@ def test_a_reference_in_bfloat16_comes_to_a_policy_that_stands_still(mix: float)
         policy.weight.fill_(1 + 4 * 2**-7)
         reference.weight.fill_(1.0)
 
-    follow = Following(reference, 2, mix).follow
+    follow = FollowingModel(reference, 2, mix).follow
     way = []
     for step in range(2, 1002, 2):
         follow(dict(policy.named_parameters()), step)

@@ -18,7 +18,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError, RankFailed, RunStopped
 from holdfast.launch.local import launch_local
 from holdfast.parallel.failure.channel import FailureChannel
-from holdfast.parallel.failure.reports import Board
+from holdfast.parallel.failure.reports import NoteBoard
 
 WORKER = """
 import os, signal, sys, time
@@ -156,7 +156,7 @@ def test_an_error_is_reported_and_passes_unchanged(pair):
 
 def test_a_rank_beats_inside_the_guard():
     store = dist.HashStore()
-    channel, board = FailureChannel(store, 1, 2), Board(store, None)
+    channel, board = FailureChannel(store, 1, 2), NoteBoard(store, None)
     channel.at_step(7)
 
     with channel.guard(), channel.phase("update"):

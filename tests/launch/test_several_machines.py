@@ -100,11 +100,11 @@ def test_a_host_is_silent_when_all_its_ranks_are_and_a_rank_alone_is_not_a_host(
 
     (one,) = silences(sightings, "a", time.monotonic(), 0.1)
 
-    assert (one.host, one.ranks, one.whole) == ("b", (3,), False)
+    assert (one.host, one.ranks, one.whole_host) == ("b", (3,), False)
     time.sleep(0.2)
     seen(sightings, {0: ("3", "a"), 2: ("2", "b"), 3: ("1", "b")})
     (both,) = silences(sightings, "a", time.monotonic(), 0.1)
-    assert (both.host, both.ranks, both.whole) == ("b", (2, 3), True)
+    assert (both.host, both.ranks, both.whole_host) == ("b", (2, 3), True)
     assert "host b (ranks 2, 3) has not answered for 0 s; last heard in phase 'forward' at step 7" in both.words()
 
 
@@ -114,7 +114,7 @@ def test_while_the_store_says_nothing_its_own_host_alone_is_silent() -> None:
 
     (silence,) = silences(sightings, "b", time.monotonic() + 11, 10)
 
-    assert (silence.host, silence.whole) == ("a", True)
+    assert (silence.host, silence.whole_host) == ("a", True)
 
 
 def test_a_store_of_this_machine_that_says_nothing_is_given_up_too() -> None:
@@ -123,7 +123,7 @@ def test_a_store_of_this_machine_that_says_nothing_is_given_up_too() -> None:
 
     (silence,) = silences(sightings, "a", time.monotonic() + 11, 10)
 
-    assert (silence.host, silence.ranks, silence.whole) == ("a", (), True)
+    assert (silence.host, silence.ranks, silence.whole_host) == ("a", (), True)
     assert "the place where the ranks meet has not answered for 11 s" in silence.words()
 
 

@@ -19,7 +19,7 @@ from holdfast.models.adapters.files import AdapterFile, check_base
 from holdfast.models.files.origin import files_fingerprint, same_files
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.fingerprints import fingerprint_once, with_marks_of_now
+from holdfast.training.fingerprints import fingerprint_once, with_current_marks
 
 MIB = 2**20
 
@@ -71,7 +71,7 @@ def test_a_resume_takes_an_early_mark_for_the_files_it_was_made_of(tmp_path: Pat
     then = {"model": {"model.path": early_mark(directory), "size": "4"}, "tokenizer": {"words": "y"}}
     now["data"]["date"], then["data"] = "2026-11", {"date": "2026"}
 
-    found = with_marks_of_now(then, now)
+    found = with_current_marks(then, now)
 
     assert found == {
         "model": {"model.path": files_fingerprint(directory), "size": "4"},

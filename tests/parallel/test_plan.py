@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.config.sections.parallel import ParallelConfig
 from holdfast.errors import PlanError
-from holdfast.parallel.plan import ROOT, Ends, ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.plan import ROOT, ModelEnds, ParameterInfo, ShardPlan, plan_shards
 
 BLOCKS = [f"model.layers.{index}" for index in range(4)]
 
@@ -22,7 +22,7 @@ def parameters(**changes: Any) -> list[ParameterInfo]:
     return [*found, *changes.get("more", [])]
 
 
-ENDS = Ends(embedding="model.embed", head="lm_head")
+ENDS = ModelEnds(embedding="model.embed", head="lm_head")
 
 
 def plan(config: dict[str, Any] | None = None, more: list[ParameterInfo] | None = None, **how: Any) -> ShardPlan:
@@ -47,7 +47,7 @@ def untied() -> list[ParameterInfo]:
     return [replace(table, aliases=()), *rest, ParameterInfo("model.norm.weight", (8,), "float32", True), head]
 
 
-def plan_of(members: list[ParameterInfo], config: dict[str, Any], ends: Ends = ENDS) -> ShardPlan:
+def plan_of(members: list[ParameterInfo], config: dict[str, Any], ends: ModelEnds = ENDS) -> ShardPlan:
     modules = ["", "model", "model.embed", "model.norm", "lm_head", *BLOCKS]
     return plan_shards(members, modules, BLOCKS, ParallelConfig(**config), shard=2, device="cpu", ends=ends)
 
@@ -67,14 +67,14 @@ def test_embedding_and_head_are_units_of_their_own_and_the_root_holds_the_norm(p
 
 
 def test_an_embedding_that_other_modules_read_stays_with_the_root() -> None:
-    made = plan_of(untied(), {}, Ends(head="lm_head"))
+    made = plan_of(untied(), {}, ModelEnds(head="lm_head"))
 
     assert made.units[-1].parameters == ("model.embed.weight", "model.norm.weight")
 
 
 def test_a_layer_that_the_root_reads_by_itself_can_be_no_unit() -> None:
     with pytest.raises(PlanError, match=r"a unit of lm_head, and the loss reads lm_head\.weight outside of it"):
-        plan_of(untied(), {"units": ["head"]}, Ends(read_by_root="lm_head"))
+        plan_of(untied(), {"units": ["head"]}, ModelEnds(read_by_root="lm_head"))
 
 
 def test_neighbouring_blocks_can_share_a_unit() -> None:

@@ -51,7 +51,7 @@ def test_quantised_state_is_taken_apart_and_goes_on_as_if_it_had_stayed() -> Non
             state = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
             assert any(type(value).__name__ == "OptimState8bit" for value in state)
             if moves:
-                held.offload("optimizer", state, besides=[weight])
+                held.offload("optimizer", state, staying=[weight])
                 assert len(sizes(*state)) > len(state)
                 assert set(sizes(*state)) == {0}
                 assert sizes(weight) == [64 * 96 * 4]
@@ -65,7 +65,7 @@ def test_memory_that_others_share_stays() -> None:
     whole = torch.arange(8.0)
     held = HostOffload()
 
-    held.offload("optimizer", [whole[2:4]], besides=[whole])
+    held.offload("optimizer", [whole[2:4]], staying=[whole])
 
     assert whole.tolist() == list(range(8))
     assert not held.parts

@@ -69,7 +69,7 @@ def hears_a_second_one(world: World) -> str | None:
             os.kill(os.getpid(), signal.SIGTERM)  # the drill's own
             os.kill(os.getpid(), signal.SIGTERM)  # the scheduler's
         asked = requests.pending(ranks)
-        return None if asked is None else asked.words
+        return None if asked is None else asked.text
 
 
 def test_a_sigterm_that_comes_while_ranks_drill_is_not_taken_for_the_drill_s() -> None:

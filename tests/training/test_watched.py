@@ -13,8 +13,8 @@ import torch
 from holdfast.checkpoint.export.about import read_about
 from holdfast.config.sections.measured import PatienceConfig
 from holdfast.metrics.sink import read_metrics
-from holdfast.training.run_state import State, state_of
-from holdfast.training.watched import Standing, after
+from holdfast.training.run_state import RunState, state_of
+from holdfast.training.watched import MetricStanding, after
 from tests.ranks import RankError
 from tests.training.cases import run, tree
 
@@ -40,7 +40,7 @@ def interrupt(event):
 def test_an_improvement_is_over_the_best_value_by_more_than_the_margin(
     mode: Any, delta: float, values: list[float], expected: list[tuple[float | None, int]]
 ) -> None:
-    section, standing, seen = PatienceConfig(metric="m", mode=mode, min_delta=delta), Standing(None, 0), []
+    section, standing, seen = PatienceConfig(metric="m", mode=mode, min_delta=delta), MetricStanding(None, 0), []
 
     for value in values:
         standing = after(section, standing, value)
@@ -70,7 +70,7 @@ def test_a_run_ends_as_at_its_last_step_when_its_metric_stops_improving(pools: A
     assert Path(outcomes[0].export).name == "final"
     assert [event["reason"] for event in events(tmp_path) if event["event"] == "stop"] == [why]
     assert [event["saved"] for event in events(tmp_path) if event["event"] == "checkpoint"] == [4]
-    assert state_of(tmp_path / "r", events(tmp_path), 4) == State("done", why)
+    assert state_of(tmp_path / "r", events(tmp_path), 4) == RunState("done", why)
 
     again = pools(2).run(run, stopping(tmp_path))[0]
     more = pools(2).run(run, stopping(tmp_path, min_steps=6))[0]
@@ -150,7 +150,7 @@ def test_an_evaluation_that_a_stop_left_at_the_last_step_is_made_by_the_next_sta
         (4, None),
     ]
     assert (steps, exported_step(tmp_path, "best"), exported_step(tmp_path, "final")) == ([1, 2, 3, 4], 4, 4)
-    assert state_of(tmp_path / "r", events(tmp_path), 4) == State("done", "")
+    assert state_of(tmp_path / "r", events(tmp_path), 4) == RunState("done", "")
 
 
 @pytest.mark.parametrize("metric", ["eval/s/mean_token_accuracy", "loss"])

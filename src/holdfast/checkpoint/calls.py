@@ -31,7 +31,7 @@ from holdfast.optim.tagged_json import UnknownType, decode, encode
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out
 from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
-from holdfast.parallel.failure.reports import Board
+from holdfast.parallel.failure.reports import NoteBoard
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def late_ranks_named(call: str, raised: type[HoldfastError], aside: str = "") ->
         yield lambda _: None
         return
     rank, now = dist.get_rank(), ["begin"]
-    board = Board(PrefixStore(f"holdfast/call{aside}", dist.distributed_c10d._get_default_store()), None)
+    board = NoteBoard(PrefixStore(f"holdfast/call{aside}", dist.distributed_c10d._get_default_store()), None)
     heartbeat = Heartbeat(rank, dist.get_world_size(), board, lambda: (None, f"{call}: {now[0]}"))
     heartbeat.start()
     try:

@@ -117,10 +117,10 @@ def _closing_words(outcome: Outcome, *, dry: bool) -> str:
 
 def _models(outcome: Outcome) -> list[str]:
     """Return what a run that ended without an export has in place of one, and how it gets one."""
-    from holdfast.training.saving.exports import EXPORTS, what_exports_hold
+    from holdfast.training.saving.exports import EXPORTS, describe_exports
 
     place = Path(outcome.directory) / EXPORTS
-    there = what_exports_hold(Path(outcome.directory))
+    there = describe_exports(Path(outcome.directory))
     lines = [f"{place} holds {there}." if there else f"{place} holds no model yet."]
     if outcome.export_command is not None:
         lines.append(f"To make a model of its newest checkpoint: {outcome.export_command}")

@@ -41,9 +41,9 @@ def guessing(past: Past, chance: float) -> str | None:
     was_better = any(line.get(name, chance) < limit for line in past)
     if rates[-1] > rates[0] and not was_better:
         return None  # a random start, while the rate still rises
-    what = "loss" if name == "nll" else "entropy of the policy"
+    quantity = "loss" if name == "nll" else "entropy of the policy"
     return (
-        f"the {what} is {values[-1]:.4g} nats per token, and for {len(values)} steps it was hardly below "
+        f"the {quantity} is {values[-1]:.4g} nats per token, and for {len(values)} steps it was hardly below "
         f"{chance:.4g}, that of drawing every token at random. "
         "Lower optim.lr if it was better before; else raise it, or look at the rows."
     )

@@ -62,7 +62,7 @@ Alarm = Callable[[Past], str | None]
 
 
 class Health:
-    """Sees each step's metrics and says what looks wrong; an alarm that sounded rests for a while.
+    """Checks each step's metrics and raises alarms; an alarm is not repeated for a while.
 
     Args:
         vocabulary: Tokens that the model tells apart; None where nothing is compared with guessing one.
@@ -147,10 +147,10 @@ def _reward_faults(past: Past) -> str | None:
     total = past[-1].get("rollout/completions", 0)
     if not total or sum(faults.values()) <= _REWARD_FAULTS * total:
         return None
-    named = ", ".join(f"{count} by {kind}" for kind, count in faults.items() if count)
+    listing = ", ".join(f"{count} by {kind}" for kind, count in faults.items() if count)
     return (
-        f"{sum(faults.values())} of {total:.0f} completions could not be scored ({named}). The lines above name some; "
-        "what the functions print is in logs/."
+        f"{sum(faults.values())} of {total:.0f} completions could not be scored ({listing}). The lines above name "
+        "some; what the functions print is in logs/."
     )
 
 
@@ -189,22 +189,22 @@ def _loss_spike(past: Past) -> str | None:
 def _slow(past: Past) -> str | None:
     """Say that throughput fell, and which phase takes the time."""
     name = "throughput/tokens_per_second"
-    now = last_values(past, name, _LASTING_STEPS)
+    recent = last_values(past, name, _LASTING_STEPS)
     before = [line[name] for line in past[:-_LASTING_STEPS] if name in line]
-    if not now or len(before) < _FEWEST_STEPS or max(now) >= _SLOW * median(before):
+    if not recent or len(before) < _FEWEST_STEPS or max(recent) >= _SLOW * median(before):
         return None
     phases = {key for line in past for key in line if key.startswith("timing/")}
     more = {key: _mean(past[-_LASTING_STEPS:], key) - _mean(past[:-_LASTING_STEPS], key) for key in sorted(phases)}
     slowest = max(more, key=more.__getitem__, default=None)
-    where = ""
+    phase_sentence = ""
     if slowest is not None and more[slowest] > 0:
-        where = (
+        phase_sentence = (
             f" Phase {slowest.removeprefix('timing/')} takes {_mean(past[-_LASTING_STEPS:], slowest):.3g} s a step, "
             f"and it took {_mean(past[:-_LASTING_STEPS], slowest):.3g} s."
         )
     return (
-        f"throughput has been below {_SLOW:.0%} of {median(before):,.0f} tokens per second for {len(now)} steps; it is "
-        f"{now[-1]:,.0f}.{where} Look at what else runs on these machines, or set profile.steps."
+        f"throughput has been below {_SLOW:.0%} of {median(before):,.0f} tokens per second for {len(recent)} steps; it "
+        f"is {recent[-1]:,.0f}.{phase_sentence} Look at what else runs on these machines, or set profile.steps."
     )
 
 
@@ -290,12 +290,12 @@ def cut_rows(past: Past) -> tuple[float, str]:
     read = sum(line.get("data/rows", line.get("rollout/groups", 0.0)) for line in past)
     left_out = counts["overlong_dropped"] + counts["untrained"]
     total = read + left_out
-    named = ", ".join(f"{number:.0f} {_CUT[name]}" for name, number in counts.items() if number)
-    if not named or not total:
+    listing = ", ".join(f"{number:.0f} {_CUT[name]}" for name, number in counts.items() if number)
+    if not listing or not total:
         return 0.0, ""
     steps = "this step" if len(past) == 1 else f"the last {len(past)} steps"
     sentence = (
-        f"of the {total:.0f} rows of {steps}, {named}. `holdfast data check` counts all rows and suggests lengths."
+        f"of the {total:.0f} rows of {steps}, {listing}. `holdfast data check` counts all rows and suggests lengths."
     )
     return min(1.0, (counts["truncated"] + left_out) / total), sentence
 

@@ -1,4 +1,4 @@
-"""What one sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_progress(
         verb: Whose numbers stay longest where a terminal is narrow.
     """
     if kind == "off":
-        return Silent()
+        return SilentDisplay()
     if kind == "bar" or (kind == "auto" and _is_interactive()):
         return Bar(end, first_step, verb)
     return Lines(end)
@@ -120,7 +120,7 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
-class Silent:
+class SilentDisplay:
     """Shows nothing but messages."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -146,21 +146,21 @@ class Lines:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the step if a second has passed, or if it is the first or the last."""
-        now = time.monotonic()
+        timestamp = time.monotonic()
         self._total = self._end.expected(step, metrics.get("epoch", 0.0))
-        self._first = self._first or (step, now)
-        if now - self._last >= 1.0 or step == self._total:
-            self._last = now
+        self._first = self._first or (step, timestamp)
+        if timestamp - self._last >= 1.0 or step == self._total:
+            self._last = timestamp
             of = f"/{self._total}" if self._total else ""
-            self._write(f"step {step}{of}  {summary(metrics)}{self._left(step, now)}")
+            self._write(f"step {step}{of}  {summary(metrics)}{self._left(step, timestamp)}")
 
-    def _left(self, step: int, now: float) -> str:
+    def _left(self, step: int, timestamp: float) -> str:
         """Return the time that the steps to come take at the pace so far; "" before there is one, and at the end."""
         assert self._first is not None
-        first, then = self._first
+        first, first_time = self._first
         if self._total is None or not first < step < self._total:
             return ""
-        seconds = (now - then) / (step - first) * (self._total - step)
+        seconds = (timestamp - first_time) / (step - first) * (self._total - step)
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def say(self, text: str) -> None:
@@ -171,18 +171,20 @@ class Lines:
         """Do nothing."""
 
 
-class Logged:
-    """Another display whose steps also become lines elsewhere, whatever it shows of them.
+class LoggedDisplay:
+    """A display whose steps are also written as lines elsewhere.
 
     Args:
-        shown: What people see.
+        display: The display that people see.
         end: Of the run.
         write: Takes a line.
         with_messages: Whether messages become lines there too; False where what is printed gets there by itself.
     """
 
-    def __init__(self, shown: ProgressDisplay, end: End, write: Callable[[str], None], *, with_messages: bool) -> None:
-        self._shown = shown
+    def __init__(
+        self, display: ProgressDisplay, end: End, write: Callable[[str], None], *, with_messages: bool
+    ) -> None:
+        self._shown = display
         self._lines = Lines(end, write)
         self._with_messages = with_messages
 
@@ -254,8 +256,8 @@ class Bar:
         done = round(line.bar * min(self._step / self._total, 1.0)) if self._total else 0
         glyph = "━" if self._console.encoding.lower().startswith("utf") else "="
         # Without colours what is to come would look like what is done.
-        rest = " " if self._console.color_system is None or self._console.no_color else glyph
-        bar = (glyph * done, "bar.complete"), (rest * (line.bar - done), "bar.back")
+        remaining_glyph = " " if self._console.color_system is None or self._console.no_color else glyph
+        bar = (glyph * done, "bar.complete"), (remaining_glyph * (line.bar - done), "bar.back")
         return Text.assemble(line.before, *bar, line.after)
 
     def _times(self) -> Times:
@@ -271,8 +273,8 @@ class Bar:
             return "left 0:00:00"
         if self._seen is None or self._step == self._seen[0]:
             return "left -:--:--"
-        first, then = self._seen
-        pace = (self._ended - then) / (self._step - first)
+        first, first_time = self._seen
+        pace = (self._ended - first_time) / (self._step - first)
         seconds = pace * (self._total - self._step) - min(time.monotonic() - self._ended, pace)
         return f"left {timedelta(seconds=round(seconds))}"
 
@@ -282,14 +284,14 @@ class Times(NamedTuple):
 
     step: str
     elapsed: str
-    left: str
+    remaining: str
 
 
 _SHORTEST_BAR, _LONGEST_BAR = 8, 24
 
 
 def fitted_frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_bar: bool, width: int) -> Frame:
-    """Return what of a bar's line fits into a width.
+    """Return the parts of a bar's line that fit into a width.
 
     The step stands there always. What else there is comes by rank: the first number, the time left, the second number,
     the bar, the third number, the time since the start, and the others, up to the first that has no room.
@@ -302,17 +304,17 @@ def fitted_frame(times: Times, numbers: Mapping[str, str], ranks: Sequence[str],
         width: Columns.
     """
     room = width - len(times.step)
-    chosen = set()
+    fitting = set()
     for name, size in _sizes(times, numbers, ranks, has_bar).items():
         if size > room:
             break
         room -= size
-        chosen.add(name)
-    shown = "".join(f"  {text}" for name, text in numbers.items() if name in chosen)
-    ends = times.elapsed if _ELAPSED in chosen else "", times.left if _LEFT in chosen else ""
-    ending = " ".join(part for part in ends if part)
-    bar = min(_LONGEST_BAR, _SHORTEST_BAR + room) if _BAR in chosen else 0
-    return Frame(times.step + " " * bool(bar), bar, shown + (f"  {ending}" if ending else ""))
+        fitting.add(name)
+    numbers_text = "".join(f"  {text}" for name, text in numbers.items() if name in fitting)
+    ends = times.elapsed if _ELAPSED in fitting else "", times.remaining if _LEFT in fitting else ""
+    ending = " ".join(end for end in ends if end)
+    bar = min(_LONGEST_BAR, _SHORTEST_BAR + room) if _BAR in fitting else 0
+    return Frame(times.step + " " * bool(bar), bar, numbers_text + (f"  {ending}" if ending else ""))
 
 
 _BAR, _ELAPSED, _LEFT = " bar", " elapsed", " left"
@@ -323,9 +325,9 @@ def _sizes(times: Times, numbers: Mapping[str, str], ranks: Sequence[str], has_b
     """Return the columns that each part takes with the blanks before it, by rank."""
     sizes = [(name, 2 + len(numbers[name])) for name in ranks if name in numbers]
     bar = [(_BAR, 1 + _SHORTEST_BAR)] if has_bar else []
-    left = [(_LEFT, 2 + len(times.left))] if times.left else []
-    elapsed = (_ELAPSED, 2 - len(left) + len(times.elapsed))
-    return dict([*sizes[:1], *left, *sizes[1:2], *bar, *sizes[2:3], elapsed, *sizes[3:]])
+    time_left = [(_LEFT, 2 + len(times.remaining))] if times.remaining else []
+    elapsed = (_ELAPSED, 2 - len(time_left) + len(times.elapsed))
+    return dict([*sizes[:1], *time_left, *sizes[1:2], *bar, *sizes[2:3], elapsed, *sizes[3:]])
 
 
 class Frame(NamedTuple):

@@ -40,10 +40,10 @@ class Sink(Protocol):
 
 
 class TrackerProcesses(Protocol):
-    """The trackers of a run, each a process that the run does not depend on."""
+    """The experiment trackers of a run, each in a process that cannot stop the run."""
 
     def news(self) -> list[str]:
-        """Return what became of them since the last call."""
+        """Return messages about the trackers since the last call."""
 
     def close(self, status: str) -> list[str]:
         """End them; return what they could not send. The status is `finished` or `failed`."""
@@ -65,7 +65,8 @@ class JsonlSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line; numbers that JSON cannot hold become null."""
-        self.event({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.event({"step": step, **numbers})
 
     def event(self, values: Mapping[str, Any]) -> None:
         """Append any object; a file system in trouble is asked again, as it is for checkpoints.
@@ -93,20 +94,20 @@ class JsonlSink:
 
 
 def cut_torn_line(path: Path) -> int:
-    """Cut what follows the last whole line, and return the size that is left."""
+    """Truncate a file after its last whole line, and return its size."""
     with RegularFile(path, "rb+") as file:
-        size = whole = file.seek(0, os.SEEK_END)
-        while whole > 0:  # from the end: the file of a long run has gigabytes
-            start = max(0, whole - _BLOCK)
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:  # from the end: the file of a long run has gigabytes
+            start = max(0, end - _BLOCK)
             file.seek(start)
-            newline = file.read(whole - start).rfind(b"\n")
+            newline = file.read(end - start).rfind(b"\n")
             if newline >= 0:
-                whole = start + newline + 1
+                end = start + newline + 1
                 break
-            whole = start
-        if whole < size:
-            file.truncate(whole)
-    return whole
+            end = start
+        if end < size:
+            file.truncate(end)
+    return end
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -137,10 +138,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 SAMPLE_FOLDER = "samples"
 
 _NAME = re.compile(r"\.?step-(\d+)\.parquet")
@@ -168,16 +165,16 @@ class SampleFiles:
             OSError: The disk is full or in trouble; the file is named.
         """
         data = _as_parquet(samples)
-        place = self._folder / f"step-{samples[0]['step']:08d}.parquet"
-        again(lambda: _replace(place, data))
+        path = self._folder / f"step-{samples[0]['step']:08d}.parquet"
+        again(lambda: _replace(path, data))
 
 
-def _replace(place: Path, data: bytes) -> None:
-    unfinished = place.with_name(f".{place.name}")
+def _replace(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}")
     with RegularFile(unfinished, "wb") as file:
         write_all(file, data)
         file.sync()
-    unfinished.replace(place)
+    unfinished.replace(path)
 
 
 def _as_parquet(samples: Sequence[Mapping[str, Any]]) -> bytes:
@@ -197,7 +194,7 @@ def _flat(sample: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name, value in sample.items():
         if name == _PARTS:
-            row |= {f"{_PARTS}/{part}": number for part, number in value.items()}
+            row |= {f"{_PARTS}/{reward}": number for reward, number in value.items()}
         else:
             # Half an emoji, which a prompt may hold, has no form in UTF-8.
             row[name] = value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -42,4 +42,4 @@ class ModelCost:
 
 def peak_flops(device_name: str) -> float | None:
     """Return a device's peak, or None for one we do not know."""
-    return next((peak for word, peak in PEAK_FLOPS.items() if word in device_name), None)
+    return next((peak for model_name, peak in PEAK_FLOPS.items() if model_name in device_name), None)

@@ -49,7 +49,7 @@ class Averages:
 
     @contextmanager
     def in_place(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Let the averages be the weights within the block; afterwards every bit of both is as it was.
+        """Swap the averages and the weights within the block; both are restored bit for bit afterwards.
 
         No unit may be gathered when the block begins, or its old weights would be used.
         """

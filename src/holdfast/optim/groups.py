@@ -56,13 +56,13 @@ def plan_groups(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> 
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not trained:
         raise ModelError("No parameter is trained: model.freeze covers all of them.")
-    left = trained
+    unassigned = trained
     plans: list[GroupPlan] = []
     for name, entry in config.groups.items():
-        members = [parameter for parameter in left if _matches(entry.match, parameter)]
+        members = [parameter for parameter in unassigned if _matches(entry.match, parameter)]
         if not members:
             raise ConfigError(_nothing_matched(name, entry.match, parameters))
-        left = [parameter for parameter in left if parameter not in set(members)]
+        unassigned = [parameter for parameter in unassigned if parameter not in set(members)]
         halves = _halves(config, entry, name, members)
         if entry.weight_decay and not halves[0].decays:
             raise ConfigError(
@@ -70,7 +70,7 @@ def plan_groups(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> 
                 f"of the group's parameters ({_some(members)}). Leave weight_decay out, or narrow optim.no_decay."
             )
         plans += halves
-    return plans + _halves(config, None, REST, left)
+    return plans + _halves(config, None, REST, unassigned)
 
 
 def _halves(
@@ -109,9 +109,9 @@ def _nothing_matched(name: str, pattern: str, parameters: Mapping[str, nn.Parame
 
 def _near(pattern: str, parameters: Iterable[str]) -> list[str]:
     names = list(parameters)
-    words = re.sub(r"[^A-Za-z0-9_.]+|\\", "", pattern).strip(".")
-    by_part = {part: name for name in reversed(names) for part in {*name.split("."), name.rpartition(".")[0]}}
-    close = difflib.get_close_matches(words, by_part, n=3, cutoff=0.6) or difflib.get_close_matches(words, names, n=3)
+    query = re.sub(r"[^A-Za-z0-9_.]+|\\", "", pattern).strip(".")
+    by_part = {fragment: name for name in reversed(names) for fragment in {*name.split("."), name.rpartition(".")[0]}}
+    close = difflib.get_close_matches(query, by_part, n=3, cutoff=0.6) or difflib.get_close_matches(query, names, n=3)
     return list(dict.fromkeys(by_part.get(item, item) for item in close)) or names[:3]
 
 

@@ -37,23 +37,25 @@ _CUT = 2**16
 """Values of the digits that float32 has and bfloat16 has not."""
 
 
-def round_evenly(average: Tensor, exact: Tensor, place: float) -> None:
-    """Round to the dtype of an average: up where the part that is cut off, plus the fraction of `place`, reaches 1.
+def round_evenly(average: Tensor, exact: Tensor, position: float) -> None:
+    """Round to the dtype of an average: up where the part that is cut off, plus the fraction of `position`, reaches 1.
 
     Args:
         average: Overwritten.
         exact: float32, of the same shape.
-        place: Of this rounding in a sequence whose fractions fill [0, 1) evenly.
+        position: Of this rounding in a sequence whose fractions fill [0, 1) evenly.
     """
     if average.dtype is not torch.bfloat16:
         average.copy_(exact)
         return
-    digits = exact.view(torch.int32).add(int(place % 1 * _CUT)).bitwise_and_(-_CUT)  # of the magnitude, at either sign
+    digits = (
+        exact.view(torch.int32).add(int(position % 1 * _CUT)).bitwise_and_(-_CUT)
+    )  # of the magnitude, at either sign
     average.copy_(digits.view(torch.float32))
 
 
 class HyperParameters(TypedDict, total=False):
-    """What an AdamW is given besides parameters, where it is not what it usually is."""
+    """Hyper-parameters of AdamW that are not at their defaults."""
 
     lr: float
     betas: tuple[float, float]
@@ -185,11 +187,11 @@ class LowBitAdamW(PerParameterAdamW):
     def _moment(self, parameter: Tensor, *, signed: bool) -> Tensor:
         local = local_part(parameter.detach())
         if not _fits(parameter, self.block):
-            made = torch.zeros_like(local)
+            moment = torch.zeros_like(local)
         else:
             sign = (signed,) if self.signs else ()
-            made = self._zeros(local.shape, *sign, self.block, local.device, dtype=parameter.dtype)
-        return placed_like(parameter, made, parameter.shape)
+            moment = self._zeros(local.shape, *sign, self.block, local.device, dtype=parameter.dtype)
+        return placed_like(parameter, moment, parameter.shape)
 
 
 class AdamW8bit(LowBitAdamW):
@@ -232,7 +234,7 @@ def _update(
 
 
 def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a moment stands for; `to` alone would give a quantised one another face."""
+    """Return the values of a moment; `to` alone would only change the dtype that a quantised tensor reports."""
     return (moment.dequantize() if hasattr(moment, "__tensor_flatten__") else moment).to(dtype)
 
 

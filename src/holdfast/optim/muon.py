@@ -36,14 +36,14 @@ class Stack(NamedTuple):
     by_columns: bool
     """As [rows, columns * experts], the experts next to each other; otherwise as [experts * rows, columns]."""
 
-    def apart(self, whole: Tensor) -> Tensor:
+    def apart(self, stacked: Tensor) -> Tensor:
         """Return [experts, rows, columns]."""
         if self.by_columns:
-            return whole.reshape(whole.shape[0], -1, self.experts).permute(2, 0, 1)
-        return whole.reshape(self.experts, -1, whole.shape[-1])
+            return stacked.reshape(stacked.shape[0], -1, self.experts).permute(2, 0, 1)
+        return stacked.reshape(self.experts, -1, stacked.shape[-1])
 
     def together(self, matrices: Tensor) -> Tensor:
-        """Return what `apart` was given."""
+        """Undo `apart`."""
         if self.by_columns:
             return matrices.permute(1, 2, 0).reshape(matrices.shape[1], -1)
         return matrices.reshape(-1, matrices.shape[-1])
@@ -115,8 +115,8 @@ class Muon(Optimizer):
             shape = matrices.shape[-2:]
             update = stack.together(orthogonalised(matrices, group["iterations"]))[local_rows(parameter)]
         elif parameter.ndim == 2:
-            whole = orthogonalised(full_tensor(ahead).to(dtype), group["iterations"])
-            update = whole[local_rows(parameter)]
+            orthogonal = orthogonalised(full_tensor(ahead).to(dtype), group["iterations"])
+            update = orthogonal[local_rows(parameter)]
         else:
             update = orthogonalised(local_part(ahead).to(dtype), group["iterations"])
         weight = local_part(parameter)

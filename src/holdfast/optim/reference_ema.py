@@ -17,7 +17,7 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 
 
 @dataclass(frozen=True)
-class Following:
+class FollowingModel:
     """A model that follows another one of the same parameters, in the same shards, on any device."""
 
     model: nn.Module
@@ -37,11 +37,11 @@ class Following:
             parameters: The trained ones, by name.
             step: Steps that are done; in bfloat16 it says which way is rounded, or small mixes would move nothing.
         """
-        own = sharded_parameters(self.model)
+        followers = sharded_parameters(self.model)
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 continue  # it is the same in both
-            follower, weight = local_part(own[name].detach()), local_part(parameter.detach())
+            follower, weight = local_part(followers[name].detach()), local_part(parameter.detach())
             wide = torch.promote_types(follower.dtype, torch.float32)
             mixed = torch.lerp(follower.to(wide), weight.to(follower.device, wide), self.mix)
             if self.mix < 1:

@@ -118,7 +118,7 @@ class Unfreezing:
 
     @property
     def names(self) -> frozenset[str]:
-        """All that is frozen at first."""
+        """The names of all parameters that are frozen at first."""
         return frozenset(name for stage in self.stages for name in stage.names)
 
     def changing(self, step: int) -> list[Stage]:
@@ -128,7 +128,7 @@ class Unfreezing:
         ]
 
     def set_step(self, step: int) -> None:
-        """Train what is trained after so many steps.
+        """Set `requires_grad` and the groups as they are after so many steps.
 
         No unit of the model may be gathered: what is gathered keeps the flags it was gathered with.
         """
@@ -145,13 +145,13 @@ class Unfreezing:
         self.optimizer.param_groups[:] = [group for group, _ in self._groups if group["params"]]
 
     @contextmanager
-    def as_after(self, step: int, now: int) -> Iterator[None]:
-        """Look within the block as after a later step, to try what will be; nothing is computed meanwhile."""
+    def as_after(self, step: int, current_step: int) -> Iterator[None]:
+        """Set the trained parameters within the block as after a later step; nothing is computed meanwhile."""
         self.set_step(step)
         try:
             yield
         finally:
-            self.set_step(now)
+            self.set_step(current_step)
 
 
 def set_learning_rates(optimizer: Optimizer, factor: float) -> dict[str, float]:

@@ -92,7 +92,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Opt
         UnsavableOptimizer: Something in it cannot be written down.
     """
     names = names_of(optimizer, parameters)
-    collected = Collected(optimizer)
+    collected = CollectedState(optimizer)
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None or not state:  # empty entries are left behind by whoever indexed the state
@@ -103,7 +103,7 @@ def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Opt
 
 
 @dataclass
-class Collected:
+class CollectedState:
     """An optimizer's state while it is read."""
 
     optimizer: Optimizer
@@ -117,20 +117,20 @@ class Collected:
         Raises:
             UnsavableOptimizer: The value cannot be written down.
         """
-        what = f"state {key!r} of {name}"
+        label = f"state {key!r} of {name}"
         if not isinstance(value, Tensor):
-            self.values.setdefault(name, {})[key] = tagged(value, what, self.optimizer)
+            self.values.setdefault(name, {})[key] = tagged(value, label, self.optimizer)
         elif odd_class(value) is None:
-            _check_sharding(value, parameter, what, self.optimizer)
+            _check_sharding(value, parameter, label, self.optimizer)
             self.tensors.setdefault(name, {})[key] = value
         else:
-            record, parts = separated(value, what, self.optimizer)
+            record, components = separated(value, label, self.optimizer)
             self.wrapped.setdefault(name, {})[key] = record
             slots = self.tensors.setdefault(name, {})
-            slots |= {f"{key}{BETWEEN}{part}": tensor for part, tensor in parts.items()}
+            slots |= {f"{key}{BETWEEN}{component}": tensor for component, tensor in components.items()}
 
     def state(self, groups: tuple[GroupState, ...]) -> OptimizerState:
-        """Return all of it."""
+        """Return the collected optimizer state."""
         return OptimizerState(qualified_name(self.optimizer), groups, self.tensors, self.values, self.wrapped)
 
 
@@ -189,7 +189,7 @@ def matched_hyperparameters(
     left as they are where the saved ones differ. Names and peaks of a run's own groups belong to its configuration, as
     its schedule does, and stay.
     """
-    then = {name: group.hyperparameters for group in saved for name in group.parameters}
+    saved_values = {name: group.hyperparameters for group in saved for name in group.parameters}
     taken: list[dict[str, Any]] = []
     refused = []
     for group in live:
@@ -197,14 +197,15 @@ def matched_hyperparameters(
         first: dict[str, tuple[str, Any]] = {}
         differing: set[str] = set()
         for name in group.parameters:
-            for key, value in then.get(name, {}).items():
-                other, first_value = first.setdefault(key, (name, value))
+            for key, value in saved_values.get(name, {}).items():
+                first_name, first_value = first.setdefault(key, (name, value))
                 if first_value == value:
                     continue
                 if key not in differing | NOT_CHOSEN:
                     refused.append(
-                        f"{other} has {key} {decode(first_value)} there and {name} {decode(value)}, and this optimizer "
-                        "updates them in one group (give them groups of their own, or keep this run's hyper-parameters)"
+                        f"{first_name} has {key} {decode(first_value)} there and {name} {decode(value)}, and this "
+                        "optimizer updates them in one group (give them groups of their own, or keep this run's "
+                        "hyper-parameters)"
                     )
                 differing.add(key)
         taken.append({key: decode(value) for key, (_, value) in first.items() if key not in differing | of_the_run})
@@ -221,25 +222,25 @@ def hyperparameter_words(optimizer: Optimizer) -> str:
         for key, value in group.items():
             distinct = values.setdefault(key, [])
             if key not in NOT_CHOSEN | {"params"} and not any(
-                value is each or str(value) == str(each) for each in distinct
+                value is listed or str(value) == str(listed) for listed in distinct
             ):
                 distinct.append(value)
-    shown = {
+    settings = {
         key: distinct
         for key, distinct in values.items()
         if any(value is not None and value is not False for value in distinct)
     }
-    return ", ".join(f"{key}={' and '.join(map(str, distinct))}" for key, distinct in shown.items())
+    return ", ".join(f"{key}={' and '.join(map(str, distinct))}" for key, distinct in settings.items())
 
 
 def hyperparameter_changes(live: Sequence[GroupState], saved: Sequence[GroupState]) -> list[str]:
     """Return one line per hyper-parameter that differs for some parameter, other than the scheduled rate."""
-    then = {name: group.hyperparameters for group in saved for name in group.parameters}
+    saved_values = {name: group.hyperparameters for group in saved for name in group.parameters}
     changes: dict[str, str] = {}
     for group in live:
         for name in group.parameters:
             for key, value in group.hyperparameters.items():
-                old = then.get(name, {}).get(key, value)
+                old = saved_values.get(name, {}).get(key, value)
                 if key not in NOT_CHOSEN and old != value:
                     changes.setdefault(f"{key}: {decode(old)} in the checkpoint, {decode(value)} now", name)
     return [f"{change} (for {name} and its group)" for change, name in changes.items()]
@@ -262,7 +263,7 @@ def _as_built(state: Mapping[str, Any]) -> bool:
     return steps is not None and float(steps) == 0.0
 
 
-def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
+def tagged(value: Any, label: str, optimizer: Optimizer) -> Any:
     """Return a value's written form.
 
     Raises:
@@ -272,13 +273,13 @@ def tagged(value: Any, what: str, optimizer: Optimizer) -> Any:
         return encode(value)
     except UnknownType as error:
         raise UnsavableOptimizer(
-            f"{qualified_name(optimizer)} cannot be saved: {what} is a {error}, which has no written form. Use a "
+            f"{qualified_name(optimizer)} cannot be saved: {label} is a {error}, which has no written form. Use a "
             "number, text, dtype, tuple or tensor instead."
         ) from None
 
 
-def separated(value: Tensor, what: str, optimizer: Optimizer) -> tuple[Wrapped, dict[str, Tensor]]:
-    """Return what a quantised tensor is, and its parts.
+def separated(value: Tensor, label: str, optimizer: Optimizer) -> tuple[Wrapped, dict[str, Tensor]]:
+    """Split a quantised tensor into a record of its class and its inner tensors.
 
     Raises:
         UnsavableOptimizer: It cannot be taken apart.
@@ -287,28 +288,28 @@ def separated(value: Tensor, what: str, optimizer: Optimizer) -> tuple[Wrapped, 
         return take_apart(value)
     except NotSeparable as error:
         raise UnsavableOptimizer(
-            f"{qualified_name(optimizer)} cannot be saved: {what} is a {odd_class(value)}, {error}; its parts would be "
-            "lost. Use an optimizer that keeps its state in plain tensors, of whatever dtype."
+            f"{qualified_name(optimizer)} cannot be saved: {label} is a {odd_class(value)}, {error}; its parts would "
+            "be lost. Use an optimizer that keeps its state in plain tensors, of whatever dtype."
         ) from error
 
 
-def _check_sharding(value: Tensor, parameter: Tensor, what: str, optimizer: Optimizer) -> None:
-    """Refuse a tensor that would not come back as it is.
+def _check_sharding(value: Tensor, parameter: Tensor, label: str, optimizer: Optimizer) -> None:
+    """Refuse a tensor that could not be restored as it is.
 
     Raises:
         UnsavableOptimizer: It is one shard that nothing says is one, or a part of a sum.
     """
-    where = f"{qualified_name(optimizer)} cannot be saved: {what}"
+    prefix = f"{qualified_name(optimizer)} cannot be saved: {label}"
     if not isinstance(parameter, DTensor):
         return
     if not isinstance(value, DTensor):
         if value.ndim and value.shape in {parameter.shape, local_part(parameter).shape}:
             raise UnsavableOptimizer(
-                f"{where} is a plain tensor beside a sharded parameter. Make it with torch.zeros_like(parameter), so "
+                f"{prefix} is a plain tensor beside a sharded parameter. Make it with torch.zeros_like(parameter), so "
                 "that it is sharded as well."
             )
-    elif value.device_mesh != parameter.device_mesh or any(place.is_partial() for place in value.placements):
-        raise UnsavableOptimizer(f"{where} is a part of a sum ({value.placements}). Redistribute it first.")
+    elif value.device_mesh != parameter.device_mesh or any(placement.is_partial() for placement in value.placements):
+        raise UnsavableOptimizer(f"{prefix} is a part of a sum ({value.placements}). Redistribute it first.")
 
 
 def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -320,12 +321,12 @@ def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) 
     tensors = {name: dict(keys) for name, keys in saved.tensors.items()}
     for name, records in saved.wrapped.items():
         for key, record in records.items():
-            parts = {part: tensors[name].pop(f"{key}{BETWEEN}{part}") for part in record.parts}
-            tensors[name][key] = whole_of(record, parts, parameters[name].data)
+            components = {component: tensors[name].pop(f"{key}{BETWEEN}{component}") for component in record.parts}
+            tensors[name][key] = whole_of(record, components, parameters[name].data)
     return OptimizerState(saved.kind, saved.groups, tensors, saved.values)
 
 
-def whole_of(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor) -> Tensor:
+def whole_of(record: Wrapped, components: Mapping[str, Tensor], parameter: Tensor) -> Tensor:
     """Return one quantised tensor in its parameter's sharding, made of this rank's parts.
 
     Raises:
@@ -333,5 +334,5 @@ def whole_of(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor) ->
     """
     sharded = isinstance(parameter, DTensor) and record.shape == tuple(parameter.shape)
     shape = local_part(parameter).shape if sharded else record.shape
-    local = record.put_together({part: local_part(tensor) for part, tensor in parts.items()}, shape)
+    local = record.put_together({component: local_part(tensor) for component, tensor in components.items()}, shape)
     return placed_like(parameter, local, record.shape) if sharded else local

@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from holdfast.optim.randomness import private_randomness, with_own_generators
-from holdfast.optim.state import Collected, OptimizerState, groups_of, names_of
+from holdfast.optim.state import CollectedState, OptimizerState, groups_of, names_of
 from holdfast.parallel.shards import odd_class
 
 _State = dict[str, Any]
@@ -26,7 +26,7 @@ def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
     other: what an optimizer keeps may depend on the size of a parameter. All ranks call this together.
     """
     names = names_of(optimizer, parameters)
-    collected = Collected(optimizer)
+    collected = CollectedState(optimizer)
     for group in optimizer.param_groups:
         alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for parameter in group["params"]:

@@ -63,7 +63,7 @@ def _decode_tensor(content: Any) -> Tensor:
 
 _DECODERS: dict[str, Any] = {
     "float": float,
-    "complex": lambda parts: complex(*map(decode, parts)),
+    "complex": lambda numbers: complex(*map(decode, numbers)),
     "bytes": base64.b64decode,
     "size": torch.Size,
     "tuple": lambda items: tuple(map(decode, items)),
@@ -73,7 +73,7 @@ _DECODERS: dict[str, Any] = {
     "dtype": lambda name: getattr(torch, name),
     "device": torch.device,
     "tensor": _decode_tensor,
-    "numpy": lambda parts: np.frombuffer(base64.b64decode(parts[1]), dtype=parts[0])[0],
+    "numpy": lambda fields: np.frombuffer(base64.b64decode(fields[1]), dtype=fields[0])[0],
 }
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {

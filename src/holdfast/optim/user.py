@@ -56,41 +56,41 @@ def try_optimizer(build: Build, parameters: Parameters, ranks: RankGroup, name: 
         (value.ndim, value.dtype, value.numel() == 1): value for value in parameters.values() if value.requires_grad
     }
     with private_randomness():
-        small = {_words(*kind): _stand_in(value) for kind, value in kinds.items()}
-        whole = {key: nn.Parameter(_start(value)) for key, value in small.items()}
+        small = {_kind_name(*kind): _stand_in(value) for kind, value in kinds.items()}
+        unsharded = {key: nn.Parameter(_start(value)) for key, value in small.items()}
         shards = {key: nn.Parameter(_shard_of(_start(value), value)) for key, value in small.items()}
         with ranks.together():
-            straight = build(whole)
-            _run(straight, whole, _FIRST, f"{name} fails in its first steps")
+            straight = build(unsharded)
+            _run(straight, unsharded, _FIRST, f"{name} fails in its first steps")
         with ranks.together():
             optimizer = build(shards)
             _run(optimizer, shards, _FIRST, f"{name} works on whole parameters and fails on shards of them")
-        _check_on_shards(whole, shards, _FIRST.stop, ranks, name)
+        _check_on_shards(unsharded, shards, _FIRST.stop, ranks, name)
         saved = ranks.on_all_ranks(lambda: collect(optimizer, shards))
         _check_alike(saved, ranks, name)
         with ranks.together():
             copies = {key: nn.Parameter(value.detach().clone()) for key, value in shards.items()}
-            heir, lost = _taken_over(build, optimizer, copies, saved)
-            _run(straight, whole, _LAST, f"{name} fails in its first steps")
+            heir, lost = _restored_copy(build, optimizer, copies, saved)
+            _run(straight, unsharded, _LAST, f"{name} fails in its first steps")
             _run(optimizer, shards, _LAST, f"{name} works on whole parameters and fails on shards of them")
             _run(heir, copies, _LAST, f"{name} fails in its first steps after a save")
-        _check_on_shards(whole, shards, _LAST.stop, ranks, name)
+        _check_on_shards(unsharded, shards, _LAST.stop, ranks, name)
         equal = {key: torch.equal(local_part(shards[key].detach()), local_part(copies[key].detach())) for key in copies}
         everywhere = ranks.gather(equal)
-        other = next((key for key in copies if not all(each[key] for each in everywhere)), None)
-        if other is not None:
-            where = f" It keeps {', '.join(lost)} beside them." if lost else ""
+        differing = next((key for key in copies if not all(rank_equal[key] for rank_equal in everywhere)), None)
+        if differing is not None:
+            advice = f" It keeps {', '.join(lost)} beside them." if lost else ""
             raise ConfigError(
                 f"{name} does not go on where it was saved: from its param groups and its state per parameter, "
-                f"{len(_LAST)} steps end elsewhere on a {other} parameter.{where} Keep in optimizer.state "
+                f"{len(_LAST)} steps end elsewhere on a {differing} parameter.{advice} Keep in optimizer.state "
                 "and optimizer.param_groups what steps depend on."
             )
 
 
 def _stand_in(parameter: Tensor) -> Tensor:
     """Return a small tensor like another in dtype, device, dimensions and sharding, with rows on every rank."""
-    places = enumerate(parameter.placements) if isinstance(parameter, DTensor) else ()
-    ranks = [parameter.device_mesh.size(axis) for axis, place in places if isinstance(place, Shard)]  # type: ignore[attr-defined]
+    placements = enumerate(parameter.placements) if isinstance(parameter, DTensor) else ()
+    ranks = [parameter.device_mesh.size(axis) for axis, placement in placements if isinstance(placement, Shard)]  # type: ignore[attr-defined]
     sides = (2 * max([2, *ranks]) - 1, *range(4, 4 + 2 * parameter.ndim, 2))[: parameter.ndim]
     return zeros((1,) * parameter.ndim if parameter.numel() == 1 else sides, parameter)
 
@@ -111,16 +111,16 @@ def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: st
         ) from error
 
 
-def _check_on_shards(whole: Parameters, shards: Parameters, steps: int, ranks: RankGroup, name: str) -> None:
+def _check_on_shards(unsharded: Parameters, shards: Parameters, steps: int, ranks: RankGroup, name: str) -> None:
     """Refuse an optimizer whose sharded copy has gone elsewhere than the one on whole parameters.
 
     Raises:
         ConfigError: It has; on all ranks.
     """
-    for key, value in whole.items():
+    for key, value in unsharded.items():
         way = float((value.detach() - _start(value)).abs().max())
-        part = value.detach()[local_rows(shards[key])]
-        differences = (local_part(shards[key].detach()) - part).abs()
+        expected = value.detach()[local_rows(shards[key])]
+        differences = (local_part(shards[key].detach()) - expected).abs()
         largest = max(ranks.gather(float(differences.max()) if differences.numel() else 0.0))
         if not largest <= _TOLERANCE.get(value.dtype, 1e-2) * max(way, 1e-12):
             raise ConfigError(
@@ -141,15 +141,15 @@ def _check_alike(saved: OptimizerState, ranks: RankGroup, name: str) -> None:
         plain = {slot: value for slot, value in state.items() if not isinstance(value, DTensor)}
         marks |= {f"{parameter}, {slot}": repr(encode(value)) for slot, value in plain.items()}
     everyones = ranks.gather(marks)
-    for key in sorted({key for each in everyones for key in each}):
-        if len({each.get(key) for each in everyones}) > 1:
+    for key in sorted({key for rank_marks in everyones for key in rank_marks}):
+        if len({rank_marks.get(key) for rank_marks in everyones}) > 1:
             raise UnsavableOptimizer(
                 f"{name} cannot be saved: its state ({key}) differs between ranks and is not sharded, so a checkpoint "
                 "would hold one rank's alone. Compute it from whole parameters, or keep it sharded."
             )
 
 
-def _taken_over(
+def _restored_copy(
     build: Build, optimizer: Optimizer, parameters: Parameters, saved: OptimizerState
 ) -> tuple[Optimizer, list[str]]:
     """Return a fresh optimizer with a copy of the saved state, and the names of what only the one before knows."""
@@ -157,8 +157,8 @@ def _taken_over(
     restore(heir, parameters, _copied(saved))
     for group, before in zip(heir.param_groups, optimizer.param_groups, strict=True):
         group.update({key: value for key, value in before.items() if key != "params"})
-    beside = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
-    return heir, sorted(key for key in beside if _differs(vars(heir).get(key), vars(optimizer)[key]))
+    attributes = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
+    return heir, sorted(key for key in attributes if _differs(vars(heir).get(key), vars(optimizer)[key]))
 
 
 def _copied(saved: OptimizerState) -> OptimizerState:
@@ -197,7 +197,7 @@ def _shard_of(data: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def _words(dimensions: int, dtype: torch.dtype, single: bool) -> str:  # noqa: FBT001 - a key, taken apart
+def _kind_name(dimensions: int, dtype: torch.dtype, single: bool) -> str:  # noqa: FBT001 - a key, taken apart
     kind = "1-element" if single else f"{dimensions}-dimensional"
     return f"{kind} {str(dtype).removeprefix('torch.')}"
 
@@ -234,11 +234,11 @@ def build_user_optimizer(
 
     def build_small(small: Mapping[str, nn.Parameter]) -> Optimizer:
         plan = GroupPlan(REST, True, tuple(small), _TRIAL_LR, config.weight_decay)
-        return _made(config, kind, param_groups([plan], small), _TRIAL_LR)
+        return _call_class(config, kind, param_groups([plan], small), _TRIAL_LR)
 
     if has_numbers:
         try_optimizer(build_small, parameters, ranks, f"optim.path {config.path}")
-    return ranks.on_all_ranks(lambda: _made(config, kind, param_groups(plans, parameters), config.lr))
+    return ranks.on_all_ranks(lambda: _call_class(config, kind, param_groups(plans, parameters), config.lr))
 
 
 def _check_class(config: UserOptimizerConfig, kind: Callable[..., Any]) -> None:
@@ -273,16 +273,19 @@ def _check_arguments(config: UserOptimizerConfig, kind: Callable[..., Any], plan
             raise ConfigError(f"optim.kwargs.{name}: {config.path} takes no {name}; {meant}")
 
 
-def _made(config: UserOptimizerConfig, kind: Callable[..., Any], groups: list[dict[str, Any]], lr: float) -> Optimizer:
+def _call_class(
+    config: UserOptimizerConfig, kind: Callable[..., Any], groups: list[dict[str, Any]], lr: float
+) -> Optimizer:
     accepted = inspect.signature(kind).parameters
     if "weight_decay" not in accepted:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     try:
         optimizer: Optimizer = kind(groups, lr=lr, **config.kwargs)
     except Exception as error:  # the class may raise anything
-        words = ", ".join(f"{name}={value!r}" for name, value in config.kwargs.items()) or "no arguments of its own"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in config.kwargs.items()) or "no arguments of its own"
         raise ConfigError(
-            f"optim.path {config.path} called with {words} raises {error_words(error)}. Mend the class or optim.kwargs."
+            f"optim.path {config.path} called with {arguments} raises {error_words(error)}. Mend the class or "
+            "optim.kwargs."
         ) from error
     if any("lr" not in group for group in optimizer.param_groups):
         raise ConfigError(f"optim.path {config.path} keeps no lr in its param groups, so no schedule can set it.")

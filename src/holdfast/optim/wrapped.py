@@ -45,7 +45,7 @@ class NotSeparable(HoldfastError):  # noqa: N818 - the name says what is wrong
     """A tensor is of a class that is not listed, or is sharded in a way that its parts cannot follow."""
 
 
-class Part(NamedTuple):
+class InnerTensor(NamedTuple):
     """How one inner tensor is stored."""
 
     every: int
@@ -68,7 +68,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What a tensor is besides its parts; the same on every rank."""
+    """The class, shape and settings of a quantised tensor, without its inner tensors; the same on every rank."""
 
     kind: str
     """Qualified name of its class, one of LISTED."""
@@ -80,7 +80,7 @@ class Wrapped:
     """That it shows."""
     shards: int
     """Among which it was divided."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, InnerTensor]
 
     def as_plain(self) -> dict[str, Any]:
         """Return it JSON-ready."""
@@ -90,7 +90,7 @@ class Wrapped:
             "shape": list(self.shape),
             "dtype": self.dtype,
             "shards": self.shards,
-            "parts": {name: list(part) for name, part in self.parts.items()},
+            "parts": {name: list(inner) for name, inner in self.parts.items()},
         }
 
     def rows_per_shard(self, shards: int) -> int:
@@ -111,10 +111,10 @@ class Wrapped:
             return None
         if not self.shape or rows * (shards - 1) >= self.shape[0]:
             return f"{shards} shards leave a rank without rows of it"
-        cut = max((part.every for part in self.parts.values() if part.every and rows % part.every), default=0)
+        cut = max((inner.every for inner in self.parts.values() if inner.every and rows % inner.every), default=0)
         return f"shards of {rows} rows cut its blocks, which are {cut} rows each" if cut else None
 
-    def put_together(self, parts: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+    def put_together(self, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """Return the tensor of one shard, made of its parts as they are stored.
 
         Raises:
@@ -123,23 +123,25 @@ class Wrapped:
         """
         module, _, name = self.kind.rpartition(".")
         made_by: Any = getattr(torchao_module(module, f"state of class {self.kind}"), name)
-        inner = {part: how.inner(parts[part]) for part, how in self.parts.items()}
+        inner = {key: how.inner(tensors[key]) for key, how in self.parts.items()}
         context = [torch.Size(shape) if _is_shape(item) else decode(item) for item in self.context]
         try:
-            made: Tensor = made_by.__tensor_unflatten__(inner, context, torch.Size(shape), None)
+            tensor: Tensor = made_by.__tensor_unflatten__(inner, context, torch.Size(shape), None)
         except Exception as error:  # another version of the class may raise anything
             raise NotSeparable(f"{self.kind} cannot be made again: {type(error).__name__}: {error}") from error
-        return made
+        return tensor
 
 
 def from_plain(plain: Mapping[str, Any]) -> Wrapped:
     """Return what `as_plain` wrote."""
-    parts = {str(name): Part(int(every), int(split)) for name, (every, split) in plain["parts"].items()}
+    inner_tensors = {str(name): InnerTensor(int(every), int(split)) for name, (every, split) in plain["parts"].items()}
     shape = tuple(int(side) for side in plain["shape"])
-    return Wrapped(plain["class"], list(plain["context"]), shape, str(plain["dtype"]), int(plain["shards"]), parts)
+    return Wrapped(
+        plain["class"], list(plain["context"]), shape, str(plain["dtype"]), int(plain["shards"]), inner_tensors
+    )
 
 
-def torchao_module(name: str, what: str) -> Any:
+def torchao_module(name: str, subject: str) -> Any:
     """Import a module of torchao.
 
     Raises:
@@ -155,14 +157,14 @@ def torchao_module(name: str, what: str) -> Any:
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"{what} needs torchao: pip install 'holdfast[lowbit]' ({error}).") from error
+        raise ConfigError(f"{subject} needs torchao: pip install 'holdfast[lowbit]' ({error}).") from error
     finally:
         for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)
 
 
 def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
-    """Return what a tensor is, and its parts as they are stored; they share its memory.
+    """Return a record of a tensor's class and its inner tensors as they are stored; they share its memory.
 
     Raises:
         NotSeparable: Its class is not listed, or its blocks do not end where shards do.
@@ -173,11 +175,12 @@ def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
         raise NotSeparable("a subclass of torch.Tensor that is none of torchao's optimizer states")
     names, context = local.__tensor_flatten__()
     shards = shards_of(value)
-    parts = {name: _part(getattr(local, name), local, fixed=name in LISTED[kind]) for name in names}
+    inner_tensors = {name: _part(getattr(local, name), local, fixed=name in LISTED[kind]) for name in names}
     opened = [{_SHAPE: "size"} if isinstance(item, tuple | list) else encode(item) for item in context]
-    record = Wrapped(kind, opened, tuple(value.shape), str(value.dtype).removeprefix("torch."), shards, parts)
+    record = Wrapped(kind, opened, tuple(value.shape), str(value.dtype).removeprefix("torch."), shards, inner_tensors)
     return record, {
-        name: _placed(name, part, part.stored(getattr(local, name)), value, shards) for name, part in parts.items()
+        name: _placed(name, inner, inner.stored(getattr(local, name)), value, shards)
+        for name, inner in inner_tensors.items()
     }
 
 
@@ -190,11 +193,11 @@ def shards_of(value: Tensor) -> int:
     if not isinstance(value, DTensor):
         return 1
     shards = 1
-    for axis, place in enumerate(value.placements):
+    for axis, placement in enumerate(value.placements):
         size = value.device_mesh.size(axis)
-        if type(place) is Shard and place.dim == 0 and shards == 1:
+        if type(placement) is Shard and placement.dim == 0 and shards == 1:
             shards = size
-        elif not isinstance(place, Replicate) and size > 1:
+        elif not isinstance(placement, Replicate) and size > 1:
             raise NotSeparable(f"sharded as {value.placements}, where its parts cannot follow")
     return shards
 
@@ -209,25 +212,29 @@ def placed_like(like: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _part(inner: Tensor, local: Tensor, *, fixed: bool) -> Part:
+def _part(inner: Tensor, local: Tensor, *, fixed: bool) -> InnerTensor:
     """Return how an inner tensor is stored."""
     rows = local.shape[0] if local.ndim else 0
     if fixed or not rows or not inner.numel():
-        return Part(0)
+        return InnerTensor(0)
     common = math.gcd(rows, inner.shape[0])
-    return Part(rows // common, inner.shape[0] // common)
+    return InnerTensor(rows // common, inner.shape[0] // common)
 
 
-def _placed(name: str, part: Part, stored: Tensor, value: Tensor, shards: int) -> Tensor:
+def _placed(name: str, inner: InnerTensor, stored: Tensor, value: Tensor, shards: int) -> Tensor:
     """Return a part as this rank's rows of the whole part."""
-    if not part.every:
+    if not inner.every:
         return placed_like(value, stored, (shards, *stored.shape[1:]))
-    whole = value.shape[0] // part.every
-    rows = -(-whole // shards)
+    blocks = value.shape[0] // inner.every
+    rows = -(-blocks // shards)
     own_rows = stored.shape[0]
-    if value.shape[0] % part.every or own_rows > rows or (own_rows < rows and own_rows != whole - (shards - 1) * rows):
+    if (
+        value.shape[0] % inner.every
+        or own_rows > rows
+        or (own_rows < rows and own_rows != blocks - (shards - 1) * rows)
+    ):
         raise NotSeparable(f"sharded so that blocks of its {name} do not end where shards do")
-    return placed_like(value, stored, (whole, *stored.shape[1:]))
+    return placed_like(value, stored, (blocks, *stored.shape[1:]))
 
 
 def _is_shape(item: Any) -> bool:

@@ -56,11 +56,11 @@ class RankGroup:
         if self._group is None:
             return list(outgoing)
         # What travels was pickled by this program's other ranks and by nobody else.
-        parts = [bytearray(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)) for item in outgoing]
-        sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+        buffers = [bytearray(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)) for item in outgoing]
+        sizes = torch.tensor([len(buffer) for buffer in buffers], dtype=torch.int64)
         incoming_sizes = torch.empty_like(sizes)
         dist.all_to_all_single(incoming_sizes, sizes, group=self._group)
-        sent = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray().join(buffers), dtype=torch.uint8)
         received = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, incoming_sizes.tolist(), sizes.tolist(), group=self._group)
         data = received.numpy().tobytes()
@@ -92,7 +92,7 @@ class RankGroup:
             error = caught
         except NotRegular as caught:  # a pipe in the place of a file is for its user to take away
             error = UserError(f"{caught}. Put the file back, or remove what stands in its place.")
-        first = next((each for each in self.gather(error) if each is not None), None)
+        first = next((rank_error for rank_error in self.gather(error) if rank_error is not None), None)
         if first is not None:
             raise first
 

@@ -37,7 +37,7 @@ class _Offloaded(NamedTuple):
 
 @dataclass
 class HostOffload:
-    """What is offloaded to host memory, by the name of its part."""
+    """Tensors that are offloaded to host memory, under the labels by which they are restored."""
 
     parts: set[str] = field(default_factory=set)
     """The parts of which something is in host memory."""
@@ -45,44 +45,44 @@ class HostOffload:
     _closed: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def offload(self, part: str, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
+    def offload(self, label: str, tensors: Iterable[Tensor], staying: Iterable[Tensor] = ()) -> None:
         """Move memory to the host, once where tensors share it, and leave what is there already.
 
         Args:
-            part: What it is restored by.
+            label: What it is restored by.
             tensors: Of any class; those that hold others are taken apart.
-            besides: Tensors whose memory stays, although some of `tensors` share it.
+            staying: Tensors whose memory stays, although some of `tensors` share it.
         """
         with self._lock:
             if self._closed:
                 return
             storages = storages_of(tensors)
-            staying_keys = storages_of(besides).keys()
+            staying_keys = storages_of(staying).keys()
             on_host = all(storage.device.type == "cpu" for storage in storages.values())
-            offloaded = self._offloaded.setdefault(part, [])
+            offloaded = self._offloaded.setdefault(label, [])
             for key, storage in storages.items():
                 # Beside a device, counters of steps and the like are on the host by intent.
                 moves = on_host or storage.device.type != "cpu"
                 if storage.nbytes() == 0 or key in staying_keys or not moves or not storage.resizable():
                     continue
                 offloaded.append(_Offloaded(storage, _copy(storage)))
-                self.parts.add(part)
+                self.parts.add(label)
                 storage.resize_(0)
 
-    def restore(self, *parts: str) -> None:
-        """Bring these parts back, all where none is named; every bit is as it was."""
+    def restore(self, *labels: str) -> None:
+        """Restore the tensors under these labels, or all of them without labels, bit for bit."""
         with self._lock:
-            for part in parts or tuple(self._offloaded):
-                offloaded = self._offloaded.get(part, [])
+            for label in labels or tuple(self._offloaded):
+                offloaded = self._offloaded.get(label, [])
                 while offloaded:
                     storage, host = offloaded[-1]
                     storage.resize_(host.numel())
                     _bytes_of(storage).copy_(host)
                     offloaded.pop()  # only now: if memory is short, what did not come back can be asked for again
-                self.parts.discard(part)
+                self.parts.discard(label)
 
     def restore_for_good(self) -> None:
-        """Bring everything back, for good: another thread reads it, or may."""
+        """Restore everything and offload nothing again, since another thread may read it."""
         with self._lock:
             self._closed = True
             self.restore()
@@ -90,7 +90,7 @@ class HostOffload:
 
 def storages_of(tensors: Iterable[Tensor]) -> Mapping[int, torch.UntypedStorage]:
     """Return the memory of tensors, each piece once, whatever shares it."""
-    storages = (part.untyped_storage() for tensor in tensors for part in _plain(tensor))
+    storages = (plain.untyped_storage() for tensor in tensors for plain in _plain(tensor))
     return {storage._cdata: storage for storage in storages}  # noqa: SLF001 - the identity that torch itself goes by
 
 
@@ -147,14 +147,14 @@ def common_bytes(policy: nn.Module, ranks: RankGroup, dtype: torch.dtype) -> int
     shards = _shareable(held_tensors(policy), dtype)
     if not shards or ranks.size == 1:
         return 0
-    _, count = _laid_out(shards)
+    _, count = _offsets(shards)
     if shared_bytes(count, ranks) is None:  # nothing is written, so it takes no memory
         return 0
     return sum(shard.numel() * shard.element_size() for shard in shards.values())
 
 
 def _shareable(holdings: Mapping[str, Holding], dtype: torch.dtype) -> dict[str, DTensor]:
-    """Return what is parted among ranks on the CPU, and used in the dtype in which it is trained."""
+    """Return the CPU tensors that are sharded and computed in the dtype in which they are stored."""
     return {
         name: tensor
         for name, tensor in holdings.items()
@@ -165,26 +165,26 @@ def _shareable(holdings: Mapping[str, Holding], dtype: torch.dtype) -> dict[str,
     }
 
 
-def _laid_out(shards: Mapping[str, DTensor]) -> tuple[dict[str, int], int]:
+def _offsets(shards: Mapping[str, DTensor]) -> tuple[dict[str, int], int]:
     """Return where each tensor begins behind the token, and how many bytes all of it takes."""
-    places, count = {}, _TOKEN
+    offsets, count = {}, _TOKEN
     for name, shard in shards.items():
-        places[name] = count
+        offsets[name] = count
         count += -(-shard.numel() * shard.element_size() // _ALIGNMENT) * _ALIGNMENT
-    return places, count
+    return offsets, count
 
 
 @torch.no_grad()
 def _written_together(shards: Mapping[str, DTensor], ranks: RankGroup) -> dict[str, Tensor]:
     """Return whole tensors in common memory; nothing, on all ranks, where they cannot share any."""
-    places, count = _laid_out(shards)
+    offsets, count = _offsets(shards)
     memory = shared_bytes(count, ranks)
     if memory is None:
         return {}
     whole_tensors = {}
     for name, shard in shards.items():
         size = shard.numel() * shard.element_size()
-        whole_tensors[name] = memory[places[name] : places[name] + size].view(shard.dtype).view(shard.shape)
+        whole_tensors[name] = memory[offsets[name] : offsets[name] + size].view(shard.dtype).view(shard.shape)
         local, owners = shard.to_local().detach(), owners_of(shard)
         if ranks.rank in owners and local.numel():
             whole_tensors[name][rows_at(shard, owners.index(ranks.rank), len(owners))].copy_(local)
@@ -193,7 +193,7 @@ def _written_together(shards: Mapping[str, DTensor], ranks: RankGroup) -> dict[s
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _MemoryOffer:
     """Where rank 0's memory can be opened by processes of the same user on the same machine."""
 
     path: str
@@ -221,7 +221,7 @@ def shared_bytes(count: int, ranks: RankGroup) -> Tensor | None:
     return torch.frombuffer(mapped, dtype=torch.uint8) if together and mapped is not None else None
 
 
-def _offered(count: int) -> tuple[int, _Offer | None]:
+def _offered(count: int) -> tuple[int, _MemoryOffer | None]:
     """Make memory; return its descriptor, and where others can open it."""
     if _counts_every_page():
         return -1, None
@@ -234,7 +234,7 @@ def _offered(count: int) -> tuple[int, _Offer | None]:
         if descriptor >= 0:
             os.close(descriptor)
         return -1, None
-    return descriptor, _Offer(f"/proc/{os.getpid()}/fd/{descriptor}", token)
+    return descriptor, _MemoryOffer(f"/proc/{os.getpid()}/fd/{descriptor}", token)
 
 
 def _counts_every_page() -> bool:
@@ -245,7 +245,7 @@ def _counts_every_page() -> bool:
         return False
 
 
-def _opened(offer: _Offer) -> int:
+def _opened(offer: _MemoryOffer) -> int:
     """Open what is offered; on another machine or in another container the path is nothing's, or something else's."""
     try:
         if not str(Path(offer.path).readlink()).startswith(f"/memfd:{_NAME}"):
@@ -255,7 +255,7 @@ def _opened(offer: _Offer) -> int:
         return -1
 
 
-def _mapped(descriptor: int, count: int, offer: _Offer | None) -> mmap.mmap | None:
+def _mapped(descriptor: int, count: int, offer: _MemoryOffer | None) -> mmap.mmap | None:
     """Map the memory that is offered; None where the descriptor is of something else."""
     if descriptor < 0 or offer is None:
         return None

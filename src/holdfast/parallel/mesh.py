@@ -114,7 +114,7 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
 
 
 def forget_meshes() -> None:
-    """Let go of all meshes: each keeps its groups, and each of those keeps sockets and threads."""
+    """Drop all device meshes, which keep process groups, and with them sockets and threads, alive."""
     _meshes.clear()
 
 
@@ -132,10 +132,10 @@ def ranks_on(store: Store, machine: str) -> int:
 
 
 def _kill_point(rank: int) -> KillPoint | None:
-    named = os.environ.get(KILL_VARIABLE)
-    if not named:
+    setting = os.environ.get(KILL_VARIABLE)
+    if not setting:
         return None
-    who, step, phase = named.split(":", 2)
+    who, step, phase = setting.split(":", 2)
     return KillPoint(int(step), phase) if rank == int(who) else None
 
 

@@ -68,7 +68,7 @@ class ShardUnit:
 
 
 @dataclass(frozen=True)
-class Ends:
+class ModelEnds:
     """Both ends of a model, by canonical path: units of their own, so that each is gathered while it is read."""
 
     embedding: str | None = None
@@ -116,7 +116,7 @@ class ShardPlan:
             else f"one rank, whole parameters: {_mib(total)}",
             f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
             + (" on the last micro-batch" if self.reduce_last_only else "")
-            + (f", {_recompute_words(self.recompute)}" if self.recompute else "")
+            + (f", {_recompute_summary(self.recompute)}" if self.recompute else "")
             + (", parameters in host memory" if self.cpu_offload else ""),
         ]
         return "\n".join(lines)
@@ -130,7 +130,7 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def _recompute_words(recompute: Mapping[str, Recomputed]) -> str:
+def _recompute_summary(recompute: Mapping[str, Recomputed]) -> str:
     kinds = sorted(set(recompute.values()))
     return f"{len(recompute)} blocks recomputed ({', '.join(kinds)})"
 
@@ -144,7 +144,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     shard: int,
     device: str,
     towers: Sequence[str] = (),
-    ends: Ends = Ends(),  # noqa: B008 - frozen
+    ends: ModelEnds = ModelEnds(),  # noqa: B008 - frozen
 ) -> ShardPlan:
     """Plan how parameters are split.
 
@@ -172,7 +172,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
     # Alone and stored as it is computed with, a model needs no FSDP2; but autograd adds gradients in their storage.
-    whole = shard * config.replicate == 1 and not config.cpu_offload and _is_whole(numbers, compute)
+    unsharded = shard * config.replicate == 1 and not config.cpu_offload and _is_whole(numbers, compute)
     return ShardPlan(
         units=_units(parameters, groups, ends, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
@@ -184,7 +184,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         reduce_dtype=wide,
         reduce_last_only=last_only,
         cpu_offload=config.cpu_offload,
-        sharded=not whole or (trained and last_only),
+        sharded=not unsharded or (trained and last_only),
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
@@ -209,7 +209,7 @@ def _count(parameters: Sequence[ParameterInfo]) -> int:
     return sum(parameter.stands_for or parameter.numel for parameter in parameters)
 
 
-def _ends_apart(parameters: Sequence[ParameterInfo], ends: Ends) -> dict[str, tuple[str, ...]]:
+def _ends_apart(parameters: Sequence[ParameterInfo], ends: ModelEnds) -> dict[str, tuple[str, ...]]:
     """Return the units of embedding and head, without what is tied to a parameter elsewhere."""
     paths = [path for path in (ends.embedding, ends.head) if path is not None]
     tied = {name for parameter in parameters if parameter.aliases for name in (parameter.name, *parameter.aliases)}
@@ -217,7 +217,7 @@ def _ends_apart(parameters: Sequence[ParameterInfo], ends: Ends) -> dict[str, tu
 
 
 def _units(
-    parameters: Sequence[ParameterInfo], groups: Mapping[str, tuple[str, ...]], ends: Ends, config: ParallelConfig
+    parameters: Sequence[ParameterInfo], groups: Mapping[str, tuple[str, ...]], ends: ModelEnds, config: ParallelConfig
 ) -> tuple[ShardUnit, ...]:
     """Deal parameters out to units, innermost unit first, the root last."""
     members: dict[str, list[ParameterInfo]] = {name: [] for name in (*groups, ROOT)}
@@ -260,7 +260,7 @@ def _groups(
             name = run[0] if len(run) == 1 else f"{run[0]}..{run[-1].rpartition('.')[2]}"
             groups[name] = tuple(run)
         return groups | {path: (path,) for path in towers}
-    chosen: dict[str, tuple[str, ...]] = {}
+    pattern_units: dict[str, tuple[str, ...]] = {}
     for pattern in config.units:
         matched = [path for path in modules if path and re.search(pattern, path)]
         if not matched:
@@ -268,18 +268,20 @@ def _groups(
                 f"parallel.units: {pattern!r} matches no module that runs by itself. Modules are named like "
                 f"{', '.join(modules[1:4])}."
             )
-        chosen |= {path: (path,) for path in matched}
-    return {path: (path,) for path in _of_towers(blocks, towers, chosen)} | chosen
+        pattern_units |= {path: (path,) for path in matched}
+    return {path: (path,) for path in _tower_units(blocks, towers, pattern_units)} | pattern_units
 
 
-def _of_towers(blocks: Sequence[str], towers: Sequence[str], chosen: Mapping[str, tuple[str, ...]]) -> list[str]:
+def _tower_units(
+    blocks: Sequence[str], towers: Sequence[str], pattern_units: Mapping[str, tuple[str, ...]]
+) -> list[str]:
     """Return the units that towers have where patterns name others: each, and its blocks unless a part of it is named.
 
     Left to the root, a tower would be gathered by every forward pass and kept until its end, images or not.
     """
     units = list(towers)
     for tower in towers:
-        if not any(path.startswith(f"{tower}.") for path in chosen):
+        if not any(path.startswith(f"{tower}.") for path in pattern_units):
             units += [path for path in blocks if path.startswith(f"{tower}.")]
     return units
 
@@ -326,9 +328,9 @@ def _refuse_split_ties(parameters: Sequence[ParameterInfo], groups: Mapping[str,
     for parameter in parameters:
         owners = {name: _owner(name, groups) for name in (parameter.name, *parameter.aliases)}
         if len(set(owners.values())) > 1:
-            where = ", ".join(f"{name} in {unit}" for name, unit in owners.items())
+            listing = ", ".join(f"{name} in {unit}" for name, unit in owners.items())
             raise PlanError(
-                f"A tied parameter would lie in two units ({where}), and FSDP2 would untie it. Change parallel.units "
+                f"A tied parameter would lie in two units ({listing}), and FSDP2 would untie it. Change parallel.units "
                 "so that both names fall into one."
             )
 

@@ -35,10 +35,10 @@ class RankLog:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             log = os.open(folder / f"rank-{self._rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            now = datetime.now().astimezone().isoformat(timespec="seconds")
-            os.write(log, f"--- rank {self._rank} of {self._ranks} on {self._host}, {now} ---\n".encode())
+            timestamp = datetime.now().astimezone().isoformat(timespec="seconds")
+            os.write(log, f"--- rank {self._rank} of {self._ranks} on {self._host}, {timestamp} ---\n".encode())
             if self._rank == 0:
-                sys.stderr = _Both(sys.stderr, log)
+                sys.stderr = _TeeStream(sys.stderr, log)
                 return
             self._screen = os.dup(2)
             for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -52,7 +52,7 @@ class RankLog:
             os.write(2 if self._screen is None else self._screen, f"{text}\n".encode())
 
 
-class _Both:
+class _TeeStream:
     """A stream that also writes into a log."""
 
     def __init__(self, stream: TextIO, log: int) -> None:

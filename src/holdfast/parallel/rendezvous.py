@@ -105,7 +105,7 @@ def on_loopback(environ: MutableMapping[str, str]) -> Iterator[None]:
     Args:
         environ: Of this process.
     """
-    name = next((each for _, each in socket.if_nameindex() if each in {"lo", "lo0"}), None)
+    name = next((interface for _, interface in socket.if_nameindex() if interface in {"lo", "lo0"}), None)
     if name is None or not on_one_machine(environ):
         yield
         return

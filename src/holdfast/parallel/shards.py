@@ -20,11 +20,11 @@ def local_rows(tensor: Tensor) -> slice:
     """Return which rows of dimension 0 this rank holds; all of them for a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return slice(0, tensor.shape[0] if tensor.ndim else 0)
-    shards = [(axis, place) for axis, place in enumerate(tensor.placements) if isinstance(place, Shard)]
+    shards = [(axis, placement) for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     if not shards:
         return slice(0, tensor.shape[0])
-    ((axis, place),) = shards
-    assert place.dim == 0, "units are sharded by rows"
+    ((axis, placement),) = shards
+    assert placement.dim == 0, "units are sharded by rows"
     ranks = tensor.device_mesh.size(axis)
     rows_per_rank = -(-tensor.shape[0] // ranks)
     start = min(tensor.device_mesh.get_local_rank(axis) * rows_per_rank, tensor.shape[0])
@@ -70,13 +70,13 @@ def materialise(
         ModelError: A parameter was not given, or a buffer differs from its reference.
     """
     ties = tied_names(policy)
-    places, filled = place_empty(policy, buffers, device, offload=offload)
+    tensors, filled = place_empty(policy, buffers, device, offload=offload)
     for group in source.groups():
-        rows = {name: local_rows(places[name]) for name in group.targets if name in places}
+        rows = {name: local_rows(tensors[name]) for name in group.targets if name in tensors}
         for name, tensor in group.load(rows).items():
-            local_part(places[name]).copy_(tensor)
+            local_part(tensors[name]).copy_(tensor)
             filled.add(name)
-    _refuse_missing(set(places), filled, ties)
+    _refuse_missing(set(tensors), filled, ties)
     check_buffers(policy, buffers)
 
 
@@ -96,16 +96,16 @@ def place_empty(
     _leave_meta(policy, device, offload)
     if tied_names(policy) != ties:
         raise ModelError(f"Tied parameters came apart while the model was placed: {sorted(ties)}.")
-    places = _places(policy)
-    reference = {name: value for name, value in buffers.items() if name in places}
+    tensors = _tensors_by_name(policy)
+    reference = {name: value for name, value in buffers.items() if name in tensors}
     for name, value in reference.items():
-        places[name].copy_(value)
-    return places, set(reference)
+        tensors[name].copy_(value)
+    return tensors, set(reference)
 
 
 def _refuse_missing(required: set[str], filled: set[str], ties: Mapping[str, tuple[str, ...]]) -> None:
-    for first, others in ties.items():
-        names = {first, *others}
+    for first, aliases in ties.items():
+        names = {first, *aliases}
         if names & filled:
             filled = filled | names
     missing = sorted(required - filled)
@@ -134,13 +134,13 @@ def _aliases(policy: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _places(policy: nn.Module) -> dict[str, Tensor]:
-    places: dict[str, Tensor] = {}
+def _tensors_by_name(policy: nn.Module) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
-        places[canonical_name(name)] = parameter.data if not isinstance(parameter.data, DTensor) else parameter
+        tensors[canonical_name(name)] = parameter.data if not isinstance(parameter.data, DTensor) else parameter
     for name, buffer in policy.named_buffers():
-        places[canonical_name(name)] = buffer
-    return places
+        tensors[canonical_name(name)] = buffer
+    return tensors
 
 
 def _move_buffers(policy: nn.Module, device: torch.device) -> None:

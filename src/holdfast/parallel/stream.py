@@ -17,7 +17,7 @@ from holdfast.parallel.shards import sharded_parameters
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedWeight:
     """A matrix with its adapter, or out of 4 bits: what an engine and an export see of a layer.
 
     It exists only once its parts are gathered.
@@ -41,7 +41,7 @@ class Merged:
         return True
 
 
-Holding = Tensor | Merged
+Holding = Tensor | MergedWeight
 
 
 def held_tensors(policy: nn.Module) -> dict[str, Holding]:
@@ -52,9 +52,9 @@ def held_tensors(policy: nn.Module) -> dict[str, Holding]:
     parameters = sharded_parameters(policy)
     holdings: dict[str, Holding] = dict(parameters)
     for name, join in joins_of(policy).items():
-        for part in join.parts:
-            holdings.pop(part, None)
-        holdings[name] = Merged(tuple(parameters[part] for part in join.parts), join)
+        for part_name in join.parts:
+            holdings.pop(part_name, None)
+        holdings[name] = MergedWeight(tuple(parameters[part_name] for part_name in join.parts), join)
     stored = {canonical_name(name) for name in policy.state_dict()}
     for name, buffer in policy.named_buffers():
         if canonical_name(name) in stored:
@@ -73,8 +73,8 @@ def headers_of(holdings: Mapping[str, Holding], dtype: torch.dtype | None) -> di
 @torch.no_grad()
 def full_tensor(tensor: Holding) -> Tensor:
     """Gather a tensor; every rank calls this for the same tensors in the same order."""
-    if isinstance(tensor, Merged):
-        return tensor.join.run([full_tensor(part) for part in tensor.parts])
+    if isinstance(tensor, MergedWeight):
+        return tensor.join.run([full_tensor(component) for component in tensor.parts])
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -84,9 +84,9 @@ def whole_on_first(tensor: Holding) -> Tensor | None:
 
     Shards travel straight into their rows, so rank 0 holds one tensor and the others nothing but their shards.
     """
-    if isinstance(tensor, Merged):
-        parts = [part for part in map(whole_on_first, tensor.parts) if part is not None]
-        return tensor.join.run(parts) if parts else None
+    if isinstance(tensor, MergedWeight):
+        gathered = [component for component in map(whole_on_first, tensor.parts) if component is not None]
+        return tensor.join.run(gathered) if gathered else None
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
         return tensor.detach() if rank == 0 else None
@@ -105,37 +105,37 @@ def pieces_on_first(tensor: Holding) -> Iterator[Tensor]:
     Every rank walks through this for the same tensors in order; a shard travels when it is asked for.
     """
     if not isinstance(tensor, DTensor):
-        whole = whole_on_first(tensor)
-        if whole is not None:
-            yield whole
+        full = whole_on_first(tensor)
+        if full is not None:
+            yield full
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
     local, owners = tensor.to_local().detach(), owners_of(tensor)
     if rank in owners and rank != 0 and local.numel():
         dist.send(local.contiguous(), 0)
-    for place, owner in enumerate(owners if rank == 0 else ()):
-        rows = rows_at(tensor, place, len(owners))
+    for index, owner in enumerate(owners if rank == 0 else ()):
+        rows = rows_at(tensor, index, len(owners))
         count = rows.stop - rows.start
         if count == 0:
             return
         if owner == 0:
             yield local
         else:
-            part = torch.empty(count, *tensor.shape[1:], dtype=local.dtype, device=local.device)
-            dist.recv(part, owner)
-            yield part
+            received = torch.empty(count, *tensor.shape[1:], dtype=local.dtype, device=local.device)
+            dist.recv(received, owner)
+            yield received
 
 
 def _received(tensor: DTensor, local: Tensor, owners: Sequence[int]) -> Tensor:
     """Return the whole tensor from rank 0's shard and those that the others send."""
-    whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-    for place, owner in enumerate(owners):
-        part = whole[rows_at(tensor, place, len(owners))]
+    full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    for index, owner in enumerate(owners):
+        rows = full[rows_at(tensor, index, len(owners))]
         if owner == 0:
-            part.copy_(local)
-        elif part.numel():
-            dist.recv(part, owner)
-    return whole
+            rows.copy_(local)
+        elif rows.numel():
+            dist.recv(rows, owner)
+    return full
 
 
 def owners_of(tensor: DTensor) -> list[int]:
@@ -149,10 +149,10 @@ def owners_of(tensor: DTensor) -> list[int]:
     return [int(rank) for rank in ranks.flatten()]
 
 
-def rows_at(tensor: DTensor, place: int, count: int) -> slice:
-    """Return the rows of the shard at a place of `count`, as torch deals them: all of one length but the last ones."""
+def rows_at(tensor: DTensor, index: int, count: int) -> slice:
+    """Return the rows of shard `index` of `count`; as in torch, all shards but the last have the same length."""
     most, total = -(-tensor.shape[0] // count), tensor.shape[0]
-    return slice(min(place * most, total), min((place + 1) * most, total))
+    return slice(min(index * most, total), min((index + 1) * most, total))
 
 
 Pieces = Iterator[Tensor]

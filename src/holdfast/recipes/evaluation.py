@@ -54,23 +54,23 @@ def evaluate_run(config: TrainingConfig, base: Path, world: World) -> dict[str, 
         for name, value in metrics.items():
             print(escaped_paragraph(f"{name} {value:.6g}"), flush=True)
         has_completions = config.evaluation.completions is not None or isinstance(config, GRPOConfig)
-        place = run_directory(config) / COMPLETIONS / folder
-        print(_keep_numbers(place, about, metrics, "numbers and completions" if has_completions else "numbers"))
+        output = run_directory(config) / COMPLETIONS / folder
+        print(_keep_numbers(output, about, metrics, "numbers and completions" if has_completions else "numbers"))
     return metrics
 
 
-def _keep_numbers(place: Path, about: Mapping[str, Any], metrics: Mapping[str, float], what: str) -> str:
+def _keep_numbers(folder: Path, about: Mapping[str, Any], metrics: Mapping[str, float], subject: str) -> str:
     """Write the numbers, with null for what is not finite; return what there is to say of it."""
     values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     text = json.dumps({**about, "time": time.time(), "metrics": values}, indent=2) + "\n"
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        temporary = place / f".{NUMBERS}.{os.getpid()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{NUMBERS}.{os.getpid()}"
         temporary.write_text(text)
-        temporary.replace(place / NUMBERS)
+        temporary.replace(folder / NUMBERS)
     except OSError as error:  # they stand on the screen, and no other model's are in their place
         return f"warning: the numbers could not be written: {error}"
-    return f"{what} are in {place}"
+    return f"{subject} are in {folder}"
 
 
 def _measured(config: TrainingConfig, base: Path, world: World, label: str) -> tuple[dict[str, float], list[str]]:
@@ -106,13 +106,13 @@ def _check_weights(setting: Setting) -> tuple[str, dict[str, Any]]:
     about: tuple[str, dict[str, Any]] = "", {}
     with ranks.together():
         if ranks.rank == 0:
-            place = None if path is None else locate(path, setting.config.model, setting.base, weights=True)
-            notes_of_exports(setting, place, whole=True)
-            about = evaluated_model(setting, place)
+            model_path = None if path is None else locate(path, setting.config.model, setting.base, weights=True)
+            notes_of_exports(setting, model_path, whole=True)
+            about = evaluated_model(setting, model_path)
     ranks.close()
     return about
 
 
 def scored_nothing(config: TrainingConfig, metrics: Mapping[str, float]) -> bool:
-    """Say whether completions were to be scored, and not one of them was."""
+    """Return whether completions should have been scored and none was."""
     return isinstance(config, GRPOConfig) and not any(name.endswith("/accuracy") for name in metrics)

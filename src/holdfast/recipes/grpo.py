@@ -97,11 +97,11 @@ def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) 
     for number, mini_batch in enumerate(updates):
         ends_step = number == len(updates) - 1
         names = run.common.source_names
-        made = train_step(run.trained, mini_batch, objective, source_names=names, ends_step=ends_step)
-        lines.append(made.metrics)
-        sums.append(made.sums)
+        result = train_step(run.trained, mini_batch, objective, source_names=names, ends_step=ends_step)
+        lines.append(result.metrics)
+        sums.append(result.sums)
         if number < len(mini_batches):  # later passes have the same tokens
-            log_ratios.append(log_ratios_of(mini_batch, made.logprobs))
+            log_ratios.append(log_ratios_of(mini_batch, result.logprobs))
     everyone = run.setting.ranks.gather(np.concatenate(log_ratios))
     return of_several_updates(lines, sums) | mismatch_spread(np.concatenate(everyone))
 

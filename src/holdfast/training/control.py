@@ -35,10 +35,10 @@ class Decision:
     """A save in the background has ended on every rank."""
 
 
-class Asked(NamedTuple):
-    """A wish that the run stops, which long work is left for."""
+class StopReason(NamedTuple):
+    """Why the run shall stop; long work is interrupted for it."""
 
-    words: str
+    text: str
     """For the user."""
     by_signal: bool
     """A signal outranks what else may stop a run; the clock does not."""
@@ -67,7 +67,7 @@ class StopRequests:
         self._drill = threading.Event()
 
     def __enter__(self) -> StopRequests:
-        """Catch signals until the block ends."""
+        """Install the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._note)
@@ -76,7 +76,7 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give signals back to whoever had them."""
+        """Restore the earlier signal handlers."""
         leaves = self._speaks_first and kind is not None and issubclass(kind, Exception)
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if leaves and number == signal.SIGTERM else handler)
@@ -114,17 +114,17 @@ class StopRequests:
         return self.asked is not None
 
     @property
-    def asked(self) -> Asked | None:
-        """What this rank knows of; a signal first."""
+    def asked(self) -> StopReason | None:
+        """The reason to stop that this rank knows of; a signal comes before the clock."""
         if self.reason is not None:
-            return Asked(f"stopped by {self.reason}", by_signal=True)
+            return StopReason(f"stopped by {self.reason}", by_signal=True)
         over = self._over()
-        return None if over is None else Asked(over, by_signal=False)
+        return None if over is None else StopReason(over, by_signal=False)
 
-    def pending(self, ranks: RankGroup) -> Asked | None:
+    def pending(self, ranks: RankGroup) -> StopReason | None:
         """Return why the run shall stop: a signal that reached any rank, or else the clock of one."""
-        stops = [asked for asked in ranks.gather(self.asked) if asked is not None]
-        return min(stops, key=lambda asked: not asked.by_signal, default=None)
+        stops = [request for request in ranks.gather(self.asked) if request is not None]
+        return min(stops, key=lambda request: not request.by_signal, default=None)
 
     def drill(self, ranks: RankGroup) -> list[int]:
         """Send every rank a SIGTERM of its own, and return those that did not notice.
@@ -170,15 +170,15 @@ class Timetable:
 
     def due(self, step: int, epoch: float) -> bool:
         """Return whether it is due after this step; asking marks it as done."""
-        config, now = self._config, self._clock()
+        config, timestamp = self._config, self._clock()
         by_steps = config.every_steps is not None and step % config.every_steps == 0
-        by_time = config.every_minutes is not None and now - self._last_time >= 60 * config.every_minutes
+        by_time = config.every_minutes is not None and timestamp - self._last_time >= 60 * config.every_minutes
         by_epochs = config.every_epochs is not None and (
             _times_reached(epoch, config.every_epochs) > _times_reached(self._last_epoch, config.every_epochs)
         )
         self._last_epoch = epoch
         if by_steps or by_time or by_epochs:
-            self._last_time = now
+            self._last_time = timestamp
             return True
         return False
 
@@ -224,7 +224,7 @@ class Control:
         signalled = next((reason for reason, *_ in rank_reports if reason is not None), None)
         return Decision(
             decision.stop if signalled is None else f"stopped by {signalled}",
-            decision.save or any(asked for _, asked, _, _ in rank_reports),
+            decision.save or any(saves for _, saves, _, _ in rank_reports),
             decision.evaluate and signalled is None,
             decision.due,
             all(status in {"done", "failed"} for _, _, status, _ in rank_reports),
@@ -232,14 +232,14 @@ class Control:
 
     def _first_rank_decides(self, event: StepEvent) -> Decision:
         run = self._run
-        asked = ask(run.observers, event, run.trained.state.observers)
+        answers = ask(run.observers, event, run.trained.state.observers)
         late = self._requests.asked
         may_stop = event.step >= run.setting.config.min_steps
         stop = None
-        if may_stop and "stop" in asked:
+        if may_stop and "stop" in answers:
             stop = BY_OBSERVER
         elif late is not None:
-            stop = late.words
-        save = self._saves.due(event.step, event.epoch) or "save" in asked
-        evaluate = self._evaluations.due(event.step, event.epoch) or "evaluate" in asked
+            stop = late.text
+        save = self._saves.due(event.step, event.epoch) or "save" in answers
+        evaluate = self._evaluations.due(event.step, event.epoch) or "evaluate" in answers
         return Decision(stop, save, evaluate and late is None, evaluate)

@@ -86,18 +86,18 @@ def _check_writable(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file. Choose another run.dir or run.name.")
     # What an evaluation or a plan before the run leaves is no reason to refuse the run.
-    own = {CHECKPOINTS, LOGS, COMPLETIONS, PLAN}
-    others = {entry.name for entry in directory.iterdir()} - own if directory.exists() else set()
+    expected = {CHECKPOINTS, LOGS, COMPLETIONS, PLAN}
+    foreign_names = {entry.name for entry in directory.iterdir()} - expected if directory.exists() else set()
     foreign = directory / CHECKPOINTS
     if foreign.is_dir() and any(not entry.name.startswith((".", "step-", "pins")) for entry in foreign.iterdir()):
-        others.add(CHECKPOINTS)
-    if others and not (directory / IDENTITY).exists():
+        foreign_names.add(CHECKPOINTS)
+    if foreign_names and not (directory / IDENTITY).exists():
         raise ConfigError(f"{directory} holds other things than a run. Choose another run.dir or run.name.")
-    place = directory
-    while not place.exists():
-        place = place.parent
-    if not os.access(place, os.W_OK):
-        raise ConfigError(f"{place} cannot be written by this user. Choose another run.dir.")
+    ancestor = directory
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not os.access(ancestor, os.W_OK):
+        raise ConfigError(f"{ancestor} cannot be written by this user. Choose another run.dir.")
 
 
 def create(

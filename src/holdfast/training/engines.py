@@ -107,8 +107,8 @@ def _user_engine(engine: Any, path: str) -> RolloutEngine:
             f"rollout.engine.path: what {path} returns has no {', '.join(missing)}; an engine has the members of "
             "holdfast.rollout.engine.RolloutEngine."
         )
-    made: RolloutEngine = engine
-    return made
+    rollout_engine: RolloutEngine = engine
+    return rollout_engine
 
 
 def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
@@ -211,7 +211,7 @@ def stop_tokens(origin: Blueprint) -> list[int]:
 
 
 def pad_token(tokenizer: Any) -> int:
-    """Return a token to fill gaps with; what it is never matters, gaps are not read."""
+    """Return the padding token; any token will do, since padding is not read."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -242,19 +242,22 @@ def check_copy_fits(sharded: ShardedModel, budget_gib: float | None, common: int
     copied = copy_bytes(sharded, common)
     laid_out = layout_bytes(sharded) if in_process else 0
     needed = copied + laid_out
-    world, parts = sharded.setting.world, _parts(copied, -(-common // sharded.setting.ranks.size), laid_out, dtype)
+    world, breakdown = (
+        sharded.setting.world,
+        _memory_breakdown(copied, -(-common // sharded.setting.ranks.size), laid_out, dtype),
+    )
     budget = free_bytes(world) if budget_gib is None else int(budget_gib * _GIB)
     if needed > budget:
-        named = budget_gib is not None
-        limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)" if named else f"has {size_words(budget)} free"
+        has_limit = budget_gib is not None
+        limit = f"may take {budget_gib:g} GiB (rollout.copy_gib)" if has_limit else f"has {size_words(budget)} free"
         advice = "" if dtype == "bfloat16" else ", set parallel.compute_dtype: bfloat16"
         room = "devices with more memory" if world.device.type == "cuda" else "fewer ranks on a machine"
         raise ConfigError(
-            f"rollout: sampling takes {size_words(needed)} on every rank, {parts}, and rank "
+            f"rollout: sampling takes {size_words(needed)} on every rank, {breakdown}, and rank "
             f"{world.rank} {limit}. Use a smaller model{advice}, or use {room}."
         )
     if world.is_first:
-        print(f"rollouts: {parts}, on every rank", flush=True)
+        print(f"rollouts: {breakdown}, on every rank", flush=True)
 
 
 def copy_bytes(sharded: ShardedModel, common: int) -> int:
@@ -264,8 +267,8 @@ def copy_bytes(sharded: ShardedModel, common: int) -> int:
     """
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     plan = sharded.plan
-    whole = not plan.sharded or (plan.shard == 1 and not plan.cpu_offload)
-    if whole and sharded.setting.config.model.lora is None:
+    unsharded = not plan.sharded or (plan.shard == 1 and not plan.cpu_offload)
+    if unsharded and sharded.setting.config.model.lora is None:
         numbers = sum(value.numel() for value in sharded.model.parameters() if value.dtype != dtype)
     else:
         numbers = sum(value.numel() for value in sharded.origin.skeleton.parameters())
@@ -294,15 +297,15 @@ def free_host_bytes(world: World) -> int:
     return int(psutil.virtual_memory().available) // (world.local_size or 1)
 
 
-def _parts(copied: int, shared: int, laid_out: int, dtype: str) -> str:
+def _memory_breakdown(copied: int, shared: int, laid_out: int, dtype: str) -> str:
     """Say what sampling takes; `shared` of what is copied is this rank's part of what all ranks read."""
     whose = {
         "a part of the copy of the weights that all ranks share": shared,
         f"a copy of the {'other ' if shared else ''}weights": copied - shared,
     }
-    parts = [f"{name}, {size_words(count)} in {dtype}" for name, count in whose.items() if count]
+    breakdown = [f"{name}, {size_words(count)} in {dtype}" for name, count in whose.items() if count]
     laid = [f"{size_words(laid_out)} of matrices laid out for decoding"] if laid_out else []
-    return ", and ".join([*(parts or ["the policy's own weights"]), *laid])
+    return ", and ".join([*(breakdown or ["the policy's own weights"]), *laid])
 
 
 def layout_of(sharded: ShardedModel, images: ImageSide | str = "") -> Layout:

@@ -29,7 +29,7 @@ Prepare = Callable[[MiniBatch], MiniBatch]
 
 
 @dataclass(frozen=True)
-class Answered:
+class ComparedCompletion:
     """One completion beside what was expected."""
 
     sample_id: int
@@ -97,8 +97,8 @@ def evaluate_loss(
             batch = to_device(micro_batch, device)
             output = model(batch, evaluation.objective)
             assert isinstance(output, LossSum)
-            part = {"loss": ratio(output.loss, batch.count)} | output.sums
-            sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
+            batch_sums = {"loss": ratio(output.loss, batch.count)} | output.sums
+            sums = {name: value + sums[name] if name in sums else value for name, value in batch_sums.items()}
         step += 1
     model.train()
     reduced = reduce_sums(sums, device)
@@ -109,7 +109,7 @@ def evaluate_loss(
 
 def evaluate_completions(
     engine: RolloutEngine, sharded: ShardedModel, examples: Sequence[Example], options: CompletionsConfig
-) -> tuple[dict[str, float], list[Answered]] | None:
+) -> tuple[dict[str, float], list[ComparedCompletion]] | None:
     """Complete this rank's prompts and compare with their last trained span.
 
     A completion is correct if its text, special tokens and outer white space left out, is the reference's.
@@ -132,10 +132,13 @@ def evaluate_completions(
         expected = tokenizer.decode(reference, skip_special_tokens=True)
         finished = sampled.finish is Finish.STOP
         right = finished and text.strip() == expected.strip()
-        asked = tokenizer.decode(_images_shortened(prompt, sharded.origin.family.image_token_id))
-        own_answers.append(Answered(examples[sampled.request_id].sample_id, asked, text, expected, right, finished))
+        prompt_text = tokenizer.decode(_images_shortened(prompt, sharded.origin.family.image_token_id))
+        own_answers.append(
+            ComparedCompletion(examples[sampled.request_id].sample_id, prompt_text, text, expected, right, finished)
+        )
     answered = sorted(
-        (item for part in sharded.setting.ranks.gather(own_answers) for item in part), key=lambda item: item.sample_id
+        (item for rank_answers in sharded.setting.ranks.gather(own_answers) for item in rank_answers),
+        key=lambda item: item.sample_id,
     )
     if not answered:
         return {}, []
@@ -167,7 +170,7 @@ def split_at_answer(example: Example) -> tuple[list[int], list[int]]:
     return example.tokens[:start].tolist(), example.tokens[start:end].tolist()
 
 
-def write_completions(path: Path, answered: Sequence[Answered]) -> None:
+def write_completions(path: Path, answered: Sequence[ComparedCompletion]) -> None:
     """Write one JSON object per completion."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(item), ensure_ascii=False) for item in answered]

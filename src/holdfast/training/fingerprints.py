@@ -63,7 +63,7 @@ def identity(
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
-    data |= _chosen(config)
+    data |= _later_keys(config)
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     shapes = [source.rows for source in config.data.all_sources()]
     if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
@@ -86,14 +86,14 @@ def identity(
     return {kind: {what: hashed(value) for what, value in values.items()} for kind, values in kinds.items()}
 
 
-def _chosen(config: TrainingConfig) -> dict[str, str]:
-    """Return what earlier versions had no key for, where it is not as it was there: their checkpoints go on."""
-    chosen: dict[str, str] = {}
+def _later_keys(config: TrainingConfig) -> dict[str, str]:
+    """Return settings that earlier versions lacked, if not at the default, so that old checkpoints match."""
+    values: dict[str, str] = {}
     if config.data.on_bad_row != "stop":
-        chosen["data.on_bad_row"] = config.data.on_bad_row
+        values["data.on_bad_row"] = config.data.on_bad_row
     if isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None:
-        chosen["data.max_prompt_length"] = str(config.data.max_prompt_length)
-    return chosen
+        values["data.max_prompt_length"] = str(config.data.max_prompt_length)
+    return values
 
 
 def _adapters(config: TrainingConfig) -> dict[str, str]:
@@ -133,7 +133,7 @@ def image_fingerprints(setting: ConfiguredRun, stream: BatchStream[Any, Any], or
         return {}
     files = ImageFiles(setting.config.data.image_dir, setting.base)
     marks = {f"{_IMAGES}{index}": images_fingerprint(source, files) for index, source in enumerate(stream.sources)}
-    return {what: mark for what, mark in marks.items() if mark is not None}
+    return {key: mark for key, mark in marks.items() if mark is not None}
 
 
 def _loss(config: TrainingConfig) -> dict[str, str]:
@@ -186,7 +186,7 @@ def _has_reference(config: TrainingConfig) -> bool:
 
 
 def weights_fingerprint(origin: Blueprint, seed: int) -> str:
-    """Return what tells the weights of a model's directory from others.
+    """Return a fingerprint of the weights in a model's directory.
 
     A reference policy, and parameters that checkpoints leave out, are loaded from there at every start: with other
     weights it is another run.
@@ -210,14 +210,14 @@ def adapter_fingerprint(setting: ConfiguredRun) -> str:
     return hash_bytes("\n".join(hash_file(file) for file in files).encode())
 
 
-def changed_fingerprints(then: Identity, now: Identity) -> dict[str, list[str]]:
-    """Return what changed, by kind; what a checkpoint of an earlier version does not know has not."""
+def changed_fingerprints(saved: Identity, current: Identity) -> dict[str, list[str]]:
+    """Return the changed names by kind; names that earlier versions did not record do not count as changed."""
     changes = {}
-    for kind, values in now.items():
+    for kind, values in current.items():
         # Checkpoints of earlier versions hold settings as they were.
-        before = {what: hashed(mark) for what, mark in then.get(kind, {}).items()}
-        comparable = {*before, *(what for what in values if not (is_new(what) or what.startswith(_IMAGES)))}
-        changed = [what for what in sorted(comparable) if before.get(what) != values.get(what)]
+        before = {name: hashed(mark) for name, mark in saved.get(kind, {}).items()}
+        comparable = {*before, *(name for name in values if not (is_new(name) or name.startswith(_IMAGES)))}
+        changed = [name for name in sorted(comparable) if before.get(name) != values.get(name)]
         if changed:
             changes[kind] = changed
     return changes
@@ -246,36 +246,36 @@ def filter_hashes(setting: ConfiguredRun) -> dict[str, str]:
 def _code_hashes(key: str, name: str, setting: ConfiguredRun) -> dict[str, str]:
     """Return the hashes of the file that a key's value FILE:NAME lies in, and of what it imports from beside it."""
     file = name.rpartition(":")[0]
-    source_file = next((place for place in (setting.base / file, Path(file)) if place.is_file()), None)
+    source_file = next((path for path in (setting.base / file, Path(file)) if path.is_file()), None)
     if source_file is None:  # a module: the user's own if it lies beside the YAML, else that of an installed package
-        own = [] if file.endswith(".py") else [*_modules(setting.base, file)]
-        return {f"{key} {file}{IMPORTS}{module.relative_to(setting.base)}": hash_file(module) for module in own}
+        modules = [] if file.endswith(".py") else [*_modules(setting.base, file)]
+        return {f"{key} {file}{IMPORTS}{module.relative_to(setting.base)}": hash_file(module) for module in modules}
     return {f"{key} {file}": hash_file(source_file)} | helper_hashes(f"{key} {file}", source_file)
 
 
 def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
     """Return the keys that name code of the user's, but for the filter of rows, with what they name."""
-    named: list[tuple[str, str]] = [("observers", path) for path in config.observers]
+    paths: list[tuple[str, str]] = [("observers", path) for path in config.observers]
     if isinstance(config, SFTConfig | GRPOConfig) and isinstance(config.objective, UserObjectiveConfig):
-        named.append(("objective.path", config.objective.path))
+        paths.append(("objective.path", config.objective.path))
     if isinstance(config, DPOConfig):
-        named += [("preference.loss", loss.path) for loss in config.preference.loss if isinstance(loss, UserLossConfig)]
+        paths += [("preference.loss", loss.path) for loss in config.preference.loss if isinstance(loss, UserLossConfig)]
     if isinstance(config, GRPOConfig):
         if isinstance(config.advantage, UserAdvantageConfig):
-            named.append(("advantage.path", config.advantage.path))
-        named += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
+            paths.append(("advantage.path", config.advantage.path))
+        paths += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if isinstance(config.optim, UserOptimizerConfig):
-        named.append(("optim.path", config.optim.path))
-    return named
+        paths.append(("optim.path", config.optim.path))
+    return paths
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Return the hash of a tokenizer's words, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
     special = json.dumps({key: str(value) for key, value in tokenizer.special_tokens_map.items()}, sort_keys=True)
-    return hash_bytes("\n".join((words, template, special)).encode())
+    return hash_bytes("\n".join((vocabulary, template, special)).encode())
 
 
 def fingerprint_once(directory: Path | None, ranks: RankGroup) -> None:
@@ -312,14 +312,16 @@ def is_fingerprinted(config: TrainingConfig) -> bool:
     return config.model.lora is not None or config.checkpoint.frozen == "skip" or compares
 
 
-def with_marks_of_now(then: Identity, now: Identity) -> Identity:
+def with_current_marks(saved: Identity, current: Identity) -> Identity:
     """Return a checkpoint's identity with marks of an earlier version written as new ones, where they fit those."""
     return {
         kind: {
-            what: now[kind][what] if what in now.get(kind, {}) and same_files(value, now[kind][what]) else value
-            for what, value in values.items()
+            name: current[kind][name]
+            if name in current.get(kind, {}) and same_files(value, current[kind][name])
+            else value
+            for name, value in values.items()
         }
-        for kind, values in then.items()
+        for kind, values in saved.items()
     }
 
 
@@ -328,12 +330,12 @@ _TEXTS = {".json", ".jinja", ".model", ".txt", ".bin"}
 """What a model directory holds beside safetensors: its configuration, its tokenizer, weights of the old format."""
 
 
-def is_new(what: str) -> bool:
-    """Say whether earlier versions did not look at this: their checkpoints say nothing of it."""
-    return IMPORTS in what or what.startswith(REWARD_MODEL)
+def is_new(name: str) -> bool:
+    """Return whether earlier versions did not record this name, so that their checkpoints lack it."""
+    return IMPORTS in name or name.startswith(REWARD_MODEL)
 
 
-def helper_hashes(named: str, file: Path) -> dict[str, str]:
+def helper_hashes(prefix: str, file: Path) -> dict[str, str]:
     """Return the hashes of the modules in a file's folder that it imports, and that these import.
 
     Read from the import statements, wherever they stand. What is imported by other means is not seen.
@@ -346,7 +348,7 @@ def helper_hashes(named: str, file: Path) -> dict[str, str]:
         modules |= dict.fromkeys(new)
         waiting += new
     helpers = [*modules][1:]
-    return {f"{named}{IMPORTS}{helper.relative_to(root)}": hash_file(helper) for helper in helpers}
+    return {f"{prefix}{IMPORTS}{helper.relative_to(root)}": hash_file(helper) for helper in helpers}
 
 
 def _imported(file: Path, root: Path) -> Iterator[Path]:
@@ -360,17 +362,17 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
                 for name in names:
                     yield from _modules(root, name.name)
             case ast.ImportFrom(module=module, names=names, level=level):
-                place = file.parents[level - 1] if 0 < level <= len(file.parents) else root
+                folder = file.parents[level - 1] if 0 < level <= len(file.parents) else root
                 for name in names:
                     dotted = f"{module}.{name.name}" if module else name.name
-                    yield from (each for each in _modules(place, dotted) if each.is_relative_to(root))
+                    yield from (path for path in _modules(folder, dotted) if path.is_relative_to(root))
 
 
-def _modules(place: Path, dotted: str) -> Iterator[Path]:
+def _modules(folder: Path, dotted: str) -> Iterator[Path]:
     """Yield the files behind a dotted name: its packages, and its module."""
-    for part in dotted.split("."):
-        yield from (each for each in (place / f"{part}.py", place / part / "__init__.py") if each.is_file())
-        place /= part
+    for component in dotted.split("."):
+        yield from (path for path in (folder / f"{component}.py", folder / component / "__init__.py") if path.is_file())
+        folder /= component
 
 
 def reward_models(setting: ConfiguredRun) -> dict[str, Path]:

@@ -26,7 +26,7 @@ from holdfast.training.saving.exports import (
     due_exports,
     export_run,
     note_exported,
-    set_final_aside,
+    rename_final_export,
 )
 from holdfast.training.stragglers import Stragglers
 from holdfast.training.watched import (
@@ -82,7 +82,7 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
                 journal.failed(error)
                 raise
             exports_at_end = run.setting.config.checkpoint.export_at_end or dry
-            place = export_run(run, FINAL, journal.latest) if exports_at_end and is_end(stopped) else None
+            export_path = export_run(run, FINAL, journal.latest) if exports_at_end and is_end(stopped) else None
             if stopped is None and run.trained.state.step > first:
                 journal.event("done")
     finally:
@@ -91,7 +91,12 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
     run.setting.ranks.close()
     command = None if dry else checkpoints.export_command
     return Outcome(
-        run.trained.state.step, journal.latest, stopped, str(run.setting.directory), None if dry else place, command
+        run.trained.state.step,
+        journal.latest,
+        stopped,
+        str(run.setting.directory),
+        None if dry else export_path,
+        command,
     )
 
 
@@ -108,7 +113,7 @@ class _Loop:
     evaluated_at: int = -1
 
     def __post_init__(self) -> None:
-        """Open what sees the steps from outside."""
+        """Open the profiler."""
         self.profiler = StepProfiler(self.run.setting)
 
     def run_to_end(self) -> str | None:
@@ -128,18 +133,18 @@ class _Loop:
         return stopped
 
     def _has_ended(self) -> bool:
-        """Say so where the run stands at its end already."""
+        """Return whether the run has already ended, and print why."""
         if self._owes_evaluation():
             return False
-        place, step, reason = self.run.setting.directory, self.run.trained.state.step, reason_to_end(self.run)
+        run_directory, step, reason = self.run.setting.directory, self.run.trained.state.step, reason_to_end(self.run)
         if self.run.finished:
             self.journal.say(
-                f"nothing to do: step {step} is the last one of {place}. Raise steps to "
+                f"nothing to do: step {step} is the last one of {run_directory}. Raise steps to "
                 "go on, or give another run.name to begin a new run"
             )
         elif reason is not None:
             self.journal.say(
-                f"nothing to do: {place} has ended at step {step}. {reason}. Raise stop_when.patience or leave "
+                f"nothing to do: {run_directory} has ended at step {step}. {reason}. Raise stop_when.patience or leave "
                 "stop_when out to go on, or give another run.name to begin a new run"
             )
         return self.run.finished or reason is not None
@@ -153,10 +158,12 @@ class _Loop:
         if not run.trained.state.watched.get(OWED):
             return False
         if newest is not None:
-            place = run.setting.directory
+            run_directory = run.setting.directory
             records = run.setting.ranks.on_first_rank(
                 lambda: [
-                    line["watched"] for line in directory.events(place, MADE_LATER) if line["checkpoint"] == newest.hash
+                    line["watched"]
+                    for line in directory.events(run_directory, MADE_LATER)
+                    if line["checkpoint"] == newest.hash
                 ]
             )
             if records:
@@ -166,8 +173,8 @@ class _Loop:
     def _begin(self) -> str | None:
         """Make the evaluations that come before the first step of a start; return why the run ends with them."""
         config, step = self.run.setting.config, self.run.trained.state.step
-        for words in set_final_aside(self.run):
-            self.journal.say(words)
+        for message in rename_final_export(self.run):
+            self.journal.say(message)
         if (config.evaluation.at_start and step == 0) or config.dry_run:
             self.journal.report(self._evaluate())
         return self._evaluate_later() if self.run.trained.state.watched.get(OWED) else None
@@ -175,8 +182,8 @@ class _Loop:
     def _evaluate_later(self) -> str | None:
         """Make the evaluation that an earlier start left; return why the run ends with it."""
         metrics = self._evaluate()
-        asked = self.requests.pending(self.run.setting.ranks)
-        stopped = watch_metric(self.run, metrics, due=True, stopped=None if asked is None else asked.words)
+        stop_reason = self.requests.pending(self.run.setting.ranks)
+        stopped = watch_metric(self.run, metrics, due=True, stopped=None if stop_reason is None else stop_reason.text)
         self.line |= metrics
         self.journal.report(metrics)
         self._export_best(metrics)
@@ -231,10 +238,10 @@ class _Loop:
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
             except StepAbandoned:
-                asked = self.requests.pending(run.setting.ranks)
-                assert asked is not None
-                stopped = asked.words
-                if run.trained.state.step == first and not asked.by_signal:
+                stop_reason = self.requests.pending(run.setting.ranks)
+                assert stop_reason is not None
+                stopped = stop_reason.text
+                if run.trained.state.step == first and not stop_reason.by_signal:
                     stopped += " before this start had made a step; the next one makes none either unless it is longer"
             except Exception as error:
                 self._save_before(error)
@@ -257,9 +264,9 @@ class _Loop:
                 numbers = self._evaluate()
             numbers["timing/evaluation"] = time.perf_counter() - began
             self.line |= numbers
-            asked = self.requests.pending(run.setting.ranks)
-            if asked is not None and (asked.by_signal or stopped is None):
-                stopped = asked.words
+            stop_reason = self.requests.pending(run.setting.ranks)
+            if stop_reason is not None and (stop_reason.by_signal or stopped is None):
+                stopped = stop_reason.text
         stopped = watch_metric(run, numbers, due=decision.due, stopped=stopped)
         self.journal.report(self.line)
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands

@@ -16,7 +16,7 @@ from holdfast.data.content.counted import unexpected
 from holdfast.errors import HoldfastError
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
-from holdfast.metrics.progress import End, Lines, Logged, ProgressDisplay, open_progress
+from holdfast.metrics.progress import End, Lines, LoggedDisplay, ProgressDisplay, open_progress
 from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink, TrackerProcesses
 from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
@@ -93,19 +93,19 @@ class Journal:
         launcher = setting.world.failure.directory
         if not setting.world.is_first or (launcher is not None and isinstance(screen, Lines)):
             return screen  # the launcher copies into the log what rank 0 prints
-        own = setting.directory / LOGS
+        log_directory = setting.directory / LOGS
         if launcher is None:
             with suppress(OSError):
-                own.mkdir(exist_ok=True)
+                log_directory.mkdir(exist_ok=True)
 
         def write(text: str) -> None:
             # The launcher moves its logs into the run directory as soon as it sees that there is one.
-            for folder in (own,) if launcher is None else (launcher / LOGS, own):
+            for folder in (log_directory,) if launcher is None else (launcher / LOGS, log_directory):
                 with suppress(OSError):  # a full disk: the run will say so itself
                     append_text(folder / LOG, text + "\n")
                     return
 
-        return Logged(screen, _end_of(self._run), write, with_messages=launcher is None)
+        return LoggedDisplay(screen, _end_of(self._run), write, with_messages=launcher is None)
 
     def __enter__(self) -> Journal:
         """Return itself."""
@@ -150,8 +150,8 @@ class Journal:
             self._warn(step, line, alarms)
             self._run.setting.log.batches.clear()
         if evaluated:
-            shown = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
-            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in shown.items())
+            displayed = {name: value for name, value in evaluated.items() if _is_shown(name, value)}
+            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in displayed.items())
             self.say(f"evaluation at step {step}: {text}")
 
     def _write_step(self, step: int, line: Mapping[str, float], *, due: bool) -> None:
@@ -176,14 +176,14 @@ class Journal:
             sink.write(step, line)
 
     def _warn(self, step: int, line: Mapping[str, float], alarms: Mapping[str, str]) -> None:
-        """Print and note what looks wrong."""
+        """Print the alarms of a step and append them to events.jsonl."""
         if self._health is None:
             return
         for alarm, sentence in alarms.items():
             batch = self._recorded(step) if alarm in SPIKES else {}
-            where = "".join(f" The rows of this batch are in {path}." for path in batch.values())
-            self.event("health", alarm=alarm, text=sentence + where, **batch)
-            self.say(f"warning: {sentence}{where}")
+            files_note = "".join(f" The rows of this batch are in {path}." for path in batch.values())
+            self.event("health", alarm=alarm, text=sentence + files_note, **batch)
+            self.say(f"warning: {sentence}{files_note}")
         _, sentence = cut_rows([line])
         if step == 1 and sentence and "cut_rows" not in alarms:
             self.say(f"note: {sentence}")
@@ -199,7 +199,7 @@ class Journal:
             return {}
 
     def _tell(self) -> None:
-        """Print and write what the step left to be told."""
+        """Print the messages and write the samples that the step left in the log."""
         run = self._run
         peaks = run.setting.log.peaks
         if news := peaks.news():
@@ -250,21 +250,23 @@ class Journal:
     def failed(self, error: Exception) -> None:
         """Append to events.jsonl that an error ends the run, behind the line of the last step."""
         channel = self._run.setting.world.failure
-        own = channel.own(error)
-        reason = f"{own.type}: {error}".strip().partition("\n")[0]
+        failure = channel.own(error)
+        reason = f"{failure.type}: {error}".strip().partition("\n")[0]
         with suppress(OSError):  # it may be this disk that is full; the error says so
             self._write_last()
             if channel.directory is None and channel.broken_by_peer(error):
                 return  # another rank is the cause, of which `_heard` hears
-            self.event("failed", reason=reason, time=time.time(), rank=own.rank, host=own.host, phase=own.phase)
+            self.event(
+                "failed", reason=reason, time=time.time(), rank=failure.rank, host=failure.host, phase=failure.phase
+            )
 
     def _heard(self, event: str, failure: Failure) -> None:
         """Append what befell another rank, on the rank that was chosen to speak; perhaps in another thread."""
         setting, step = self._run.setting, self._run.trained.state.step
         sentence = failure.sentence() if event == "failed" else failure.message
         reason = sentence.partition("\n")[0]
-        place = {"rank": failure.rank, "host": failure.host, "phase": failure.phase}
-        line = {"event": event, "step": step, "reason": reason, "time": time.time(), **place}
+        origin = {"rank": failure.rank, "host": failure.host, "phase": failure.phase}
+        line = {"event": event, "step": step, "reason": reason, "time": time.time(), **origin}
         with suppress(OSError):
             append_text(setting.directory / directory.EVENTS, json.dumps(line) + "\n")
         if setting.world.log is not None and not setting.world.is_first:
@@ -299,10 +301,10 @@ def _record_batch(run: Run, step: int) -> str:
         OSError: The disk does not take it.
     """
     name = f"{SPIKES_FOLDER}/step-{step:08d}.rank-{run.setting.ranks.rank}.jsonl"
-    place = run.setting.directory / name
-    place.parent.mkdir(exist_ok=True)
+    path = run.setting.directory / name
+    path.parent.mkdir(exist_ok=True)
     lines = [json.dumps(line) for line in _sequences(run.setting.log.batches, run.trained.origin.tokenizer)]
-    place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return name
 
 
@@ -310,8 +312,8 @@ def _sequences(batches: Sequence[Batch], tokenizer: Any) -> Iterator[dict[str, A
     written = set()
     for batch in batches:
         for index, sample in enumerate(batch.sample_ids):
-            own = batch.sequence_ids == index
-            tokens = batch.tokens[own].tolist()
+            mask = batch.sequence_ids == index
+            tokens = batch.tokens[mask].tolist()
             if sample in written or not tokens:
                 continue
             written.add(sample)
@@ -321,6 +323,6 @@ def _sequences(batches: Sequence[Batch], tokenizer: Any) -> Iterator[dict[str, A
                 "prompt_id": batch.prompt_ids[index],
                 "source": batch.sources[index],
                 "tokens": len(tokens),
-                "trained_tokens": int(batch.loss_mask[own].sum()),
+                "trained_tokens": int(batch.loss_mask[mask].sum()),
                 "begins": escaped(text),
             }

@@ -49,24 +49,24 @@ class Observer:
         try:
             answer = self.function(event, state) if self._takes_state else self.function(event)
             json.dumps(state, allow_nan=False)
-            asked = [] if answer is None else [answer] if isinstance(answer, str) else list(answer)  # type: ignore[call-overload]
+            answers = [] if answer is None else [answer] if isinstance(answer, str) else list(answer)  # type: ignore[call-overload]
         except Exception as error:
             raise ObserverFailed(f"Observer {self.name} failed at step {event.step}: {error_words(error)}.") from error
-        wrong = [item for item in asked if item not in ANSWERS]
+        wrong = [item for item in answers if item not in ANSWERS]
         if wrong:
             raise ObserverFailed(
                 f"Observer {self.name} answered {wrong[0]!r} at step {event.step}; it may answer "
                 f"{', '.join(ANSWERS)} or None."
             )
-        return frozenset(asked)
+        return frozenset(answers)
 
 
 def ask(observers: Iterable[Observer], event: StepEvent, states: dict[str, Any]) -> frozenset[str]:
     """Ask all observers; rank 0 does this and tells the others."""
-    asked: frozenset[str] = frozenset()
+    answers: frozenset[str] = frozenset()
     for observer in observers:
-        asked |= observer(event, states.setdefault(observer.name, {}))
-    return asked
+        answers |= observer(event, states.setdefault(observer.name, {}))
+    return answers
 
 
 def find_script(path: str, base: Path, key: str) -> Path:
@@ -76,7 +76,7 @@ def find_script(path: str, base: Path, key: str) -> Path:
         ConfigError: It is not there.
     """
     file = path.rpartition(":")[0]
-    script = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    script = next((candidate for candidate in (base / file, Path(file)) if candidate.is_file()), None)
     if script is None:
         raise ConfigError(f"{key}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}.")
     return script
@@ -89,9 +89,9 @@ def load_function(path: str, base: Path, key: str) -> Callable[..., Any]:
         ConfigError: The file or the function is not there, or the file raises when it is imported.
     """
     script, name = find_script(path, base, key), path.rpartition(":")[2]
-    place = hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]
     try:
-        module = load_module(script, f"holdfast_user_{script.stem}_{place}")
+        module = load_module(script, f"holdfast_user_{script.stem}_{digest}")
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {script} raises when it is imported: {type(error).__name__}: {error}.") from error
     function = getattr(module, name, None)

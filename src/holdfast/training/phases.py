@@ -27,10 +27,10 @@ class PhaseClock:
 
     def _count(self) -> float:
         """Give the time since the last change to the innermost phase; return the present time."""
-        now, phase = time.perf_counter(), self._phases[-1]
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._counted
-        self._counted = now
-        return now
+        timestamp, phase = time.perf_counter(), self._phases[-1]
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + timestamp - self._counted
+        self._counted = timestamp
+        return timestamp
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -55,11 +55,11 @@ class PhaseClock:
 
     def read(self) -> dict[str, float]:
         """Return timing/<phase> and step_time in seconds since the last reading, and start again."""
-        now = self._count()
+        timestamp = self._count()
         result = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
-        result["step_time"] = now - self._start
+        result["step_time"] = timestamp - self._start
         self._seconds = {}
-        self._start = now
+        self._start = timestamp
         return result
 
 
@@ -96,13 +96,13 @@ class PhasePeaks:
         finally:
             if on_device:
                 peak = max(self._around.pop(), _allocated())
-                self._around = [max(each, peak) for each in self._around]
+                self._around = [max(outer_peak, peak) for outer_peak in self._around]
             elif (peak := _resident_peak()) <= resident:
                 peak = int(psutil.Process().memory_info().rss)
             self._note(name, peak)
 
     def note_load(self) -> None:
-        """Take what was until now as the peak of what comes before the first step: the model, checks, the rehearsal."""
+        """Record the peak so far as that of loading: the model, its checks and the rehearsal."""
         self._note("load", self.largest if _on_device() else _resident_peak())
 
     def news(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ _MOST_ALLOCATIONS = 100_000
 
 
 class StepProfiler:
-    """Sees the steps that `profile.steps` names; does nothing in a run that has no such section."""
+    """Profiles the steps in `profile.steps`; does nothing in a run without that section."""
 
     def __init__(self, setting: Setting) -> None:
         section = setting.config.profile
@@ -29,7 +29,7 @@ class StepProfiler:
         self._cuda = setting.world.device.type == "cuda"
 
     def before(self, step: int) -> None:
-        """Begin, if this is the first step that is seen, or the run was started again within them."""
+        """Start the profiler at the first step to profile, or if the run was resumed within these steps."""
         if self._profile is not None or not self._first <= step <= self._last:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
@@ -47,21 +47,21 @@ class StepProfiler:
         """Write what was seen; a disk that does not take it is told, and ends no run."""
         if self._profile is None:
             return
-        seen, self._profile = self._profile, None
-        seen.stop()
+        profile, self._profile = self._profile, None
+        profile.stop()
         folder, rank = self._setting.directory / PROFILE_FOLDER, self._setting.ranks.rank
         try:
             folder.mkdir(exist_ok=True)
-            seen.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
+            profile.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
             if self._cuda:
                 _write_memory(folder / f"rank-{rank}.memory.pickle")
-            words = f"steps {self._first} to {self._last} are profiled in {folder}; open a trace in ui.perfetto.dev"
+            message = f"steps {self._first} to {self._last} are profiled in {folder}; open a trace in ui.perfetto.dev"
         except (OSError, RuntimeError) as error:
-            words = f"warning: the profile could not be written: {error}"
-        self._setting.log.messages.append(words)
+            message = f"warning: the profile could not be written: {error}"
+        self._setting.log.messages.append(message)
 
 
-def _write_memory(place: Path) -> None:
-    torch.cuda.memory._dump_snapshot(str(place))  # type: ignore[no-untyped-call]  # torch's
+def _write_memory(path: Path) -> None:
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # torch's
     with suppress(RuntimeError):
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -25,7 +25,7 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.setup.model import Blueprint, cost_of
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
-from holdfast.optim.reference_ema import Following
+from holdfast.optim.reference_ema import FollowingModel
 from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.host_memory import HostOffload
@@ -68,7 +68,7 @@ class ConfiguredRun:
         return run_directory(self.config)
 
     def with_sections(self, **sections: Section) -> Self:
-        """Return the same with other sections of the configuration."""
+        """Return a copy with some sections of the configuration replaced."""
         return replace(self, config=self.config.model_copy(update=sections))
 
 
@@ -185,13 +185,13 @@ class Trained(ShardedModel):
     cost: ModelCost
     host_offload: HostOffload = field(default_factory=HostOffload)
     """What of this model, and of those trained beside it, is in host memory at the moment."""
-    following: Following | None = None
+    following: FollowingModel | None = None
     """The reference policy, where it follows the weights."""
     updating: bool = False
     """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
 
     def unfreeze(self, step: int) -> None:
-        """Train what a run trains that has made so many steps, and no more; all ranks call this at the same step.
+        """Set which parameters are trained after so many steps; all ranks call this at the same step.
 
         It belongs to the end of a step, not to the beginning of the next: a checkpoint of a step always holds the same.
         """
@@ -226,11 +226,11 @@ class Trained(ShardedModel):
         schedule = self.setting.config.optim.schedule
         return self.state.watched.get(PLATEAU_FACTOR, 1.0) if isinstance(schedule, PlateauSchedule) else 1.0
 
-    def restore(self, *parts: str) -> None:
+    def restore(self, *names: str) -> None:
         """Bring parts of what is offloaded back, all where none is named."""
-        if self.host_offload.parts.intersection(parts or self.host_offload.parts):
+        if self.host_offload.parts.intersection(names or self.host_offload.parts):
             with self.setting.phase("from_host"):
-                self.host_offload.restore(*parts)
+                self.host_offload.restore(*names)
 
 
 @dataclass(kw_only=True)
@@ -268,10 +268,12 @@ class Run:
         return self.trained.setting
 
     @property
-    def beside(self) -> dict[str, Companion]:
+    def saved_companions(self) -> dict[str, Companion]:
         """What checkpoints hold besides the run's own model, by name."""
         trained = self.trained
-        companions = {name: Companion(each.model, each.optimizer) for name, each in self.companions.items()}
+        companions = {
+            name: Companion(companion.model, companion.optimizer) for name, companion in self.companions.items()
+        }
         if trained.following is not None:
             names = {name for name, value in sharded_parameters(trained.model).items() if value.requires_grad}
             companions[REFERENCE_POLICY] = Companion(trained.following.model, None, names | trained.unfreezing.names)
@@ -288,7 +290,8 @@ class Run:
         """Whether all tensors are of one step: no update is being made, here or of a companion in the same step."""
         step = self.trained.state.step
         return not (
-            self.trained.updating or any(each.updating and each.state.step == step for each in self.companions.values())
+            self.trained.updating
+            or any(companion.updating and companion.state.step == step for companion in self.companions.values())
         )
 
 

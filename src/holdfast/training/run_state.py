@@ -24,41 +24,41 @@ _SILENT = "nothing says how it ended"
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """How a run stands."""
 
     name: Literal["running", "done", "stopped", "failed"]
     why: str
 
 
-def state_of(place: Path, events: Sequence[Mapping[str, Any]], step: int | None) -> State:
+def state_of(run_directory: Path, events: Sequence[Mapping[str, Any]], step: int | None) -> RunState:
     """Return how the run in a directory stands.
 
     Args:
-        place: Of the run.
+        run_directory: Of the run.
         events: Of its events.jsonl.
         step: Of the last line of its metrics.jsonl.
 
     Raises:
         OSError: Its lease cannot be read, or is not a file.
     """
-    lease = place / _LEASE
+    lease = run_directory / _LEASE
     holder = _holder(lease)
     who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
-    if holder and _lives(lease, holder):
-        return State("running", who)
-    report = _failure_report(place)
+    if holder and _is_alive(lease, holder):
+        return RunState("running", who)
+    report = _failure_report(run_directory)
     if report is not None:
-        return State("failed", report)
-    ending = _ending(events, step, place / METRICS)
+        return RunState("failed", report)
+    ending = _ending(events, step, run_directory / METRICS)
     # A holder that ended in good order has given its lease back.
     if holder and _number(ending.get("time")) < _number(holder.get("time")):
-        return State("failed", f"{who} ended without a word")
+        return RunState("failed", f"{who} ended without a word")
     if ending:
         return _as_state(ending)
-    if _reached_end(place, step):
-        return State("done", "")
-    return State("failed", _SILENT)
+    if _reached_end(run_directory, step):
+        return RunState("done", "")
+    return RunState("failed", _SILENT)
 
 
 def _number(value: Any) -> float:
@@ -77,17 +77,17 @@ def _ending(events: Sequence[Mapping[str, Any]], step: int | None, metrics: Path
     return last if _number(last.get("step")) >= (step or 0) else {}
 
 
-def _as_state(ending: Mapping[str, Any]) -> State:
+def _as_state(ending: Mapping[str, Any]) -> RunState:
     reason = str(ending.get("reason", ""))
     if ending["event"] == "failed":
-        return State("failed", reason)
+        return RunState("failed", reason)
     if ending["event"] == "done" or reason == BY_OBSERVER or reason.startswith(BY_METRIC):
-        return State("done", reason)
-    return State("stopped", reason)
+        return RunState("done", reason)
+    return RunState("stopped", reason)
 
 
 def _holder(lease: Path) -> dict[str, Any]:
-    """Return who holds a run's directory; empty where the lease was given back or nobody ever had one."""
+    """Return the holder of a run's lease; empty if the lease was released or never taken."""
     try:
         values = parse_json(read_bytes(lease) or b"{}")
     except (FileNotFoundError, ValueError):
@@ -95,7 +95,7 @@ def _holder(lease: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _lives(lease: Path, holder: Mapping[str, Any]) -> bool:
+def _is_alive(lease: Path, holder: Mapping[str, Any]) -> bool:
     """Return whether a holder lives, by the rules of the lease: its lock within this machine, its age beyond."""
     young = time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
     if holder.get("host") != socket.gethostname():
@@ -113,11 +113,11 @@ def _lives(lease: Path, holder: Mapping[str, Any]) -> bool:
     return False
 
 
-def _failure_report(place: Path) -> str | None:
+def _failure_report(run_directory: Path) -> str | None:
     """Return the first line of what a rank reported last, where a launcher was killed before it could tell."""
-    place = place.absolute()
+    run_directory = run_directory.absolute()
     reports = []
-    for path in place.parent.glob(f".{place.name}.launch-*/failure-rank-*.json"):
+    for path in run_directory.parent.glob(f".{run_directory.name}.launch-*/failure-rank-*.json"):
         try:
             values = read_json(path)
             order = values["kind"] == "peer", float(values["time"])
@@ -131,17 +131,17 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def _reached_end(place: Path, step: int | None) -> bool:
+def _reached_end(run_directory: Path, step: int | None) -> bool:
     """Return whether a run of an earlier version, which recorded no end, made its last step or its last export."""
     if step is None:
         return False
     try:
-        if _number(read_json(place / "exports" / "final" / "holdfast_export.json").get("step")) >= step:
+        if _number(read_json(run_directory / "exports" / "final" / "holdfast_export.json").get("step")) >= step:
             return True
     except (OSError, ValueError, AttributeError):
         pass
     try:
-        last = parse_file(place / "config.resolved.yaml").values.get("steps")
+        last = parse_file(run_directory / "config.resolved.yaml").values.get("steps")
     except (OSError, ConfigError):
         return False
     return isinstance(last, int) and step >= last

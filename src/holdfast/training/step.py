@@ -62,9 +62,9 @@ def train_step(
     """
     factor = learning_rate_factor(trained.setting.config.optim.schedule, trained.state.step, trained.total_steps)
     factor *= trained.rate_on_plateau
-    own = set_learning_rates(trained.optimizer, factor)
+    group_rates = set_learning_rates(trained.optimizer, factor)
     rates = {"learning_rate": trained.setting.config.optim.lr * factor}
-    rates |= {f"learning_rate/{group}": rate for group, rate in own.items()}
+    rates |= {f"learning_rate/{group}": rate for group, rate in group_rates.items()}
     denominator = mini_batch.count if mini_batch.count > 0 else 1.0
     sums: dict[str, Tensor] = {}
     sent: Tensor | None = None
@@ -85,8 +85,10 @@ def train_step(
             assert isinstance(output, LossSum)
             torch.autograd.backward(output.loss / denominator)
             logprobs.append(output.scores.logprobs.detach())
-            part = {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(source_names, batch, output)
-            sums = {name: value + sums[name] if name in sums else value for name, value in part.items()}
+            batch_sums = (
+                {"loss": ratio(output.loss, batch.count)} | output.sums | _by_source(source_names, batch, output)
+            )
+            sums = {name: value + sums[name] if name in sums else value for name, value in batch_sums.items()}
             if output.router_loads is not None:
                 sent = output.router_loads if sent is None else sent + output.router_loads
     loads = load_metrics(sent)
@@ -104,8 +106,8 @@ def _update(
     gradients = local_gradients(parameters)
     device = trained.setting.world.device
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
-    own = squared_norm(gradients, device) / trained.plan.replicate
-    reduced = reduce_sums({**sums, "grad_norm": ratio(own, 0.0)}, device)
+    squares = squared_norm(gradients, device) / trained.plan.replicate
+    reduced = reduce_sums({**sums, "grad_norm": ratio(squares, 0.0)}, device)
     totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
     numbers = dict(zip(reduced, totals.tolist(), strict=True))
     norm = math.sqrt(numbers.pop("grad_norm")[0])
@@ -146,7 +148,7 @@ def _update(
 
 
 def _end_step(trained: Trained) -> None:
-    """Count a step, and do what belongs to its end, so that a checkpoint of it holds what came of it."""
+    """Count a step, unfreeze parameters and let the reference follow, before a checkpoint can be taken."""
     following, step = trained.following, trained.state.step + 1
     due = following is not None and following.is_due(step)
     trained.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
@@ -193,11 +195,11 @@ def loads_before(trained: Trained, mini_batch: MiniBatch) -> Tensor | None:
     if loss.kind != "global":
         return None
     with trained.setting.phase("router_loads"):
-        parts = []
+        tallies = []
         for micro_batch in mini_batch.micro_batches:
             tally = trained.model.router_tally(to_device(micro_batch, trained.setting.world.device))
-            parts.append(torch.cat([tally.choices.sum(0), tally.rows.sum()[None]]).double())
-        total = add_over_ranks(torch.stack(parts).sum(0))
+            tallies.append(torch.cat([tally.choices.sum(0), tally.rows.sum()[None]]).double())
+        total = add_over_ranks(torch.stack(tallies).sum(0))
     return global_loads(total[:-1], total[-1], mini_batch.count)
 
 
@@ -238,10 +240,10 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     Norms per tensor are taken in float32 or better; their squares are added in float64, so that many small tensors are
     not lost beside a large one.
     """
-    parts = [part for part in gradients if part.numel()]
-    if not parts:
+    nonempty = [gradient for gradient in gradients if gradient.numel()]
+    if not nonempty:
         return torch.zeros((), dtype=torch.float64, device=device)
-    wide = [part if part.dtype == torch.float64 else part.float() for part in parts]
+    wide = [gradient if gradient.dtype == torch.float64 else gradient.float() for gradient in nonempty]
     norms = torch._foreach_norm(wide)
     return torch.stack([norm.to(device=device, dtype=torch.float64) for norm in norms]).square().sum()
 

@@ -33,9 +33,9 @@ class Stragglers:
         """Return the slowest rank and its work over that of the one in the middle, at steps of a comparison."""
         if not self._compares or step % STRAGGLER_STEPS:
             return {}
-        now = seconds_at_work()
-        worked = None if now is None or self._before is None else now - self._before
-        self._before = now
+        seconds = seconds_at_work()
+        worked = None if seconds is None or self._before is None else seconds - self._before
+        self._before = seconds
         return slowest(self._ranks.gather(worked))
 
 

@@ -27,7 +27,7 @@ def is_end(stopped: str | None) -> bool:
     return stopped is None or stopped == BY_OBSERVER or stopped.startswith(BY_METRIC)
 
 
-class Standing(NamedTuple):
+class MetricStanding(NamedTuple):
     """Where a metric stands."""
 
     best: float | None
@@ -36,22 +36,24 @@ class Standing(NamedTuple):
     """Measurements since the best one."""
 
 
-def after(section: PatienceConfig, standing: Standing, value: float) -> Standing:
+def after(section: PatienceConfig, standing: MetricStanding, value: float) -> MetricStanding:
     """Return where a metric stands after it was measured; what is not a finite number is no improvement."""
     best = standing.best
     if not math.isfinite(value):
         return standing._replace(without=standing.without + 1)
     gain = math.inf if best is None else value - best if section.mode == "max" else best - value
-    return Standing(float(value), 0) if gain > section.min_delta else standing._replace(without=standing.without + 1)
+    return (
+        MetricStanding(float(value), 0) if gain > section.min_delta else standing._replace(without=standing.without + 1)
+    )
 
 
-def standing_of(state: TrainState, name: str, section: PatienceConfig) -> Standing:
+def standing_of(state: TrainState, name: str, section: PatienceConfig) -> MetricStanding:
     """Return where the metric of `stop_when` or of a plateau stands; another metric begins anew."""
     key = _key(name, section)
-    return Standing(state.watched.get(f"{key}/best"), int(state.watched.get(f"{key}/without", 0)))
+    return MetricStanding(state.watched.get(f"{key}/best"), int(state.watched.get(f"{key}/without", 0)))
 
 
-def _note(state: TrainState, name: str, section: PatienceConfig, standing: Standing) -> None:
+def _note(state: TrainState, name: str, section: PatienceConfig, standing: MetricStanding) -> None:
     key = _key(name, section)
     if standing.best is not None:
         state.watched[f"{key}/best"] = standing.best
@@ -107,7 +109,7 @@ def watch_metric(run: Run, line: Mapping[str, float], *, due: bool = False, stop
 
 
 def owe(run: Run, line: Mapping[str, float]) -> None:
-    """Take the numbers of a step before its evaluation, which takes its own: an error may come between."""
+    """Watch the numbers of a step, and note that its evaluation is owed in case an error comes before it."""
     watch_metric(run, line)
     if any(_is_evaluated(section.metric) for _, section in _followed(run)):
         run.trained.state.watched[OWED] = 1.0
@@ -147,7 +149,7 @@ def _warn_of_missing(run: Run, names: list[str], line: Mapping[str, float]) -> N
 
 
 def _reduce(trained: Trained, schedule: PlateauSchedule, value: float) -> None:
-    """Lower the rate where its metric has not improved for long enough; then it has `cooldown` measurements' rest."""
+    """Lower the rate if its metric has stopped improving; the next `cooldown` measurements are not counted."""
     state, cooldown = trained.state, int(trained.state.watched.get(f"{PLATEAU}/resting", 0))
     standing = after(schedule, standing_of(state, PLATEAU, schedule), value)
     if cooldown:

@@ -14,7 +14,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.features.forensics.recorder import read_record, record_path
 from holdfast.training.policy.build import unreplayable_steps
-from holdfast.training.policy.samples import Shown, sample_table
+from holdfast.training.policy.samples import SampleRow, sample_table
 
 HEAD = {"step": 1, "base": "/", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {
@@ -83,12 +83,12 @@ def test_steps_that_cannot_be_made_again_are_told_at_start(steps: int, checkpoin
     assert unreplayable_steps(from_mapping(tree, GRPOConfig)) == ""
 
 
-def shown(**changed: Any) -> Shown:
+def shown(**changed: Any) -> SampleRow:
     values: dict[str, Any] = {
         "step": 3, "sample_id": 0, "prompt": "2+2=", "completion": "4", "reward": 1.5, "rewards": {}, "advantage": 0.7,
         "finish": "stop", "trained": True,
     }  # fmt: skip
-    return Shown(**values | changed)
+    return SampleRow(**values | changed)
 
 
 def test_a_table_of_completions_has_reward_advantage_and_the_rewards_parts() -> None:

@@ -21,7 +21,7 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.vllm.engine import VLLMEngine
 from holdfast.rollout.engine import Request
 from holdfast.rollout.sampling import Stops
-from holdfast.training.policy.ahead import Ahead
+from holdfast.training.policy.ahead import CompletionsAhead
 from tests.features.vllm.served import AHEAD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import STOPPING, ahead_of, recorded, run
 
@@ -166,7 +166,7 @@ def test_completions_that_an_earlier_version_saved_are_read_and_dropped(tmp_path
     section = config.rollout.engine
     assert isinstance(section, VLLMEngineConfig)
     engine = VLLMEngine(section, [], Stops(frozenset(), lambda tokens: ""))
-    ahead = Ahead(engine, config)
+    ahead = CompletionsAhead(engine, config)
     saved = [one | {"request_id": 7, "place": place} for place, one in enumerate(ahead.largest()[:2])]
     digest = xxhash.xxh3_128_hexdigest(np.array([5, 6], "<i8").tobytes())
     earlier, later = {name: value for name, value in saved[0].items() if name != "prompt"}, saved[1]

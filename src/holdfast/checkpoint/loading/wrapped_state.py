@@ -21,7 +21,16 @@ from holdfast.checkpoint.format.snapshot import OPTIM
 from holdfast.checkpoint.loading.matching import Declared, LoadPlan, Target, allow
 from holdfast.optim.state import OptimizerState, put_together, qualified_name, whole_of
 from holdfast.optim.state_template import inert_state
-from holdfast.optim.wrapped import BETWEEN, LISTED, NotSeparable, Part, Wrapped, from_plain, placed_like, shards_of
+from holdfast.optim.wrapped import (
+    BETWEEN,
+    LISTED,
+    InnerTensor,
+    NotSeparable,
+    Wrapped,
+    from_plain,
+    placed_like,
+    shards_of,
+)
 from holdfast.parallel.shards import local_part, local_rows
 
 
@@ -95,7 +104,7 @@ def _checked(plain: Mapping[str, Any], manifest: Manifest, name: str, slot: str)
     return record
 
 
-def _fits(record: Wrapped, how: Part, shape: tuple[int, ...]) -> bool:
+def _fits(record: Wrapped, how: InnerTensor, shape: tuple[int, ...]) -> bool:
     rows = shape[0] * how.every == record.shape[0] if how.every else shape[0] == record.shards
     return rows and record.shards > 0 and how.every >= 0 and how.split > 0 and (how.split == 1 or shape[1] == how.split)
 
@@ -134,7 +143,7 @@ def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known 
     (planned.exact if why is None else planned.cast).setdefault(name, {})[slot] = record
 
 
-def _layout(how: Part, whole: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:
+def _layout(how: InnerTensor, whole: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:
     """Return a part in the sharding in which this rank wants it; memory is made when it is read."""
     if not isinstance(parameter, DTensor) or record.shape != tuple(parameter.shape):
         return whole

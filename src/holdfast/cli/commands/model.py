@@ -64,7 +64,7 @@ def check(target: str, overrides: Sequence[str]) -> int:
     config, base, asked = _run_of(target, overrides)
     _say(f"looking at {target}, which may take half a minute")
     with joined_world(LaunchConfig(ranks=1, device="cpu")) as world, _without_warnings():
-        accepted = check_suitability(config, base, world, asked=asked, say=_say)
+        accepted = check_suitability(config, base, world, has_config=asked, say=_say)
     return 0 if accepted else 1
 
 

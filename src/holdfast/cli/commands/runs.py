@@ -24,7 +24,7 @@ from holdfast.files import RegularFile, read_json, read_text
 from holdfast.metrics.sink import METRICS
 from holdfast.text.escaping import escaped
 from holdfast.training.directory import CHECKPOINTS, EVENTS, IDENTITY
-from holdfast.training.run_state import State, json_lines, state_of
+from holdfast.training.run_state import RunState, json_lines, state_of
 
 WIDTH = 100
 _WIDEST_NAME, _WIDEST_RATING = 28, 30
@@ -152,7 +152,7 @@ def _looked_at(place: Path) -> tuple[float, RunLine]:
     """
     verb, run_id = _identity(place)
     step, events = last_step(place / METRICS), read_events(place / EVENTS)
-    state: State = state_of(place, events, step)
+    state: RunState = state_of(place, events, step)
     names = (IDENTITY, METRICS, EVENTS, f"{CHECKPOINTS}/.lease.json")
     active = max((place / name).stat().st_mtime for name in names if (place / name).exists())
     run = RunLine(

@@ -230,7 +230,7 @@ def _learned(counts: _Counts, step: PlannedStep) -> Manifest:
 
 def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
     """Do what `load_state` does with what it has read; this rank's part of all tensors is in host memory then."""
-    trained, companions = step.trained, step.run.beside
+    trained, companions = step.trained, step.run.saved_companions
     averages = {} if trained.averages is None else trained.averages.tensors
     parameters = sharded_parameters(trained.model)
     live = LiveState(trained.model, parameters, trained.optimizer, averages, companions)

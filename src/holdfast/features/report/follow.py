@@ -22,7 +22,7 @@ from holdfast.metrics.progress import End
 from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.text.escaping import escaped
 from holdfast.training.directory import EVENTS, IDENTITY
-from holdfast.training.run_state import State, json_lines, state_of
+from holdfast.training.run_state import RunState, json_lines, state_of
 
 FIRST_BYTES = 8 << 20
 """Of a log that are read at the first look: some thousand steps."""
@@ -47,7 +47,7 @@ class RunStatus:
     name: str
     verb: str
     end: End
-    state: State
+    state: RunState
     curves: Curves
     events: Sequence[Mapping[str, Any]] = ()
     marks: Sequence[Mark] = ()
@@ -84,7 +84,7 @@ class Follower:
         self._lines = LineReader(directory / METRICS, last_bytes=FIRST_BYTES)
         self._signatures: tuple[object, ...] = ()
         self._storage: str | None = None
-        self.status = RunStatus(escaped(directory.absolute().name), "", End(), State("failed", ""), self._curves)
+        self.status = RunStatus(escaped(directory.absolute().name), "", End(), RunState("failed", ""), self._curves)
         self._identify()
 
     def _identify(self) -> None:

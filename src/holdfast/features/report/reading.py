@@ -22,7 +22,7 @@ from holdfast.metrics.progress import End
 from holdfast.metrics.sink import METRICS, SAMPLES
 from holdfast.text.escaping import escaped
 from holdfast.training.directory import EVENTS, IDENTITY, MEMORY, PLAN
-from holdfast.training.run_state import State, json_lines, state_of
+from holdfast.training.run_state import RunState, json_lines, state_of
 
 VERSIONS = "versions.json"
 MEASURED_MEMORY = ("memory/peak_gib", "memory/resident_gib")
@@ -48,7 +48,7 @@ class RunRecord:
     name: str
     verb: str
     run_id: str
-    state: State
+    state: RunState
     end: End
     """Steps of the whole run, where the configuration says so."""
     curves: Curves
@@ -207,11 +207,11 @@ def _samples(directory: Path, notes: list[str], between: Callable[[], None]) -> 
     return samples
 
 
-def _state(directory: Path, events: Sequence[Mapping[str, Any]], step: int | None) -> State:
+def _state(directory: Path, events: Sequence[Mapping[str, Any]], step: int | None) -> RunState:
     try:
         return state_of(directory, events, step)
     except (OSError, ValueError) as error:
-        return State("failed", f"how it stands cannot be read: {escaped(str(error))[:200]}")
+        return RunState("failed", f"how it stands cannot be read: {escaped(str(error))[:200]}")
 
 
 def _planned(path: Path) -> PlannedPeaks:

@@ -29,7 +29,7 @@ from holdfast import patience
 from holdfast.errors import RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.parallel.failure.classify import broken_by_peer, is_broken, timed_out
 from holdfast.parallel.failure.heartbeat import MISSED_BEATS, Heartbeat, Silence, SilenceWatch, Whereabouts, silences
-from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Board, Failure, Reports
+from holdfast.parallel.failure.reports import LONGEST_MESSAGE, Failure, NoteBoard, Reports
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
@@ -84,12 +84,12 @@ class FailureChannel:
         self._files: dict[str, int] = {}
         self.reports = Reports(store, rank, world_size, directory)
         """What this rank and others said of their ends."""
-        self._board = Board(store, directory)
+        self._board = NoteBoard(store, directory)
         self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts, host)
         self._silence = SilenceWatch(self._heartbeat.sightings, host, self._silent, self._lost)
         self.listener: Listener | None = None
         """Told on one rank, the lowest that is heard, what befalls another one; it may be called in any thread."""
-        self._beside = BesideLoop(rank, world_size, self._board, self._heartbeat)
+        self._save_notes = SaveNotes(rank, world_size, self._board, self._heartbeat)
 
     def phase(self, name: str) -> _Phase:
         """Enter a phase now; used as a context manager, the earlier phase returns at its end.
@@ -114,24 +114,24 @@ class FailureChannel:
     def in_background(self, name: str) -> None:
         """Record what a thread beside the loop does, such as a phase of a save."""
         if self.directory is not None:
-            self._write_in_place(BesideLoop.note(self._rank), name)
+            self._write_in_place(SaveNotes.note(self._rank), name)
         elif self._world_size > 1:
-            self._board.write(BesideLoop.note(self._rank), name)
+            self._board.write(SaveNotes.note(self._rank), name)
         self._maybe_die(f"save: {name}")
 
     def late_in_background(self, phase: str) -> str:
-        """Return words about the ranks that a save waited for in vain; empty if all came meanwhile.
+        """Describe the ranks that a save waited for in vain; empty if all arrived meanwhile.
 
         A rank that has stopped answering is reported to all, since no training step can go on without it.
         """
         self.in_background(given_up(phase))
-        silent, words = self._beside.late()
+        silent, description = self._save_notes.late()
         if silent:
             first = silent[0]
-            text = f"it kept a save waiting until its time was over ({words})"
+            text = f"it kept a save waiting until its time was over ({description})"
             hang = Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time(), first.host)
             self.reports.write(hang)
-        return words
+        return description
 
     def at_step(self, step: int) -> None:
         """Record the step; rank 0's is what the launcher compares between two deaths."""
@@ -171,17 +171,17 @@ class FailureChannel:
 
     def _last_words(self, kind: Literal["user", "error", "peer"], error: BaseException) -> Failure:
         message = str(error).strip()[:LONGEST_MESSAGE] or "(no message)"
-        place = (self._step, time.time(), self._host)
-        return Failure(self._rank, kind, self._phase, type(error).__name__, message, *place)
+        origin = (self._step, time.time(), self._host)
+        return Failure(self._rank, kind, self._phase, type(error).__name__, message, *origin)
 
     def own(self, error: BaseException) -> Failure:
         """Return an error of this rank with its rank, phase and machine."""
         return self._last_words("error", error)
 
-    def _silent(self, silence: Silence, words: str) -> None:
+    def _silent(self, silence: Silence, message: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            print(f"warning: {words}", file=sys.stderr, flush=True)
-        self._pass_on("silent", replace(silence.failure(), message=words))
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+        self._pass_on("silent", replace(silence.failure(), message=message))
 
     def _lost(self, silence: Silence) -> None:
         """End this rank because a machine is lost: no collective with it will end, and the store may be there."""
@@ -251,8 +251,8 @@ class FailureChannel:
 
     @property
     def _search_seconds(self) -> float:
-        now = patience.current
-        return now.failure_search_seconds if self.directory is None else now.failure_search_in_files_seconds
+        limits = patience.current
+        return limits.failure_search_seconds if self.directory is None else limits.failure_search_in_files_seconds
 
     def _raise_as_rank_failed(self, error: BaseException, search_seconds: float) -> None:
         if isinstance(error, UserError) or not self.broken_by_peer(error):
@@ -279,11 +279,13 @@ class FailureChannel:
             limit = MISSED_BEATS * patience.current.beat_seconds
             time.sleep(limit)
             silent = silences(self._heartbeat.sightings, self._host, time.monotonic(), limit)
-            for silence in sorted(silent, key=lambda each: not each.whole):
+            for silence in sorted(silent, key=lambda silence: not silence.whole_host):
                 failure = silence.failure()
-                return failure if silence.whole else replace(failure, type="Death", message=text)
+                return failure if silence.whole_host else replace(failure, type="Death", message=text)
         else:
-            silent_ranks = [place for place in self._heartbeat.silent() if place.step is not None or place.phase]
+            silent_ranks = [
+                rank_state for rank_state in self._heartbeat.silent() if rank_state.step is not None or rank_state.phase
+            ]
             if silent_ranks:
                 first = silent_ranks[0]
                 return Failure(first.rank, "silent", first.phase, "Death", text, first.step, time.time())
@@ -294,14 +296,14 @@ class FailureChannel:
         missing = self._heartbeat.missing() if timed_out(error) else []
         if not missing:
             return None
-        first, whereabouts = missing[0], "; ".join(place.words() for place in missing)
+        first, whereabouts = missing[0], "; ".join(rank_state.words() for rank_state in missing)
         text = f"it kept the others waiting until their time was over ({whereabouts})"
         return Failure(first.rank, "silent", first.phase, "Hang", text, first.step, time.time(), first.host)
 
     def _news(self, failure: Failure) -> str:
-        own = f" in phase {self._phase!r}" if self._phase else ""
+        phase_note = f" in phase {self._phase!r}" if self._phase else ""
         own_name = f"Rank {self._rank} on {self._host}" if self._host else f"Rank {self._rank}"
-        return f"{failure.sentence()}\n{own_name} therefore stops{own}. {how_to_go_on(self._step)}"
+        return f"{failure.sentence()}\n{own_name} therefore stops{phase_note}. {how_to_go_on(self._step)}"
 
     def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
         failure = self.reports.watch(stop)
@@ -342,17 +344,17 @@ class _Phase:
 _GIVEN_UP = ", given up"
 
 
-class BesideLoop:
-    """One rank's notes, and a way to look at the others'.
+class SaveNotes:
+    """Notes of the ranks' background saves, through which a rank finds those that are late.
 
     Args:
         rank: Own number.
         ranks: Of the run.
-        board: Where notes are left.
+        board: Where notes are written.
         heartbeat: Of this rank's process.
     """
 
-    def __init__(self, rank: int, ranks: int, board: Board, heartbeat: Heartbeat) -> None:
+    def __init__(self, rank: int, ranks: int, board: NoteBoard, heartbeat: Heartbeat) -> None:
         self._rank, self._ranks = rank, ranks
         self._board, self._heartbeat = board, heartbeat
 
@@ -369,9 +371,9 @@ class BesideLoop:
         """
         silent = self._heartbeat.silent()
         if silent:
-            return silent, "; ".join(place.words() + self._save_of(place.rank) for place in silent)
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
-        awaited_ranks = [rank for rank in others if not self._phase_of(rank).endswith(_GIVEN_UP)]
+            return silent, "; ".join(rank_state.words() + self._save_of(rank_state.rank) for rank_state in silent)
+        peers = [rank for rank in range(self._ranks) if rank != self._rank]
+        awaited_ranks = [rank for rank in peers if not self._phase_of(rank).endswith(_GIVEN_UP)]
         return [], "; ".join(f"rank {rank} is{self._save_of(rank).lstrip(',')}" for rank in awaited_ranks)
 
     def _phase_of(self, rank: int) -> str:
@@ -383,5 +385,5 @@ class BesideLoop:
 
 
 def given_up(phase: str) -> str:
-    """Return the note of a rank that waits in a phase no longer."""
+    """Return the note of a rank that has given up waiting in a phase."""
     return phase + _GIVEN_UP

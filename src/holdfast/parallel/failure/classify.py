@@ -25,7 +25,7 @@ def timed_out(error: BaseException) -> bool:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Return whether this very error does, whatever was handled on the way to it."""
+    """Return whether this error itself, not one it was raised from, says that another rank is gone."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _BROKEN_COLLECTIVE.search(str(error)) is not None
@@ -34,8 +34,8 @@ def is_broken(error: BaseException) -> bool:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those it was raised from, or while handling."""
     link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    visited: set[int] = set()
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
         yield link
         link = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast import patience
-from holdfast.parallel.failure.reports import LOST, Board, Failure
+from holdfast.parallel.failure.reports import LOST, Failure, NoteBoard
 
 MISSED_BEATS = 3
 """Are silence."""
@@ -26,7 +26,7 @@ MISSED_BEATS = 3
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a rank said last."""
+    """The last known position and state of a rank."""
 
     rank: int
     step: int | None
@@ -35,7 +35,7 @@ class Whereabouts:
     """It says nothing any more."""
     host: str = ""
     """Its machine; empty where all ranks share one."""
-    left: bool = False
+    has_left: bool = False
     """It said that it goes."""
 
     @property
@@ -44,9 +44,9 @@ class Whereabouts:
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     def place(self) -> str:
-        """Return where it was in the run, with a space before it; empty if it never said."""
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        return where + (f" at step {self.step}" if self.step is not None else "")
+        """Return the phase and the step of the rank, with a leading space; empty if it reported none."""
+        phase_note = f" in phase {self.phase!r}" if self.phase else ""
+        return phase_note + (f" at step {self.step}" if self.step is not None else "")
 
     def words(self) -> str:
         """Return a clause for an error."""
@@ -70,36 +70,36 @@ class Sightings:
     store_at: float | None = None
     """When the store last answered; None before it did."""
 
-    def take(self, texts: Mapping[int, str | None], places: Mapping[int, Whereabouts]) -> None:
+    def take(self, texts: Mapping[int, str | None], whereabouts: Mapping[int, Whereabouts]) -> None:
         """Take what the store says now: the text of every other rank's beat, and what it means."""
-        now = time.monotonic()
+        timestamp = time.monotonic()
         for rank, text in texts.items():
             if text is not None and self._texts.get(rank) != text:
-                self._texts[rank], self._heard_at[rank] = text, now
-                self.last_words[rank] = places[rank]
-        self.store_at = now
+                self._texts[rank], self._heard_at[rank] = text, timestamp
+                self.last_words[rank] = whereabouts[rank]
+        self.store_at = timestamp
 
     def forgive(self, seconds: float) -> None:
-        """Take time off everybody's silence in which this process itself did not run."""
+        """Subtract the time in which this process itself did not run from every rank's silence."""
         self._heard_at = {rank: at + seconds for rank, at in self._heard_at.items()}
         self.store_at = None if self.store_at is None else self.store_at + seconds
 
-    def store_silent_for(self, now: float) -> float:
+    def store_silent_for(self, timestamp: float) -> float:
         """Return the seconds since the store answered."""
-        return 0.0 if self.store_at is None else now - self.store_at
+        return 0.0 if self.store_at is None else timestamp - self.store_at
 
-    def silent_for(self, now: float) -> dict[int, float]:
+    def silent_for(self, timestamp: float) -> dict[int, float]:
         """Return the seconds since each other rank was heard of; a rank that has left is not in it."""
-        store_silence = self.store_silent_for(now)
+        store_silence = self.store_silent_for(timestamp)
         seconds = {}
         for rank, at in self._heard_at.items():
-            if not self.last_words[rank].left:
+            if not self.last_words[rank].has_left:
                 # While the store does not answer nobody is heard: that says nothing of them.
-                seconds[rank] = max(0.0, now - at - store_silence)
+                seconds[rank] = max(0.0, timestamp - at - store_silence)
         if store_silence and STORE_RANK in seconds:
             host = self.last_words[STORE_RANK].host
-            there = [rank for rank in seconds if self.last_words[rank].host == host]
-            seconds |= {rank: max(seconds[rank], store_silence) for rank in there}
+            same_host = [rank for rank in seconds if self.last_words[rank].host == host]
+            seconds |= {rank: max(seconds[rank], store_silence) for rank in same_host}
         return seconds
 
 
@@ -109,8 +109,8 @@ class Heartbeat:
     Args:
         rank: Own number.
         ranks: Of the run.
-        board: Where beats are left.
-        now: Returns (step, phase) of this rank.
+        board: Where beats are written.
+        position: Returns (step, phase) of this rank.
         host: Its machine, where ranks are on several; every beat then also listens to the others'.
     """
 
@@ -118,12 +118,12 @@ class Heartbeat:
         self,
         rank: int,
         ranks: int,
-        board: Board,
-        now: Callable[[], tuple[int | None, str]],
+        board: NoteBoard,
+        position: Callable[[], tuple[int | None, str]],
         host: str = "",
     ) -> None:
         self._rank, self._ranks, self._host = rank, ranks, host
-        self._board, self._now = board, now
+        self._board, self._now = board, position
         self.sightings = Sightings()
         """Of the other ranks, where they are on several machines."""
         self._stop = threading.Event()
@@ -134,13 +134,13 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Stop beating."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
 
     def leave(self) -> None:
-        """Say that this rank is nowhere any more; after `stop`."""
+        """Note that this rank has left the run; called after `stop`."""
         self._board.write(f"beat-rank-{self._rank}", "0|||")
 
     def _beat(self) -> None:
@@ -154,10 +154,10 @@ class Heartbeat:
                 self._listen()
 
     def _listen(self) -> None:
-        others = self._others()
-        texts = self._board.read_all([f"beat-rank-{rank}" for rank in others])
+        peers = self._others()
+        texts = self._board.read_all([f"beat-rank-{rank}" for rank in peers])
         if texts is not None:
-            beats = dict(zip(others, texts, strict=True))
+            beats = dict(zip(peers, texts, strict=True))
             self.sightings.take(beats, {rank: _parse(rank, text, silent=False) for rank, text in beats.items()})
 
     def _read(self, rank: int) -> str | None:
@@ -171,13 +171,13 @@ class Heartbeat:
         silent = self._silent()
         if silent:
             return silent
-        places = [_parse(rank, self._read(rank), silent=False) for rank in self._others()]
-        return [place for place in places if (place.step, place.phase) != self._now()]
+        rank_states = [_parse(rank, self._read(rank), silent=False) for rank in self._others()]
+        return [rank_state for rank_state in rank_states if (rank_state.step, rank_state.phase) != self._now()]
 
     def silent(self) -> list[Whereabouts]:
         """Return the ranks that have stopped answering; none where nobody beats. Takes a few seconds."""
-        places = self._silent()
-        return places if self._thread.ident is not None else []
+        silent_ranks = self._silent()
+        return silent_ranks if self._thread.ident is not None else []
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._ranks) if rank != self._rank]
@@ -193,7 +193,7 @@ def _parse(rank: int, text: str | None, *, silent: bool) -> Whereabouts:
     if text is None:
         return Whereabouts(rank, None, "", silent)
     count, step, host, phase = text.split("|", 3)
-    return Whereabouts(rank, int(step) if step else None, phase, silent, host, left=count == "0")
+    return Whereabouts(rank, int(step) if step else None, phase, silent, host, has_left=count == "0")
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Silence:
 
     host: str
     ranks: tuple[int, ...]
-    whole: bool
+    whole_host: bool
     """All ranks of the machine are silent."""
     seconds: float
     last_words: Whereabouts
@@ -214,7 +214,7 @@ class Silence:
             return f"host {self.host}: the place where the ranks meet has not answered for {self.seconds:.0f} s"
         who = "rank" if len(self.ranks) == 1 else "ranks"
         names = f"{who} {', '.join(map(str, self.ranks))}"
-        subject = f"host {self.host} ({names})" if self.whole else f"{names} on {self.host}"
+        subject = f"host {self.host} ({names})" if self.whole_host else f"{names} on {self.host}"
         return f"{subject} has not answered for {self.seconds:.0f} s; last heard{self.last_words.place()}"
 
     def failure(self) -> Failure:
@@ -223,27 +223,27 @@ class Silence:
         return Failure(last.rank, "silent", last.phase, LOST, self.words(), last.step, time.time(), host=self.host)
 
 
-def silences(sightings: Sightings, own_host: str, now: float, after_seconds: float) -> list[Silence]:
+def silences(sightings: Sightings, own_host: str, timestamp: float, after_seconds: float) -> list[Silence]:
     """Return which machines have been silent for so long, wholly or in part.
 
     Args:
         sightings: Of one rank.
         own_host: Its machine, which never counts as silent as a whole.
-        now: On the monotonic clock.
+        timestamp: On the monotonic clock.
         after_seconds: Silence that counts.
     """
     by_host: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for rank, seconds in sightings.silent_for(now).items():
+    for rank, seconds in sightings.silent_for(timestamp).items():
         by_host[sightings.last_words[rank].host][rank] = seconds
     result = []
     for host, ranks in sorted(by_host.items()):
         silent = tuple(sorted(rank for rank, seconds in ranks.items() if seconds >= after_seconds))
         if silent:
-            whole = len(silent) == len(ranks) and host != own_host
+            whole_host = len(silent) == len(ranks) and host != own_host
             shortest = min(ranks[rank] for rank in silent)
-            result.append(Silence(host, silent, whole, shortest, sightings.last_words[silent[0]]))
-    store = sightings.store_silent_for(now)
-    if store >= after_seconds and not any(each.whole for each in result):
+            result.append(Silence(host, silent, whole_host, shortest, sightings.last_words[silent[0]]))
+    store = sightings.store_silent_for(timestamp)
+    if store >= after_seconds and not any(silence.whole_host for silence in result):
         # It is on this machine: torchrun was stopped here, or the network has gone. Nobody can be heard any more.
         result.append(Silence(own_host, (), True, store, Whereabouts(STORE_RANK, None, "", silent=True)))
     return result
@@ -277,7 +277,7 @@ class SilenceWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._stop.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
@@ -285,31 +285,31 @@ class SilenceWatch:
     def _watch(self) -> None:
         looked = time.monotonic()
         while not self._stop.wait(patience.current.beat_seconds):
-            now = time.monotonic()
-            if now - looked > 2 * patience.current.beat_seconds + 1:
+            timestamp = time.monotonic()
+            if timestamp - looked > 2 * patience.current.beat_seconds + 1:
                 # This process itself was stopped or starved, and heard nobody meanwhile: others are not to blame.
-                self._sightings.forgive(now - looked)
-            looked = now
-            self._look(now)
+                self._sightings.forgive(timestamp - looked)
+            looked = timestamp
+            self._look(timestamp)
             lost = [
-                each
-                for each in silences(self._sightings, self._own_host, now, patience.current.lost_host_seconds)
-                if each.whole
+                silence
+                for silence in silences(self._sightings, self._own_host, timestamp, patience.current.lost_host_seconds)
+                if silence.whole_host
             ]
             if lost:
                 self._give_up(lost[0])
                 return
 
-    def _look(self, now: float) -> None:
+    def _look(self, timestamp: float) -> None:
         silent = {
-            (each.host, each.ranks): each
-            for each in silences(self._sightings, self._own_host, now, patience.current.silent_host_seconds)
+            (silence.host, silence.ranks): silence
+            for silence in silences(self._sightings, self._own_host, timestamp, patience.current.silent_host_seconds)
         }
-        for key, each in silent.items():
+        for key, silence in silent.items():
             if key not in self._named:
                 limit = patience.current.lost_host_seconds
-                more = f"; given up after {limit:.0f} s" if each.whole else "; it is waited for"
-                self._tell(each, f"{each.words()}{more}")
+                more = f"; given up after {limit:.0f} s" if silence.whole_host else "; it is waited for"
+                self._tell(silence, f"{silence.words()}{more}")
         for key in [key for key in self._named if key not in silent]:
             gone = self._named.pop(key)
             if not any(set(gone.ranks) <= set(ranks) for _, ranks in silent):

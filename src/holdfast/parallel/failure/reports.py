@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
 
 
-class Board:
-    """One rank's way to the notes.
+class NoteBoard:
+    """Reads and writes notes in the store that all ranks share.
 
     Args:
         store: Shared by all ranks.
@@ -38,7 +38,7 @@ class Board:
         self._own: Store | None = None
 
     def write(self, name: str, text: str) -> None:
-        """Leave a note in the place of an earlier one; one that cannot be left is dropped."""
+        """Write a note over an earlier one; a note that cannot be written is dropped."""
         with contextlib.suppress(OSError, RuntimeError):
             if self._directory is not None:
                 staging = self._directory / f".{name}.{os.getpid()}"
@@ -105,16 +105,16 @@ class Failure:
 
     def sentence(self) -> str:
         """Return what a survivor tells its user."""
-        where = f" in phase {self.phase!r}" if self.phase else ""
-        where += f" at step {self.step}" if self.step is not None else ""
+        location = f" in phase {self.phase!r}" if self.phase else ""
+        location += f" at step {self.step}" if self.step is not None else ""
         who = f"Rank {self.rank}" if self.rank >= 0 else "Another rank"
         who += f" on {self.host}" if self.host else ""
         if self.type == LOST:
             return f"{self.message[:1].upper()}{self.message[1:]}."
         if self.kind == "silent":
             did = "hangs" if self.type == "Hang" else "died without a word"
-            return f"{who} {did}{where}: {self.message}."
-        return f"{who} failed{where}: {self.type}: {self.message}"
+            return f"{who} {did}{location}: {self.message}."
+        return f"{who} failed{location}: {self.type}: {self.message}"
 
 
 class Reports:
@@ -207,8 +207,12 @@ class Reports:
         if self._directory is None:
             return None
         failures = [parse_failure(_read(path)) for path in self._directory.glob("failure-rank-*.json")]
-        others = [one for one in failures if one is not None and one.kind != "peer" and one.rank != self._rank]
-        return min(others, key=lambda one: one.time, default=None)
+        peer_failures = [
+            failure
+            for failure in failures
+            if failure is not None and failure.kind != "peer" and failure.rank != self._rank
+        ]
+        return min(peer_failures, key=lambda failure: failure.time, default=None)
 
     def _first_in_store(self, store: Store) -> tuple[Failure | None, bool]:
         try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from holdfast.config.verbs.distill import DistillConfig, DistillRolloutConfig, JSDConfig
+from holdfast.config.verbs.distill import DistillConfig, JSDConfig
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.rows.rows import Row
@@ -21,7 +21,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.distillation.run import (
     DistillEvaluation,
     DistillRun,
-    Writing,
+    StudentSampling,
     prompt_alone,
 )
 from holdfast.training.engines import layout_of, open_engine, pad_token
@@ -30,7 +30,7 @@ from holdfast.training.other_models.server import ScoringServer
 from holdfast.training.other_models.teacher import Teacher, build_teacher
 from holdfast.training.policy.run import Sampler
 from holdfast.training.run import Setting
-from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, evaluation_sets, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, evaluation_sets, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.rows import (
     OpenedData,
@@ -54,13 +54,13 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
         UserError: Anything that can be known now; the same error on all ranks.
     """
     setting = Setting.of(config, base, world)
-    started = begin(setting, live or Live())
-    evaluation = _evaluation(config, started)
+    setup = begin(setting, live or Live())
+    evaluation = _evaluation(config, setup)
     student = evaluation.sharded
     layout = layout_of(student, _BLIND)
-    tokenise = setting.ranks.on_all_ranks(lambda: _tokeniser(config, setting, student.origin, started.data))
-    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, started.data, tokenise, layout))
-    common = run_of(started, evaluation, stream)
+    tokenise = setting.ranks.on_all_ranks(lambda: _tokeniser(config, setting, student.origin, setup.data))
+    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, setup.data, tokenise, layout))
+    common = run_of(setup, evaluation, stream)
     rollout = None if config.rollout is None else config.rollout.model_dump(mode="json", include=_SAMPLED_BY)
     loss = {"distill": config.distill.model_dump_json(), "rollout": json.dumps(rollout, sort_keys=True)}
     common.identity = {
@@ -72,12 +72,9 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     if config.rollout is not None:
         sampler = Sampler(open_engine(student, config.rollout))
         of_samples = objective_of_samples(config, evaluation.teacher)
-        run.writing = Writing(sampler, config.rollout, _sampling_seed(config, config.rollout), layout, of_samples)
+        seed = config.seed if config.rollout.seed is None else config.rollout.seed
+        run.writing = StudentSampling(sampler, config.rollout, seed, layout, of_samples)
     return run
-
-
-def _sampling_seed(config: DistillConfig, rollout: DistillRolloutConfig) -> int:
-    return config.seed if rollout.seed is None else rollout.seed
 
 
 def build_distillation_evaluation(config: DistillConfig, base: Path, world: World) -> DistillEvaluation:
@@ -89,10 +86,10 @@ def build_distillation_evaluation(config: DistillConfig, base: Path, world: Worl
     return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))
 
 
-def _evaluation(config: DistillConfig, started: Started) -> DistillEvaluation:
-    student = build_model(started.setting, started.live, partial(_look_at_rows, config, started))
+def _evaluation(config: DistillConfig, setup: RunSetup) -> DistillEvaluation:
+    student = build_model(setup.setting, setup.live, partial(_look_at_rows, config, setup))
     teacher = build_teacher(student)
-    sets = evaluation_sets(started, student, _BLIND)
+    sets = evaluation_sets(setup, student, _BLIND)
     student.temperature = config.distill.temperature
     return DistillEvaluation(sharded=student, objective=objective_of_rows(config, teacher), sets=sets, teacher=teacher)
 
@@ -127,8 +124,8 @@ def _beta(config: DistillConfig) -> float:
             return 0.0 if section.kind == "forward_kl" else 1.0
 
 
-def _look_at_rows(config: DistillConfig, started: Started, origin: Blueprint) -> None:
-    setting, data, ranks = started.setting, started.data, started.setting.ranks
+def _look_at_rows(config: DistillConfig, setup: RunSetup, origin: Blueprint) -> None:
+    setting, data, ranks = setup.setting, setup.data, setup.setting.ranks
     tokenise = ranks.on_all_ranks(lambda: _tokeniser(config, setting, origin, data))
     of_sets = ranks.on_all_ranks(lambda: evaluation_tokenisers(setting, origin.tokenizer, data, _BLIND))
     check_first_rows(setting, data, tokenise, of_sets)

@@ -25,7 +25,7 @@ from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import length_metrics
 from holdfast.training.policy.rollouts import sample_groups
 from holdfast.training.policy.run import Sampler
-from holdfast.training.preference.run import known_of
+from holdfast.training.preference.run import sequence_facts
 from holdfast.training.run import Evaluation, Run, ShardedModel
 from holdfast.types import Example, Group, MiniBatch, Prompt
 
@@ -39,7 +39,7 @@ class DistillEvaluation(Evaluation):
 
 
 @dataclass(frozen=True)
-class Writing:
+class StudentSampling:
     """How the student writes texts itself, and what they are compared by."""
 
     sampler: Sampler
@@ -64,12 +64,12 @@ class DistillRun:
     """What every run has."""
     evaluation: DistillEvaluation
     """Of the student that is trained."""
-    writing: Writing | None = None
+    writing: StudentSampling | None = None
     """None where the student learns from the answers of rows alone."""
 
 
-def completed(run: DistillRun, writing: Writing, mini_batch: MiniBatch) -> MiniBatch:
-    """Put the student's completions in the place of answers; all ranks call this together.
+def completed(run: DistillRun, writing: StudentSampling, mini_batch: MiniBatch) -> MiniBatch:
+    """Replace the answers of rows by the student's completions; all ranks call this together.
 
     Raises:
         StepAbandoned: A rank was asked to stop; the same on all ranks.
@@ -77,25 +77,25 @@ def completed(run: DistillRun, writing: Writing, mini_batch: MiniBatch) -> MiniB
     student = run.common.trained
     setting, ranks, step = student.setting, student.setting.ranks, student.state.step
     prompts = _prompts(ranks, mini_batch)
-    places = range(writing.rollout.group_size)
+    indices = range(writing.rollout.group_size)
     seeds = {
-        prompt.prompt_id: tuple(mixed(writing.seed, step, prompt.prompt_id, place) for place in places)
+        prompt.prompt_id: tuple(mixed(writing.seed, step, prompt.prompt_id, index) for index in indices)
         for prompt in prompts
     }
     groups = sample_groups(student, writing.sampler, prompts, writing.rollout, seeds)
     writing.sampler.release(student)
     rank_facts = ranks.gather([_fact(group, ranks.rank) for group in groups])
-    facts = sorted((fact for part in rank_facts for fact in part), key=lambda fact: fact.prompt_id)
+    facts = sorted((fact for facts_of_rank in rank_facts for fact in facts_of_rank), key=lambda fact: fact.prompt_id)
     with setting.phase("pack"):
         examples = {
-            (group.prompt.prompt_id, place): example_of_trajectory(group.prompt, trajectory)
+            (group.prompt.prompt_id, index): example_of_trajectory(group.prompt, trajectory)
             for group in groups
-            for place, trajectory in enumerate(group.trajectories)
+            for index, trajectory in enumerate(group.trajectories)
         }
-        candidates = Candidates(examples, known_of(examples, ranks))
-        made = assemble(candidates, ranks, setting.config.data, writing.layout)
+        candidates = Candidates(examples, sequence_facts(examples, ranks))
+        assembled = assemble(candidates, ranks, setting.config.data, writing.layout)
     _tell(student, writing.rollout.show_every, groups)
-    return replace(made, metrics={**mini_batch.metrics, **made.metrics, **length_metrics(facts)})
+    return replace(assembled, metrics={**mini_batch.metrics, **assembled.metrics, **length_metrics(facts)})
 
 
 def compared_with_teacher(
@@ -152,8 +152,10 @@ def _prompt_of(example: Example) -> Prompt:
 
 def _fact(group: Group, rank: int) -> GroupFact:
     completions = tuple(
-        CompletionSummary(math.nan, {}, one.completion_length, one.tokens.size, one.finish, None, None, {})
-        for one in group.trajectories
+        CompletionSummary(
+            math.nan, {}, trajectory.completion_length, trajectory.tokens.size, trajectory.finish, None, None, {}
+        )
+        for trajectory in group.trajectories
     )
     return GroupFact(group.prompt.prompt_id, rank, completions)
 
@@ -175,7 +177,7 @@ def _tell(student: ShardedModel, every: int, groups: Sequence[Group]) -> None:
         for group in groups
         for trajectory in group.trajectories
     ]
-    samples = [sample for part in student.setting.ranks.gather(own_samples) for sample in part]
+    samples = [sample for samples_of_rank in student.setting.ranks.gather(own_samples) for sample in samples_of_rank]
     if student.setting.world.is_first:
         student.setting.log.samples += sorted(samples, key=lambda sample: int(sample["sample_id"]))
 

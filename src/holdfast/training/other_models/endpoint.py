@@ -86,12 +86,12 @@ class CompletionServer:
             EndpointUnwell: There is no answer, however often it was asked for.
         """
         scores = self._scores_of(list(tokens), {}, len(tokens))
-        for place, (sent, named) in enumerate(zip(tokens, scores.tokens, strict=True)):
-            if named is not None and named != sent:
-                raise EndpointRefuses(f"answers of token {named} where token {sent} was sent (place {place})")
-        for place, value in enumerate(scores.logprobs.tolist()):
-            if place and not _NO_NUMBER < value < _ABOVE_ZERO:
-                raise EndpointRefuses(f"says {value} of token {tokens[place]} (place {place}): no log-probability")
+        for index, (sent, token_id) in enumerate(zip(tokens, scores.tokens, strict=True)):
+            if token_id is not None and token_id != sent:
+                raise EndpointRefuses(f"answers of token {token_id} where token {sent} was sent (place {index})")
+        for index, value in enumerate(scores.logprobs.tolist()):
+            if index and not _NO_NUMBER < value < _ABOVE_ZERO:
+                raise EndpointRefuses(f"says {value} of token {tokens[index]} (place {index}): no log-probability")
         return scores.logprobs
 
     def tokens_of(self, text: str) -> list[int | None]:
@@ -103,8 +103,8 @@ class CompletionServer:
         return self._scores_of(text, {"add_special_tokens": False}, None).tokens
 
     def _scores_of(self, prompt: list[int] | str, more: dict[str, Any], length: int | None) -> _TokenScores:
-        asked = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "n": 1}
-        answer = self.endpoint.ask("POST", "/completions", asked | _ASKED[self.section.answers] | more)
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "n": 1}
+        answer = self.endpoint.ask("POST", "/completions", body | _ASKED[self.section.answers] | more)
         try:
             choice = answer["choices"][0]
             if self.section.answers == "echo":
@@ -123,20 +123,20 @@ def _of_prompt_logprobs(entries: Sequence[dict[str, Any] | None], sent: Sequence
     """Read vLLM's own form: per token a dict of id to log-probability, which holds the token first; null at place 0."""
     tokens: list[int | None] = [None]
     numbers = [math.nan]
-    for place, entry in enumerate(entries[1:], start=1):
+    for index, entry in enumerate(entries[1:], start=1):
         if entry is None:
-            raise ValueError(place)
-        named = next(iter(entry), "") if sent is None or str(sent[place]) not in entry else str(sent[place])
-        tokens.append(int(named))
-        numbers.append(_number(entry[named]["logprob"]))
+            raise ValueError(index)
+        token_id = next(iter(entry), "") if sent is None or str(sent[index]) not in entry else str(sent[index])
+        tokens.append(int(token_id))
+        numbers.append(_number(entry[token_id]["logprob"]))
     return _TokenScores(tokens[: len(entries)], np.array(numbers[: len(entries)]))
 
 
 def _of_echo(logprobs: dict[str, Any], length: int | None) -> _TokenScores:
     """Read the older form: parallel lists, with the token that was made at the end."""
-    numbers, named = logprobs["token_logprobs"][:length], logprobs["tokens"][:length]
-    tokens = [int(word.removeprefix(_ID)) if word.startswith(_ID) else None for word in named]
-    values = [math.nan if place == 0 else _number(value) for place, value in enumerate(numbers)]
+    numbers, token_names = logprobs["token_logprobs"][:length], logprobs["tokens"][:length]
+    tokens = [int(token_name.removeprefix(_ID)) if token_name.startswith(_ID) else None for token_name in token_names]
+    values = [math.nan if index == 0 else _number(value) for index, value in enumerate(numbers)]
     if len(tokens) != len(values):
         raise ValueError(len(tokens))
     return _TokenScores(tokens, np.array(values))

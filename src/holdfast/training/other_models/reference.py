@@ -25,7 +25,7 @@ from holdfast.models.adapters.live import adapters_of, adapters_off
 from holdfast.models.heads.policy import PolicyModel, without_dropout
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.models.setup.model import blueprint
-from holdfast.optim.reference_ema import Following
+from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
@@ -53,10 +53,10 @@ class AdapterOff:
 
     def __call__(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> LossSum | Scores:
         """Score a batch."""
-        own = {
+        per_token = {
             name: values for name, values in batch.per_token.items() if name != CHOICES_COLUMN
         }  # routed by its own routers
-        batch = replace(batch, per_token=own)
+        batch = replace(batch, per_token=per_token)
         with adapters_off(self.policy), without_dropout(self.policy):
             scores: LossSum | Scores = self.policy(batch, temperature=temperature, entropy=entropy)
         return scores
@@ -80,9 +80,9 @@ def build_reference(
     if isinstance(section, ServerReferenceConfig):
         return connect_reference(policy, section, why=why)
     config, world, ranks = policy.setting.config, policy.setting.world, policy.setting.ranks
-    kind, words = chosen_place(policy, section)
-    if world.is_first and words:
-        print(words, flush=True)
+    kind, note = decide_place(policy, section)
+    if world.is_first and note:
+        print(note, flush=True)
     if kind == "adapter_off":
         if world.is_first:
             print(f"reference policy: the policy with its adapters off, for {why}; it takes no memory", flush=True)
@@ -97,8 +97,8 @@ def build_reference(
         ),
     )
     if world.is_first:
-        where = "in host memory" if offload else "sharded like the policy"
-        print(f"reference policy: {where}, for {why}; its plan:", flush=True)
+        location = "in host memory" if offload else "sharded like the policy"
+        print(f"reference policy: {location}, for {why}; its plan:", flush=True)
     reference = build_policy(twin, origin, trained=False)
     reference.model.padded = policy.model.padded
     reference.model.eval()
@@ -108,13 +108,15 @@ def build_reference(
     return reference.model
 
 
-def following_of(reference: Reference | None, section: ReferenceConfig | ServerReferenceConfig) -> Following | None:
+def following_of(
+    reference: Reference | None, section: ReferenceConfig | ServerReferenceConfig
+) -> FollowingModel | None:
     """Return what lets a reference follow the policy; None of one that stays."""
     sync = sync_of(section)
     if reference is None or sync is None:
         return None
     assert isinstance(reference, PolicyModel), "one without weights of its own was refused, or not chosen"
-    return Following(reference, sync.every_steps, sync.mix)
+    return FollowingModel(reference, sync.every_steps, sync.mix)
 
 
 @torch.no_grad()
@@ -178,7 +180,7 @@ def _probe(model: PolicyModel, policy: ShardedModel) -> Tensor:
 ReferencePlace = Literal["none", "adapter_off", "sharded", "offloaded"]
 
 
-def chosen_place(policy: ShardedModel, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
+def decide_place(policy: ShardedModel, section: ReferenceConfig) -> tuple[ReferencePlace, str]:
     """Return where the reference lives, and for auto what a user should read of the choice; on all ranks the same."""
     if section.kind != "auto":
         return section.kind, ""
@@ -188,8 +190,8 @@ def chosen_place(policy: ShardedModel, section: ReferenceConfig) -> tuple[Refere
         if policy.setting.world.device.type == "cuda"
         else None
     )
-    place, why = choose_place(policy.plan, adapters_stay, free)
-    return place, f"reference: auto is {place}, since {why}. {alternatives(policy.plan, adapters_stay)}"
+    kind, why = choose_place(policy.plan, adapters_stay, free)
+    return kind, f"reference: auto is {kind}, since {why}. {alternatives(policy.plan, adapters_stay)}"
 
 
 def why_not_adapter_off(policy: ShardedModel, section: ReferenceConfig) -> str:

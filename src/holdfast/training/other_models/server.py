@@ -36,7 +36,7 @@ _DRIFT = 0.1
 
 
 class Role(NamedTuple):
-    """What the model behind an endpoint is to the run, in words of the user's."""
+    """The role of the model behind an endpoint, in the user's terms."""
 
     section: str
     """Its name in the configuration."""
@@ -47,7 +47,7 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """A text, and what the endpoint said of it before step 1."""
+    """A text and its log-probabilities from the endpoint before step 1."""
 
     tokens: tuple[int, ...]
     logprobs: NDArray[np.float64]
@@ -94,22 +94,23 @@ class ScoringServer:
 
     def _columns(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return [B, T] for every batch, 0 where nothing is trained."""
-        asked: list[tuple[int, int, Any, list[int], NDArray[np.bool_]]] = []
+        requests: list[tuple[int, int, Any, list[int], NDArray[np.bool_]]] = []
         for number, batch in enumerate(batches):
             tokens, trained = (
-                torch.from_numpy(host_value(part, "tokens for a server")) for part in (batch.tokens, batch.loss_mask)
+                torch.from_numpy(host_value(tensor, "tokens for a server"))
+                for tensor in (batch.tokens, batch.loss_mask)
             )
-            for row, place in places(batch):
-                mask = trained[row, place].numpy()
+            for row, span in places(batch):
+                mask = trained[row, span].numpy()
                 length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
                 if length:
-                    asked.append((number, row, place, tokens[row, place].tolist()[:length], mask))
-        logprobs = self._logprobs_of([tokens for _, _, _, tokens, _ in asked])
+                    requests.append((number, row, span, tokens[row, span].tolist()[:length], mask))
+        logprobs = self._logprobs_of([tokens for _, _, _, tokens, _ in requests])
         columns = [torch.zeros(batch.tokens.shape, dtype=batch.weights.dtype) for batch in batches]
-        for (number, row, place, tokens_, mask), values in zip(asked, logprobs, strict=True):
-            own = np.zeros(mask.size)
-            own[: len(tokens_)] = np.where(mask[: len(tokens_)], values, 0.0)
-            columns[number][row, place] = torch.from_numpy(own).to(columns[number].dtype)
+        for (number, row, span, tokens_, mask), values in zip(requests, logprobs, strict=True):
+            row_values = np.zeros(mask.size)
+            row_values[: len(tokens_)] = np.where(mask[: len(tokens_)], values, 0.0)
+            columns[number][row, span] = torch.from_numpy(row_values).to(columns[number].dtype)
         return columns
 
     def _logprobs_of(self, texts: Sequence[list[int]]) -> list[NDArray[np.float64]]:
@@ -155,15 +156,17 @@ class ScoringServer:
                 self.server.endpoint.given_up.clear()
 
 
-class Met(NamedTuple):
-    """A server before step 1."""
+class ConnectedServer(NamedTuple):
+    """A scoring server that was checked before step 1."""
 
     server: ScoringServer
     compared: bool
     """Whether its tokenizer was compared; it cannot be where the endpoint does not say which tokens a text has."""
 
 
-def meet(trained: ShardedModel, section: ServerConfig, role: Role, *, samples: bool, drift: float | None = None) -> Met:
+def meet(
+    trained: ShardedModel, section: ServerConfig, role: Role, *, samples: bool, drift: float | None = None
+) -> ConnectedServer:
     """Return the model behind an endpoint, with the tokens of the trained one; all ranks call this together.
 
     Args:
@@ -179,17 +182,17 @@ def meet(trained: ShardedModel, section: ServerConfig, role: Role, *, samples: b
         ModelError: Its tokenizer or its vocabulary is not that of the trained model.
     """
     return trained.setting.ranks.on_all_ranks(
-        lambda: _met(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
+        lambda: _connected(trained, section, role, _vocabulary(trained, samples=samples), drift or _DRIFT)
     )
 
 
-def _met(trained: ShardedModel, section: ServerConfig, role: Role, size: int, drift: float) -> Met:
+def _connected(trained: ShardedModel, section: ServerConfig, role: Role, size: int, drift: float) -> ConnectedServer:
     """Return the endpoint with its model chosen and checked; one rank's part of `meet`."""
     tokenizer, longest = trained.origin.tokenizer, trained.setting.config.data.max_length
     server = CompletionServer.of(section, role.section)
     try:
         offered = server.models()
-        server = server.named(_chosen(offered, section, role))
+        server = server.named(_served_name(offered, section, role))
         _check_length(next(model for model in offered if model.name == server.model), longest, section, role)
         compared = _check_tokenizer(server, tokenizer, role)
         tokens = tuple(tokenizer.encode(_TEXT, add_special_tokens=False))[:_PROBE_TOKENS][:longest]
@@ -200,18 +203,20 @@ def _met(trained: ShardedModel, section: ServerConfig, role: Role, size: int, dr
             f"{role.section}.url: {section.url} {error}. See that the server runs, and that it is vLLM or answers like "
             f"it ({role.section}.answers)."
         ) from error
-    return Met(ScoringServer(role, server, trained.setting.ranks, trained.setting.world.device, probe, drift), compared)
+    return ConnectedServer(
+        ScoringServer(role, server, trained.setting.ranks, trained.setting.world.device, probe, drift), compared
+    )
 
 
-def _chosen(offered: Sequence[ServedModel], section: ServerConfig, role: Role) -> str:
+def _served_name(offered: Sequence[ServedModel], section: ServerConfig, role: Role) -> str:
     names = [model.name for model in offered]
     if section.model is None and len(names) == 1:
         return names[0]
     if section.model in names:
         return str(section.model)
-    asked = "several models are served there" if section.model is None else f"no {section.model} is served there"
+    problem = "several models are served there" if section.model is None else f"no {section.model} is served there"
     served = ", ".join(names) or "none"
-    raise ConfigError(f"{role.section}.model: {asked}; {section.url} serves {served}. Name one of them.")
+    raise ConfigError(f"{role.section}.model: {problem}; {section.url} serves {served}. Name one of them.")
 
 
 def _check_length(model: ServedModel, longest: int, section: ServerConfig, role: Role) -> None:
@@ -237,7 +242,7 @@ def _check_tokenizer(server: CompletionServer, tokenizer: Any, role: Role) -> bo
         if all(token is None for token in theirs):
             continue
         same = len(ours) == len(theirs) and all(
-            named in {None, token} for token, named in zip(ours, theirs, strict=True)
+            served_token in {None, token} for token, served_token in zip(ours, theirs, strict=True)
         )
         if not same:
             raise ModelError(
@@ -260,7 +265,7 @@ def _vocabulary(trained: ShardedModel, *, samples: bool) -> int:
 
 
 def _check_vocabulary(server: CompletionServer, size: int, longest: int, role: Role) -> None:
-    """See that the endpoint knows the last token of a vocabulary, and others from all over it.
+    """Check that the endpoint knows the last token of the vocabulary and others spread over it.
 
     Raises:
         ModelError: The endpoint refuses these tokens.

@@ -61,13 +61,13 @@ class ReferenceTable:
     """[S] of their trained tokens, summed"""
 
     def logprob(self, example: Example) -> float | None:
-        """Return the number of a sequence; None if it is not there."""
+        """Return the log-probability of a sequence's answer; None if the table does not have it."""
         high, low = _key(example)
-        place = int(np.searchsorted(self.keys[:, 0], np.uint64(high)))
-        while place < len(self.keys) and int(self.keys[place, 0]) == high:
-            if int(self.keys[place, 1]) == low:
-                return float(self.logprobs[place])
-            place += 1
+        row = int(np.searchsorted(self.keys[:, 0], np.uint64(high)))
+        while row < len(self.keys) and int(self.keys[row, 0]) == high:
+            if int(self.keys[row, 1]) == low:
+                return float(self.logprobs[row])
+            row += 1
         return None
 
 
@@ -80,7 +80,7 @@ def _key(example: Example) -> tuple[int, int]:
 
 
 def with_reference(tokenise: Tokenise[Example], table: ReferenceTable, path: Path) -> Tokenise[Example]:
-    """Return the same function, whose sequences carry what the table says of them.
+    """Wrap a tokenising function so that its sequences carry the log-probabilities of the table.
 
     The whole sum stands at the first trained token: nothing reads it token by token.
     """
@@ -130,22 +130,22 @@ def tabulate(run: ShardedModel, reference: Reference, streams: Iterable[SampleSt
 
 
 def save_table(table: ReferenceTable, path: Path, about: Mapping[str, str]) -> None:
-    """Write a table and what it was made of, whole or not at all.
+    """Write a table and the hashes of its inputs atomically.
 
     Raises:
         ConfigError: The place cannot be written.
     """
     from safetensors.numpy import save_file
 
-    beside = path.with_name(f"{path.name}.part")
+    temporary = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(
             {"keys": table.keys, "logprobs": table.logprobs},
-            beside,
+            temporary,
             metadata={**about, "format": _FORMAT, "hash": _hash(table)},
         )
-        beside.rename(path)
+        temporary.rename(path)
     except OSError as error:
         raise ConfigError(f"reference.cache: {path} cannot be written ({error}). Name another file.") from error
 
@@ -172,11 +172,11 @@ def load_table(path: Path, about: Mapping[str, str], earlier: Mapping[str, str] 
         raise ConfigError(_damaged(path, str(error))) from error
     if metadata.get("hash") != _hash(table) or metadata.get("format") != _FORMAT:
         raise ConfigError(_damaged(path, "its hash is not that of its content"))
-    others = [name for name in about if metadata.get(name) not in {about[name], (earlier or about)[name]}]
-    if others:
+    differing = [name for name in about if metadata.get(name) not in {about[name], (earlier or about)[name]}]
+    if differing:
         raise ConfigError(
-            f"{path} holds log-probabilities of a reference that this run does not have: {_words(others)} differ. "
-            "Delete it, and it is made again; or name another file in reference.cache."
+            f"{path} holds log-probabilities of a reference that this run does not have: {_setting_names(differing)} "
+            "differ. Delete it, and it is made again; or name another file in reference.cache."
         )
     return table
 
@@ -185,7 +185,7 @@ def _damaged(path: Path, why: str) -> str:
     return f"{path} is not a whole file of reference log-probabilities ({why}). Delete it, and it is made again."
 
 
-def _words(names: Sequence[str]) -> str:
+def _setting_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -195,7 +195,7 @@ def _hash(table: ReferenceTable) -> str:
 
 @dataclass(frozen=True)
 class TableInputs:
-    """What a table of the reference's numbers is made from, and looked up by."""
+    """The inputs that a table of reference log-probabilities is computed from."""
 
     config: DPOConfig
     measured: ShardedModel
@@ -216,13 +216,13 @@ def with_table(inputs: TableInputs) -> tuple[Tokenise[Example], dict[str, Tokeni
         UserError: A row is malformed, or the reference cannot be built.
     """
     config = inputs.config
-    place = Path(config.reference.cache or Path(config.run.dir) / f".{config.run.name}.reference")
-    table = _table(inputs, place)
-    answered = with_reference(inputs.tokenise, table, place)
+    path = Path(config.reference.cache or Path(config.run.dir) / f".{config.run.name}.reference")
+    table = _table(inputs, path)
+    answered = with_reference(inputs.tokenise, table, path)
     return answered, dict.fromkeys(inputs.data.evaluation, answered)
 
 
-def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
+def _table(inputs: TableInputs, path: Path) -> ReferenceTable:
     """Return what the reference says of all rows: from the file if it is there, else by asking it once.
 
     Raises:
@@ -236,19 +236,19 @@ def _table(inputs: TableInputs, place: Path) -> ReferenceTable:
             "and name model.path, or leave precompute out."
         )
     about, earlier = ranks.on_all_ranks(lambda: _about_now_and_earlier(inputs))
-    exists = ranks.agree(place.exists())
+    exists = ranks.agree(path.exists())
     if exists:
-        table = ranks.on_first_rank(lambda: load_table(place, about, earlier))
+        table = ranks.on_first_rank(lambda: load_table(path, about, earlier))
     else:
         why = "all rows, once"
         reference = build_reference(measured, inputs.live, config.reference, why=why)
         table = tabulate(measured, reference, _all_rows(inputs))
         del reference
         gc.collect()  # a sharded model is full of cycles, and its memory is wanted now
-        ranks.on_all_ranks(lambda: save_table(table, place, about) if first and not config.dry_run else None)
+        ranks.on_all_ranks(lambda: save_table(table, path, about) if first and not config.dry_run else None)
     if first:
-        where = f"from {place}" if exists else f"now in {place}"
-        print(f"reference: log-probabilities of {len(table.logprobs)} answers, {where}", flush=True)
+        location = f"from {path}" if exists else f"now in {path}"
+        print(f"reference: log-probabilities of {len(table.logprobs)} answers, {location}", flush=True)
     return table
 
 

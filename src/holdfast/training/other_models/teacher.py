@@ -57,8 +57,8 @@ def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherCon
     origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
     note = ranks.on_all_ranks(lambda: _checked(twin, origin, student))
     if world.is_first:
-        where = "in host memory" if twin.parallel.cpu_offload else "sharded like the student"
-        print(f"teacher: {section.path}, {where}; its plan:", flush=True)
+        location = "in host memory" if twin.parallel.cpu_offload else "sharded like the student"
+        print(f"teacher: {section.path}, {location}; its plan:", flush=True)
         if note:
             print(note, flush=True)
     teacher = build_policy(replace(student.setting, config=twin), origin, trained=False)
@@ -70,17 +70,17 @@ def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherCon
 
 def teacher_configuration(config: DistillConfig, section: TeacherConfig, student: ShardedModel) -> DistillConfig:
     """Return the run's configuration as the teacher's: its files, in the student's precision, place and layout."""
-    own = config.model
+    student_model = config.model
     model = ModelConfig(
         path=section.path,
         revision=section.revision,
-        hub=own.hub,
+        hub=student_model.hub,
         tokenizer=section.tokenizer,
-        attention=own.attention,
+        attention=student_model.attention,
         trust_remote_code=section.trust_remote_code,
-        dtype=own.dtype,
+        dtype=student_model.dtype,
         frozen_dtype=section.dtype,
-        head=own.head,
+        head=student_model.head,
     )
     offload = config.parallel.cpu_offload or section.kind == "offloaded"
     changed: dict[str, Any] = {
@@ -117,21 +117,26 @@ def check_tokens(student: Any, teacher: Any, name: str) -> None:
     if student_ids == teacher_ids:
         return
     differ = sorted(
-        (word for word in student_ids.keys() | teacher_ids.keys() if student_ids.get(word) != teacher_ids.get(word)),
-        key=lambda word: (min(ids.get(word, len(ids)) for ids in (student_ids, teacher_ids)), word),
+        (
+            token
+            for token in student_ids.keys() | teacher_ids.keys()
+            if student_ids.get(token) != teacher_ids.get(token)
+        ),
+        key=lambda token: (min(ids.get(token, len(ids)) for ids in (student_ids, teacher_ids)), token),
     )
-    shown = "; ".join(
-        f"{word!r} is {_place(student_ids, word)} here and {_place(teacher_ids, word)} there" for word in differ[:3]
+    examples = "; ".join(
+        f"{token!r} is {_token_name(student_ids, token)} here and {_token_name(teacher_ids, token)} there"
+        for token in differ[:3]
     )
     raise ModelError(
         f"The teacher {name} has other tokens than the student ({len(teacher_ids)} against {len(student_ids)}; "
-        f"{len(differ)} differ: {shown}), so its predictions speak of other texts. "
+        f"{len(differ)} differ: {examples}), so its predictions speak of other texts. "
         "Use a teacher and a student of one tokenizer."
     )
 
 
-def _place(ids: dict[str, int], word: str) -> str:
-    return f"token {ids[word]}" if word in ids else "no token"
+def _token_name(ids: dict[str, int], token: str) -> str:
+    return f"token {ids[token]}" if token in ids else "no token"
 
 
 def _checked(twin: DistillConfig, origin: Blueprint, student: ShardedModel) -> str:
@@ -183,12 +188,12 @@ def connect_teacher(student: ShardedModel, section: ServerTeacherConfig) -> Scor
             "to be the student's. Use a server that names tokens by their ids, as vLLM does "
             "(teacher.answers: prompt_logprobs), or a teacher in memory (teacher.kind: sharded)."
         )
-    own = probe.told_by(student)
+    student_logprobs = probe.told_by(student)
     if student.setting.world.is_first:
         print(
             f"teacher: {model} at {section.url}, with the student's tokenizer; a token of one text takes it "
-            f"{-probe.logprobs.mean():.3g} nats, and the student {-own.mean():.3g}. Evaluation sets tell the "
-            "likelihoods of both, and no divergence.",
+            f"{-probe.logprobs.mean():.3g} nats, and the student {-student_logprobs.mean():.3g}. Evaluation sets tell "
+            "the likelihoods of both, and no divergence.",
             flush=True,
         )
     return scoring_server

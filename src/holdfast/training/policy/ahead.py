@@ -21,8 +21,8 @@ from holdfast.rollout.engine import AheadEngine, Flight, Request, Sampled
 from holdfast.types import Finish
 
 
-class Ahead:
-    """What is on its way; behind `training/run.py: AheadOfStep`."""
+class CompletionsAhead:
+    """Completions of the next step that are being sampled; implements `AheadOfStep` of `training/run.py`."""
 
     def __init__(self, engine: AheadEngine, config: GRPOConfig) -> None:
         self._engine, self._config = engine, config
@@ -46,14 +46,16 @@ class Ahead:
         if self.flight is None:
             self._prompts = {request.request_id: _digest(request) for request in requests}
             done = [
-                each.sampled for each in self._restored if self._prompts.get(each.sampled.request_id) == each.prompt
+                restored.sampled
+                for restored in self._restored
+                if self._prompts.get(restored.sampled.request_id) == restored.prompt
             ]
             self._restored, self.taken_count = [], len(done)
             self.flight = self._engine.begin(requests, self._config.rollout, done)
         return self.flight
 
     def end(self, taken: int) -> list[str]:
-        """Note that the step's completions have come; return what to tell of those of a checkpoint that nobody took.
+        """Note that all completions of the step arrived; return a message if some from a checkpoint were not used.
 
         Args:
             taken: Completions of the checkpoint that ranks took, all together.
@@ -68,29 +70,32 @@ class Ahead:
         ]
 
     def finished(self) -> Callable[[], list[dict[str, Any]]]:
-        """Return what tells the completions that this rank has of the next step; it may be asked later."""
+        """Return a function that lists this rank's finished completions of the next step; it may be called later."""
         flight, restored, prompts = self.flight, self._restored, self._prompts
         mark = self._mark()
         if flight is None:
-            return lambda: [_saved(each.sampled, each.prompt, mark) for each in restored]
-        return lambda: [_saved(one, prompts[one.request_id], mark) for one in flight.finished()]
+            return lambda: [_as_plain(completion.sampled, completion.prompt, mark) for completion in restored]
+        return lambda: [_as_plain(sampled, prompts[sampled.request_id], mark) for sampled in flight.finished()]
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a checkpoint has of the next step, from all ranks."""
+        """Restore the completions of the next step, of all ranks, from a checkpoint."""
         mark = self._mark()
-        marked = [one for one in saved if one["mark"] == mark]
-        self.flight, self._restored = None, [_Restored(one.get("prompt", ""), _sampled(one)) for one in marked]
+        marked = [record for record in saved if record["mark"] == mark]
+        self.flight, self._restored = (
+            None,
+            [_Restored(record.get("prompt", ""), _sampled_from(record)) for record in marked],
+        )
         self.saved_count, self.taken_count = len(saved), 0
 
     def largest(self) -> list[dict[str, Any]]:
         """Return as many bytes as a checkpoint may have of completions, over all ranks."""
         rollout = self._config.rollout
         size = rollout.max_new_tokens
-        one = Sampled(0, 0, np.zeros(size, np.int64), np.zeros(size, np.float32), Finish.LENGTH, 0)
-        return [_saved(one, "0" * 32, self._mark())] * (self._config.data.batch_size * rollout.group_size)
+        longest = Sampled(0, 0, np.zeros(size, np.int64), np.zeros(size, np.float32), Finish.LENGTH, 0)
+        return [_as_plain(longest, "0" * 32, self._mark())] * (self._config.data.batch_size * rollout.group_size)
 
     def _mark(self) -> str:
-        """Return what decides a completion besides weights and prompt: after a change of it none is taken over."""
+        """Return a hash of the settings that decide a completion; saved completions with another hash are discarded."""
         config = self._config
         sampling = config.rollout.model_dump(include={*SamplingConfig.model_fields, "seed"})
         return xxhash.xxh3_64_hexdigest(json.dumps([config.seed, sampling], sort_keys=True).encode())
@@ -106,22 +111,22 @@ def _digest(request: Request) -> str:
     return xxhash.xxh3_128_hexdigest(request.prompt.astype("<i8").tobytes())
 
 
-def _saved(one: Sampled, prompt: str, mark: str) -> dict[str, Any]:
+def _as_plain(sampled: Sampled, prompt: str, mark: str) -> dict[str, Any]:
     return {
         "mark": mark,
         "prompt": prompt,
-        "request_id": one.request_id,
-        "place": one.place,
-        "tokens": base64.b64encode(one.tokens.astype("<i4").tobytes()).decode(),
-        "logprobs": base64.b64encode(one.logprobs.astype("<f4").tobytes()).decode(),
-        "finish": one.finish.value,
-        "weights_version": one.weights_version,
-        "segments": [list(part) for part in one.segments],
+        "request_id": sampled.request_id,
+        "place": sampled.place,
+        "tokens": base64.b64encode(sampled.tokens.astype("<i4").tobytes()).decode(),
+        "logprobs": base64.b64encode(sampled.logprobs.astype("<f4").tobytes()).decode(),
+        "finish": sampled.finish.value,
+        "weights_version": sampled.weights_version,
+        "segments": [list(segment) for segment in sampled.segments],
     }
 
 
-def _sampled(saved: Mapping[str, Any]) -> Sampled:
-    """Read what `_saved` wrote.
+def _sampled_from(saved: Mapping[str, Any]) -> Sampled:
+    """Read what `_as_plain` wrote.
 
     Raises:
         ValueError: It is something else.

@@ -29,12 +29,12 @@ from holdfast.training.engines import open_engine, why_no_videos
 from holdfast.training.fingerprints import mark_reward_models
 from holdfast.training.observe import load_function
 from holdfast.training.other_models.reference import NO_IMAGES, Reference, build_reference, following_of
-from holdfast.training.policy.ahead import Ahead
+from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
 from holdfast.training.run import Setting, ShardedModel
-from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
@@ -70,14 +70,14 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     """
     live = live or Live()
     setting = Setting.of(config, base, world)
-    started = begin(setting, live)
-    objective = _objective(config, started)
-    sharded = _sharded(config, started, columns)
+    setup = begin(setting, live)
+    objective = _objective(config, setup)
+    sharded = _sharded(config, setup, columns)
     if config.rollout.replay_routing:
         setting.ranks.on_all_ranks(lambda: _replay_routing(sharded))
     images = _images(config, sharded.origin)
     tokenise = _tokeniser(config, sharded, images)
-    stream = setting.ranks.on_all_ranks(lambda: prompt_stream(setting, started.data, tokenise))
+    stream = setting.ranks.on_all_ranks(lambda: prompt_stream(setting, setup.data, tokenise))
     _check_shared_prefix(config, sharded)
     mark_reward_models(setting)
     evaluation = PolicyEvaluation(
@@ -86,13 +86,13 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         sampler=_sampler(config, sharded),
         score=score,
         images=images,
-        prompt_sets=_prompt_sets(started, sharded, tokenise),
+        prompt_sets=_prompt_sets(setup, sharded, tokenise),
         stream=stream,
-        several_sources=len(started.data.training) > 1,
+        several_sources=len(setup.data.training) > 1,
     )
     reference = _reference(config, sharded, live)
     run = PolicyRun(
-        common=run_of(started, evaluation, stream),
+        common=run_of(setup, evaluation, stream),
         evaluation=evaluation,
         reference=reference,
         user_advantage=setting.ranks.on_all_ranks(lambda: _user_advantage(config, setting)),
@@ -115,9 +115,9 @@ def build_policy_evaluation(
     Raises:
         UserError: As `build_policy_run`.
     """
-    started = begin_evaluation(Setting.of(config, base, world))
-    objective = _objective(config, started)
-    sharded = _sharded(config, started, columns)
+    setup = begin_evaluation(Setting.of(config, base, world))
+    objective = _objective(config, setup)
+    sharded = _sharded(config, setup, columns)
     images = _images(config, sharded.origin)
     tokenise = _tokeniser(config, sharded, images)
     return PolicyEvaluation(
@@ -126,15 +126,15 @@ def build_policy_evaluation(
         sampler=_sampler(config, sharded),
         score=score,
         images=images,
-        prompt_sets=_prompt_sets(started, sharded, tokenise),
+        prompt_sets=_prompt_sets(setup, sharded, tokenise),
     )
 
 
 def unreplayable_steps(config: GRPOConfig) -> str:
     """Return which of the steps that are kept cannot be made again, since no checkpoint will be; "" if all can."""
     section, keep = config.checkpoint, config.checkpoint.keep
-    whole = config.steps is not None and config.steps <= keep.last
-    if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or whole)):
+    keeps_all = config.steps is not None and config.steps <= keep.last
+    if not config.rollout.record or (section.every_steps == 1 and (keep.every == 1 or keeps_all)):
         return ""
     saved = "by the clock alone" if section.every_steps is None else f"every {section.every_steps} steps"
     checkpoints = f"the last {keep.last}" + ("" if keep.every is None else f" and those of every {keep.every} steps")
@@ -145,24 +145,24 @@ def unreplayable_steps(config: GRPOConfig) -> str:
     )
 
 
-def _objective(config: GRPOConfig, started: Started) -> Objective:
-    if started.live.objective is not None:
-        compares = getattr(started.live.objective, "needs_reference", False)
+def _objective(config: GRPOConfig, setup: RunSetup) -> Objective:
+    if setup.live.objective is not None:
+        compares = getattr(setup.live.objective, "needs_reference", False)
         for section in config.terms_of_ours():
             if section != "kl" or not compares:  # that of a loss which compares says that there is a reference
                 raise ConfigError(
                     f"{section}: a loss of your own (objective=) takes nothing from this section. Write it into the "
                     "loss, and leave the section out."
                 )
-    setting = started.setting
-    return started.live.objective or setting.ranks.on_all_ranks(lambda: policy_objective(config, setting))
+    setting = setup.setting
+    return setup.live.objective or setting.ranks.on_all_ranks(lambda: policy_objective(config, setting))
 
 
-def _ahead(config: GRPOConfig, sampler: Sampler) -> Ahead | None:
+def _ahead(config: GRPOConfig, sampler: Sampler) -> CompletionsAhead | None:
     if not config.rollout.max_staleness:
         return None
     assert isinstance(sampler.engine, AheadEngine)
-    return Ahead(sampler.engine, config)
+    return CompletionsAhead(sampler.engine, config)
 
 
 def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], RewardMatrix] | None:
@@ -178,19 +178,19 @@ def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], 
     return partial(user_advantages, function, name=section.path)
 
 
-def _sharded(config: GRPOConfig, started: Started, columns: Mapping[str, Sequence[str]] | None) -> ShardedModel:
+def _sharded(config: GRPOConfig, setup: RunSetup, columns: Mapping[str, Sequence[str]] | None) -> ShardedModel:
     def look(origin: Blueprint) -> None:
-        setting, ranks = started.setting, started.setting.ranks
+        setting, ranks = setup.setting, setup.setting.ranks
         ranks.on_all_ranks(
-            lambda: refuse_absent_columns(started.data, columns or {}, skips=config.data.on_bad_row == "skip")
+            lambda: refuse_absent_columns(setup.data, columns or {}, skips=config.data.on_bad_row == "skip")
         )
         rows = ranks.on_all_ranks(
             lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, _images(config, origin))
         )
         sees = origin.image_processor is not None
-        check_first_rows(setting, started.data, _prompts(config, origin, rows), sees=sees)
+        check_first_rows(setting, setup.data, _prompts(config, origin, rows), sees=sees)
 
-    sharded = build_model(started.setting, started.live, look)
+    sharded = build_model(setup.setting, setup.live, look)
     sharded.temperature = config.rollout.temperature
     if config.rollout.renormalise:
         support = Support(config.rollout.top_k, config.rollout.top_p, config.rollout.min_p)
@@ -231,7 +231,7 @@ def _reference(config: GRPOConfig, policy: ShardedModel, live: Live) -> Referenc
     return build_reference(policy, live, config.reference, why=f"kl.coefficient={coefficient:g}")
 
 
-def _prompt_sets(started: Started, sharded: ShardedModel, tokenise: Tokenise[Prompt]) -> tuple[PromptSet, ...]:
+def _prompt_sets(setup: RunSetup, sharded: ShardedModel, tokenise: Tokenise[Prompt]) -> tuple[PromptSet, ...]:
     """Read this rank's share of the evaluation sets now, so that what is wrong with them shows before step 1.
 
     Raises:
@@ -240,7 +240,7 @@ def _prompt_sets(started: Started, sharded: ShardedModel, tokenise: Tokenise[Pro
     setting, limit = sharded.setting, sharded.setting.config.evaluation.limit_samples
     ranks, sets = setting.ranks, []
     accept = ranks.on_all_ranks(lambda: row_filter(setting))
-    for name, source in started.data.evaluation.items():
+    for name, source in setup.data.evaluation.items():
         read = partial(first_sequences, source, tokenise, limit, ranks, filter_of(source, accept))
         prompts = tuple(ranks.on_all_ranks(read))
         if not sum(ranks.gather(len(prompts))):

@@ -44,7 +44,7 @@ def add_critic(run: PolicyRun, section: CriticConfig, live: Live) -> None:
         ConfigError, ModelError, PlanError: The critic cannot be built, or reads other tokens than the policy writes;
             the same on all ranks.
     """
-    with _named():
+    with _errors_of_critic():
         critic = _critic(run, section, live)
     run.common.companions[CRITIC] = critic
     run.trained.state.companions[CRITIC] = critic.state
@@ -62,13 +62,13 @@ def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
             f"{run.trained.origin.family.name} sees images, and a critic reads text alone. Use an advantage that "
             "compares completions with each other, such as advantage: grpo."
         )
-    own = section.path is not None
+    has_own_files = section.path is not None
     origin = ranks.first_rank_first(
         lambda: blueprint(
             config.model,
             run.setting.base,
             seed=config.seed,
-            tokenizer=None if own else policy.origin.tokenizer,
+            tokenizer=None if has_own_files else policy.origin.tokenizer,
             scorer=True,
         ),
     )
@@ -89,29 +89,36 @@ def _critic(run: PolicyRun, section: CriticConfig, live: Live) -> Trained:
 
 
 def _check_tokens(policy: Blueprint, critic: Blueprint) -> None:
-    """Compare what each token is called.
+    """Compare the vocabularies of the policy and the critic.
 
     Raises:
         ModelError: Critic and policy disagree on a token.
     """
-    one, two = ({number: word for word, number in each.tokenizer.get_vocab().items()} for each in (policy, critic))
-    differ = [number for number in sorted({*one, *two}) if one.get(number) != two.get(number)]
+    policy_tokens, critic_tokens = (
+        {number: token for token, number in origin.tokenizer.get_vocab().items()} for origin in (policy, critic)
+    )
+    differ = [
+        number
+        for number in sorted({*policy_tokens, *critic_tokens})
+        if policy_tokens.get(number) != critic_tokens.get(number)
+    ]
     if differ:
         first = differ[0]
         raise ModelError(
             f"its tokenizer is not the policy's: they differ in {len(differ)} tokens, the first of them {first}, which "
-            f"is {_word(one, first)} to the policy and {_word(two, first)} to the critic. A critic reads the policy's "
-            "tokens as they are. Name a model with the policy's tokenizer in critic.path, or leave it out."
+            f"is {_token_text(policy_tokens, first)} to the policy and {_token_text(critic_tokens, first)} to the "
+            "critic. A critic reads the policy's tokens as they are. Name a model with the policy's tokenizer in "
+            "critic.path, or leave it out."
         )
 
 
-def _word(words: dict[int, Any], number: int) -> str:
-    return repr(words[number]) if number in words else "none"
+def _token_text(tokens: dict[int, Any], number: int) -> str:
+    return repr(tokens[number]) if number in tokens else "none"
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Say of an error that it is about the critic: its keys have other names than the policy's."""
+def _errors_of_critic() -> Iterator[None]:
+    """Say in errors that they are about the critic, whose configuration keys are not those of the policy."""
     try:
         yield
     except (ConfigError, ModelError, PlanError) as error:
@@ -121,8 +128,8 @@ def _named() -> Iterator[None]:
 _Numbers = NDArray[np.float64]
 
 
-class _Judged(NamedTuple):
-    """What the critic makes of the chosen tokens of a micro-batch, [N] each."""
+class _Estimates(NamedTuple):
+    """Advantages, returns and values of the scored tokens of a micro-batch, [N] each."""
 
     advantages: _Numbers
     returns: _Numbers
@@ -135,9 +142,9 @@ def with_rewards(rollout: Rollout, exact: type[np.floating[Any]]) -> Rollout:
 
     def rewarded(trajectory: Trajectory) -> Trajectory:
         rewards = np.zeros(trajectory.tokens.size, exact)
-        chosen = np.flatnonzero(trajectory.loss_mask)
-        if chosen.size and trajectory.reward is not None:
-            rewards[chosen[-1]] = trajectory.reward
+        trained_indices = np.flatnonzero(trajectory.loss_mask)
+        if trained_indices.size and trajectory.reward is not None:
+            rewards[trained_indices[-1]] = trajectory.reward
         carried = {**trajectory.per_token, "rewards": rewards}
         return replace(trajectory, advantages=np.zeros_like(rewards), per_token=carried)
 
@@ -159,23 +166,35 @@ def with_values(
     section = run.config.advantage
     assert isinstance(section, GAEAdvantageConfig)
     with run.setting.phase("values"):
-        valued = [scored(run.trained, critic.model, part, "values") for part in mini_batches]
+        valued = [scored(run.trained, critic.model, mini_batch, "values") for mini_batch in mini_batches]
     with run.setting.phase("advantage"):
-        batches = [batch for part in valued for batch in part.micro_batches]
-        judged = [_judged(objective, section, batch) for batch in batches]
-        metrics = _metrics(run, judged)
+        batches = [batch for mini_batch in valued for batch in mini_batch.micro_batches]
+        estimates = [_estimate(objective, section, batch) for batch in batches]
+        metrics = _metrics(run, estimates)
         if section.whiten:
-            of_all = spread_of(np.concatenate([part.advantages for part in judged]), run.setting.ranks.gather)
-            judged = [part._replace(advantages=whitened(part.advantages, of_all, section.epsilon)) for part in judged]
+            of_all = spread_of(
+                np.concatenate([estimate.advantages for estimate in estimates]), run.setting.ranks.gather
+            )
+            estimates = [
+                estimate._replace(advantages=whitened(estimate.advantages, of_all, section.epsilon))
+                for estimate in estimates
+            ]
         keeps_proximal = run.config.updates.count > 1
-        done = iter([_carried(batch, part, keeps_proximal) for batch, part in zip(batches, judged, strict=True)])
-        result = [replace(part, micro_batches=tuple(next(done) for _ in part.micro_batches)) for part in valued]
-        return _with_means(run, rollout, batches, judged), result, metrics
+        done = iter(
+            [_carried(batch, estimate, keeps_proximal) for batch, estimate in zip(batches, estimates, strict=True)]
+        )
+        result = [
+            replace(mini_batch, micro_batches=tuple(next(done) for _ in mini_batch.micro_batches))
+            for mini_batch in valued
+        ]
+        return _with_mean_advantages(run, rollout, batches, estimates), result, metrics
 
 
-def _metrics(run: PolicyRun, judged: Sequence[_Judged]) -> dict[str, float]:
-    """Return how well the critic knew what was to come; without the share it explains where all returns are alike."""
-    returns, values = (np.concatenate([getattr(part, name) for part in judged]) for name in ("returns", "values"))
+def _metrics(run: PolicyRun, estimates: Sequence[_Estimates]) -> dict[str, float]:
+    """Return how well values predict returns; the explained share is left out if all returns are alike."""
+    returns, values = (
+        np.concatenate([getattr(estimate, name) for estimate in estimates]) for name in ("returns", "values")
+    )
     of_returns, errors = (spread_of(numbers, run.setting.ranks.gather) for numbers in (returns, returns - values))
     metrics = {"value/mean": of_returns.mean - errors.mean, "value/return": of_returns.mean}
     explained = explained_variance(of_returns, errors)
@@ -219,23 +238,25 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
     return {**data_metrics, **still, "num_tokens": float(state.tokens)}
 
 
-def _judged(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Judged:
-    values, rewards = (_numbers(each) for each in (_at(batch, "values"), _token_rewards(objective, batch)))
+def _estimate(objective: Objective, section: GAEAdvantageConfig, batch: Batch) -> _Estimates:
+    values, rewards = (
+        _numbers(column) for column in (_scored_values(batch, "values"), _token_rewards(objective, batch))
+    )
     sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for advantages")
     advantages = generalised_advantages(rewards, values, sequence, section.gamma, section.lam)
-    return _Judged(advantages, advantages + values, values, sequence)
+    return _Estimates(advantages, advantages + values, values, sequence)
 
 
 def _token_rewards(objective: Objective, batch: Batch) -> Tensor:
     """Return [N] rewards, less the KL divergence of each token where that is charged to rewards."""
-    rewards = _at(batch, "rewards")
+    rewards = _scored_values(batch, "rewards")
     if not isinstance(objective, PolicyGradient) or not objective.charged_to_rewards:
         return rewards
-    proximal, reference = _at(batch, "proximal_logprobs"), _at(batch, "reference_logprobs")
+    proximal, reference = _scored_values(batch, "proximal_logprobs"), _scored_values(batch, "reference_logprobs")
     return rewards - objective.kl.coefficient * kl_estimate(objective.kl.estimator, proximal, reference)
 
 
-def _at(batch: Batch, name: str) -> Tensor:
+def _scored_values(batch: Batch, name: str) -> Tensor:
     """Return [N] values of the chosen tokens in float64."""
     return batch.per_token[name].flatten()[batch.scored].to(torch.float64)
 
@@ -245,30 +266,34 @@ def _numbers(values: Tensor) -> _Numbers:
     return numbers
 
 
-def _carried(batch: Batch, judged: _Judged, keeps_proximal: bool) -> Batch:
+def _carried(batch: Batch, estimate: _Estimates, keeps_proximal: bool) -> Batch:
     """Return the batch with advantages and returns, without what they were made of and no loss reads."""
     left_out = {"rewards"} if keeps_proximal else {"rewards", "proximal_logprobs"}
     columns = {name: values for name, values in batch.per_token.items() if name not in left_out}
     for name, values, like in (
-        ("advantages", judged.advantages, batch.per_token["advantages"]),
-        ("returns", judged.returns, batch.per_token["values"]),
+        ("advantages", estimate.advantages, batch.per_token["advantages"]),
+        ("returns", estimate.returns, batch.per_token["values"]),
     ):
         columns[name] = on_tokens(batch, torch.as_tensor(values, dtype=like.dtype, device=like.device))
     return replace(batch, per_token=columns)
 
 
-def _with_means(run: PolicyRun, rollout: Rollout, batches: Sequence[Batch], judged: Sequence[_Judged]) -> Rollout:
+def _with_mean_advantages(
+    run: PolicyRun, rollout: Rollout, batches: Sequence[Batch], estimates: Sequence[_Estimates]
+) -> Rollout:
     own_means: dict[int, float] = {}
-    for batch, part in zip(batches, judged, strict=True):
-        for place in np.unique(part.sequence):
-            own_means[batch.sample_ids[place]] = float(part.advantages[part.sequence == place].mean())
+    for batch, estimate in zip(batches, estimates, strict=True):
+        for index in np.unique(estimate.sequence):
+            own_means[batch.sample_ids[index]] = float(estimate.advantages[estimate.sequence == index].mean())
     means = {sample: mean for rank_means in run.setting.ranks.gather(own_means) for sample, mean in rank_means.items()}
     groups = [
         replace(
             group,
             trajectories=tuple(
-                replace(each, advantages=np.where(each.loss_mask, means.get(each.sample_id, 0.0), 0.0))
-                for each in group.trajectories
+                replace(
+                    trajectory, advantages=np.where(trajectory.loss_mask, means.get(trajectory.sample_id, 0.0), 0.0)
+                )
+                for trajectory in group.trajectories
             ),
         )
         for group in rollout.groups

@@ -38,12 +38,14 @@ def evaluate_policy(
         try:
             with policy.setting.phase("evaluation"):
                 set_metrics, groups = _evaluate_set(policy, prompts)
-                everyone = policy.setting.ranks.gather([_told(group) for group in groups])
+                everyone = policy.setting.ranks.gather([_without_tensors(group) for group in groups])
         except StepAbandoned:
             break
         if policy.setting.world.is_first:
             name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
-            flat = sorted((group for part in everyone for group in part), key=lambda group: group.prompt.prompt_id)
+            flat = sorted(
+                (group for rank_groups in everyone for group in rank_groups), key=lambda group: group.prompt.prompt_id
+            )
             write_groups(policy.setting.directory / COMPLETIONS / name, flat)
         metrics |= {f"eval/{prompts.name}/{name}": value for name, value in set_metrics.items()}
     policy.sampler.release(policy.sharded)
@@ -64,7 +66,7 @@ def _evaluate_set(policy: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[st
     own_prompts = prompts.prompts
     seeds = {
         prompt.prompt_id: tuple(
-            mixed(policy.config.seed, -1, prompt.prompt_id, place) for place in range(options.per_prompt)
+            mixed(policy.config.seed, -1, prompt.prompt_id, index) for index in range(options.per_prompt)
         )
         for prompt in own_prompts
     }
@@ -116,7 +118,7 @@ def solved_metrics(rewards: NDArray[np.float64], success: float) -> dict[str, fl
     return metrics
 
 
-def _told(group: Group) -> Group:
+def _without_tensors(group: Group) -> Group:
     """Return what is written of a group: texts and rewards, and no images."""
     trajectories = tuple(replace(trajectory, model_inputs={}) for trajectory in group.trajectories)
     return Group(replace(group.prompt, row={}, model_inputs={}, positions=None), trajectories)

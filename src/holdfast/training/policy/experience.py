@@ -74,19 +74,19 @@ def batch_advantages(run: PolicyRun, facts: Sequence[GroupFact]) -> NDArray[np.f
     """
     config, ranks = run.config, run.setting.ranks
     rewards, lengths = rewards_of(facts), lengths_of(facts)
-    parts = {section.label: parts_of(facts, section.label) for section in config.reward}
+    reward_parts = {section.label: parts_of(facts, section.label) for section in config.reward}
     if run.user_advantage is not None:
-        made = None
+        result = None
         # One rank asks it for all: a function that draws numbers would answer each rank differently.
         with ranks.together():
             if ranks.rank == 0:
-                made = run.user_advantage(Groups(rewards, parts, lengths))
-        made = ranks.agree(made)
-        assert made is not None
-        return made
+                result = run.user_advantage(Groups(rewards, reward_parts, lengths))
+        result = ranks.agree(result)
+        assert result is not None
+        return result
     greedy = np.array([fact.greedy for fact in facts])
     weights = {section.label: section.weight for section in config.reward}
-    return advantages(config.advantage, rewards, parts, weights, greedy, lengths)
+    return advantages(config.advantage, rewards, reward_parts, weights, greedy, lengths)
 
 
 def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
@@ -101,7 +101,9 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
         layout_of(trained, run.evaluation.images),
         columns=batch_columns(run.config),
         constant_length=run.config.rollout.max_new_tokens,
-        angles_of=angles_by_length(each.origin.skeleton.config for each in (trained, *run.common.companions.values())),
+        angles_of=angles_by_length(
+            sharded.origin.skeleton.config for sharded in (trained, *run.common.companions.values())
+        ),
         shares_heads=run.config.rollout.shared_prefix != "off" and not trained.model.padded,
         weighs_heads=run.config.rollout.shared_prefix == "auto" and _pads_branches(trained),
     )
@@ -124,16 +126,16 @@ def _pads_branches(policy: ShardedModel) -> bool:
 def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
     prompt_ids = {fact.prompt_id for fact in facts}
     own_examples = {
-        (group.prompt.prompt_id, place): _example(trajectory, group.prompt, layout.pad_token, run.evaluation.images)
+        (group.prompt.prompt_id, index): _example(trajectory, group.prompt, layout.pad_token, run.evaluation.images)
         for group in rollout.groups
         if group.prompt.prompt_id in prompt_ids
-        for place, trajectory in enumerate(group.trajectories)
+        for index, trajectory in enumerate(group.trajectories)
     }
     groups = run.config.groups
     sequences = [
         Known(
             fact.prompt_id,
-            place,
+            index,
             completion.tokens,
             trained_tokens(completion, groups),
             fact.owner,
@@ -141,15 +143,20 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
             fact.has_inputs,
         )
         for fact in facts
-        for place, completion in enumerate(fact.completions)
+        for index, completion in enumerate(fact.completions)
     ]
     return assemble(Candidates(own_examples, sequences), run.setting.ranks, run.config.data, layout)
 
 
 def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:
     assert trajectory.advantages is not None
-    tokens, chosen = trajectory.tokens, trajectory.tokens.size - prompt.tokens.size
-    if isinstance(images, ImageSide) and chosen and tokens[-1] in images.marks and not trajectory.loss_mask[-1]:
+    tokens, completion_length = trajectory.tokens, trajectory.tokens.size - prompt.tokens.size
+    if (
+        isinstance(images, ImageSide)
+        and completion_length
+        and tokens[-1] in images.marks
+        and not trajectory.loss_mask[-1]
+    ):
         # Nobody trains this completion or reads its end, where a model that counts its images would miss one.
         tokens = np.append(tokens[:-1], pad_token)
     carried = {"advantages": trajectory.advantages, "sampler_logprobs": trajectory.sampler_logprobs}
@@ -171,7 +178,7 @@ def example_of_trajectory(
         tokens: [L] in the place of its own.
         per_token: [L, ...] what its tokens carry besides what they do already.
     """
-    chosen = trajectory.tokens.size - prompt.tokens.size
+    completion_length = trajectory.tokens.size - prompt.tokens.size
     return Example(
         sample_id=trajectory.sample_id,
         prompt_id=trajectory.prompt_id,
@@ -180,7 +187,7 @@ def example_of_trajectory(
         source=prompt.source,
         per_token={**per_token, **trajectory.per_token},
         model_inputs=trajectory.model_inputs,
-        positions=None if prompt.positions is None else going_on(prompt.positions, chosen),
+        positions=None if prompt.positions is None else going_on(prompt.positions, completion_length),
     )
 
 
@@ -192,29 +199,31 @@ def score_rollout(run: PolicyRun, objective: Objective, mini_batches: Sequence[M
     result, policy = _compared_with_itself(run, objective, list(mini_batches)), run.trained
     if run.reference is not None:
         with run.setting.phase("reference"):
-            result = [scored(policy, run.reference, part, "reference_logprobs") for part in result]
+            result = [scored(policy, run.reference, mini_batch, "reference_logprobs") for mini_batch in result]
     return result
 
 
 def _compared_with_itself(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
-    """Add what the policy before its first update of the rollout says of its tokens, where anything asks for it."""
+    """Add the policy's log-probabilities before its first update on the rollout, if the objective needs them."""
     section, updates = run.config.objective, run.config.updates.count
-    charged, masked = _own_needs(objective)
+    charged, masked = _needs_of(objective)
     several = updates > 1 or charged
     if not (several or masked or isinstance(section, ByCovariance)):
         return mini_batches
     policy = run.trained
     with run.setting.phase("proximal"):
-        result = [scored(policy, policy.model, part, "proximal_logprobs", entropy=masked) for part in mini_batches]
+        result = [
+            scored(policy, policy.model, mini_batch, "proximal_logprobs", entropy=masked) for mini_batch in mini_batches
+        ]
     if isinstance(section, ByCovariance):
-        result = [_with_covariance_mask(run, part, section, number) for number, part in enumerate(result)]
+        result = [_with_covariance_mask(run, mini_batch, section, number) for number, mini_batch in enumerate(result)]
     if masked:
-        result = [_with_entropy_mask(run, part, run.config.entropy.top_quantile) for part in result]
-    return result if several else [_with_column(part, "proximal_logprobs", None) for part in result]
+        result = [_with_entropy_mask(run, mini_batch, run.config.entropy.top_quantile) for mini_batch in result]
+    return result if several else [_with_column(mini_batch, "proximal_logprobs", None) for mini_batch in result]
 
 
-def _own_needs(objective: Objective) -> tuple[bool, bool]:
-    """Return whether rewards must hold the KL beforehand, and whether tokens are trained by their entropy."""
+def _needs_of(objective: Objective) -> tuple[bool, bool]:
+    """Return whether the KL is charged to rewards beforehand, and whether tokens are masked by entropy."""
     if not isinstance(objective, PolicyGradient):
         return False, False
     return objective.charged_to_rewards, objective.needs_entropy_mask
@@ -222,7 +231,7 @@ def _own_needs(objective: Objective) -> tuple[bool, bool]:
 
 def _with_entropy_mask(run: PolicyRun, mini_batch: MiniBatch, share: float) -> MiniBatch:
     """Mark the tokens of highest entropy among all of the update's."""
-    threshold = entropy_threshold(_of_all_ranks(run, _column(mini_batch, "entropy")), share)
+    threshold = entropy_threshold(_gathered_numbers(run, _column(mini_batch, "entropy")), share)
     marks = [batch.per_token["entropy"] >= threshold for batch in mini_batch.micro_batches]
     return _with_column(_with_column(mini_batch, "entropy", None), "entropy_mask", marks)
 
@@ -231,19 +240,19 @@ def _with_covariance_mask(run: PolicyRun, mini_batch: MiniBatch, section: ByCova
     """Mark the tokens that are chosen by their covariance among all of the update's."""
     seeds = [run.setting.config.seed, run.trained.state.step, number]
     drawn = [_priorities(seeds, batch) for batch in mini_batch.micro_batches]
-    own = [_column(mini_batch, "proximal_logprobs"), _column(mini_batch, "advantages"), drawn]
-    logprobs, advantages, priorities = (_of_all_ranks(run, part).astype(np.float64) for part in own)
+    columns = [_column(mini_batch, "proximal_logprobs"), _column(mini_batch, "advantages"), drawn]
+    logprobs, advantages, priorities = (_gathered_numbers(run, column).astype(np.float64) for column in columns)
     values = covariances(logprobs, advantages)
     if isinstance(section, ClipCovConfig):
-        chosen = some_between(values, priorities, section.share, section.covariance_low, section.covariance_high)
+        selected = some_between(values, priorities, section.share, section.covariance_low, section.covariance_high)
     else:
-        chosen = highest(values, section.share)
-    sizes = run.setting.ranks.gather(sum(part.size for part in drawn))
+        selected = highest(values, section.share)
+    sizes = run.setting.ranks.gather(sum(priorities_of_batch.size for priorities_of_batch in drawn))
     start, marks = sum(sizes[: run.setting.ranks.rank]), []
     for batch in mini_batch.micro_batches:
         end = start + batch.scored.numel()
         mark = torch.zeros_like(batch.loss_mask)
-        mark.view(-1)[batch.scored] = torch.as_tensor(chosen[start:end], device=mark.device)
+        mark.view(-1)[batch.scored] = torch.as_tensor(selected[start:end], device=mark.device)
         marks.append(mark)
         start = end
     return _with_column(mini_batch, COVARIANCE_MASK, marks)
@@ -254,13 +263,13 @@ def _priorities(seeds: list[int], batch: Batch) -> NDArray[np.float64]:
     sequence = host_value(batch.sequence_ids.flatten()[batch.scored], "sequences of tokens, for their masks")
     drawn = np.zeros(sequence.size)
     for index, sample_id in enumerate(batch.sample_ids):
-        own = sequence == index
-        drawn[own] = np.random.default_rng([*seeds, sample_id]).random(int(own.sum()))
+        mask = sequence == index
+        drawn[mask] = np.random.default_rng([*seeds, sample_id]).random(int(mask.sum()))
     return drawn
 
 
 def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
-    """Return what scored tokens carry, for each micro-batch of this rank; one without tokens carries nothing."""
+    """Return a column of the scored tokens for each micro-batch of this rank; empty for one without scored tokens."""
     reason = f"{name} of tokens, for their masks"
     return [
         host_value(batch.per_token[name].flatten()[batch.scored], reason) if batch.scored.numel() else np.zeros(0)
@@ -268,12 +277,12 @@ def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
     ]
 
 
-def _of_all_ranks(run: PolicyRun, own: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate([part for of_rank in run.setting.ranks.gather(own) for part in of_rank])
+def _gathered_numbers(run: PolicyRun, arrays: list[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate([array for of_rank in run.setting.ranks.gather(arrays) for array in of_rank])
 
 
 def _with_column(mini_batch: MiniBatch, name: str, values: Sequence[Tensor] | None) -> MiniBatch:
-    """Return a mini-batch whose tokens carry something more; with None, something less."""
+    """Return a mini-batch with a column of its tokens added, or removed if it is None."""
     batches = []
     for number, batch in enumerate(mini_batch.micro_batches):
         columns = {key: column for key, column in batch.per_token.items() if key != name}

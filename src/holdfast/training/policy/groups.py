@@ -123,9 +123,13 @@ def select(
     eligible = [fact for fact in facts if _eligible(fact, config, advantage)]
     if config.flat == "keep" or not eligible:
         return eligible
-    parts = {label: parts_of(eligible, label) for label in weights}
-    trained = np.array([[trained_tokens(each, config) > 0 for each in fact.completions] for fact in eligible])
-    teaching = ~without_advantages(advantage, rewards_of(eligible), parts, weights, trained, lengths_of(eligible))
+    reward_parts = {label: parts_of(eligible, label) for label in weights}
+    trained = np.array(
+        [[trained_tokens(completion, config) > 0 for completion in fact.completions] for fact in eligible]
+    )
+    teaching = ~without_advantages(
+        advantage, rewards_of(eligible), reward_parts, weights, trained, lengths_of(eligible)
+    )
     return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
 
 
@@ -156,7 +160,7 @@ def _between(fact: GroupFact, between: BetweenConfig) -> bool:
 
 
 def with_baselines(facts: Sequence[GroupFact], greedy: Sequence[GroupFact], config: GroupsConfig) -> list[GroupFact]:
-    """Tell each group what its prompt's greedy completion earned; of one that counts for no baseline, NaN.
+    """Give each group the reward of its prompt's greedy completion; NaN if that counts for no baseline.
 
     Args:
         facts: The groups.
@@ -171,7 +175,7 @@ def with_baselines(facts: Sequence[GroupFact], greedy: Sequence[GroupFact], conf
 
 
 def without_dropped(fact: GroupFact, config: GroupsConfig) -> GroupFact:
-    """Take rewards that count for no baseline out of it."""
+    """Remove rewards that do not count towards a baseline."""
     return fact._replace(
         completions=tuple(
             completion._replace(reward=math.nan)
@@ -194,7 +198,7 @@ def trained_part(group: Group, config: GroupsConfig) -> Group:
 
 
 def warn_of_unknown_reward(facts: Sequence[GroupFact], between: BetweenConfig | None) -> list[str]:
-    """Say so where groups are chosen by what no completion has; its first word alone is checked before step 1."""
+    """Warn if groups are selected by a reward that no completion has; only its first name is checked before step 1."""
     names = sorted({name for fact in facts for completion in fact.completions for name in completion.parts})
     if between is None or not names or between.reward in names:
         return []

@@ -114,7 +114,10 @@ def entropy_estimate(facts: Sequence[GroupFact], sampling: SamplingConfig) -> di
     policy's, and where an engine tells no log-probabilities.
     """
     completions = [completion for group in facts for completion in group.completions]
-    tokens, total = sum(each.length for each in completions), math.fsum(each.nll for each in completions)
+    tokens, total = (
+        sum(completion.length for completion in completions),
+        math.fsum(completion.nll for completion in completions),
+    )
     return {} if sampling.biases() or not tokens or math.isnan(total) else {"entropy_estimate": total / tokens}
 
 
@@ -125,16 +128,16 @@ def log_ratios_of(mini_batch: MiniBatch, logprobs: Sequence[Tensor]) -> NDArray[
         mini_batch: Whose tokens may carry what the policy said before the first of several updates.
         logprobs: What it said in this one, by micro-batch.
     """
-    parts = []
-    for batch, now in zip(mini_batch.micro_batches, logprobs, strict=True):
+    differences = []
+    for batch, current in zip(mini_batch.micro_batches, logprobs, strict=True):
         sampler, proximal = (batch.per_token.get(name) for name in ("sampler_logprobs", "proximal_logprobs"))
         if sampler is None or not batch.scored.numel():
             continue
-        then = now if proximal is None else proximal.flatten()[batch.scored]
-        parts.append((then - sampler.flatten()[batch.scored].to(then.device)).float())
-    if not parts:
+        trainer = current if proximal is None else proximal.flatten()[batch.scored]
+        differences.append((trainer - sampler.flatten()[batch.scored].to(trainer.device)).float())
+    if not differences:
         return np.zeros(0, np.float32)
-    log_ratios: NDArray[np.float32] = host_value(torch.cat(parts), "log-probabilities beside the sampler's")
+    log_ratios: NDArray[np.float32] = host_value(torch.cat(differences), "log-probabilities beside the sampler's")
     return log_ratios[np.isfinite(log_ratios)]
 
 
@@ -148,11 +151,11 @@ def mismatch_spread(log_ratios: NDArray[np.float32]) -> dict[str, float]:
         return {}
     values = np.quantile(log_ratios.astype(np.float64), list(_QUANTILES.values()))
     ratios = np.exp(np.clip(values, -_LARGEST_LOG, _LARGEST_LOG))
-    named = {
+    quantiles = {
         f"sampling/importance_sampling_ratio/{name}": float(value)
         for name, value in zip(_QUANTILES, ratios, strict=True)
     }
-    return {"sampling/sampling_logp_difference/max": float(np.abs(log_ratios).max()), **named}
+    return {"sampling/sampling_logp_difference/max": float(np.abs(log_ratios).max()), **quantiles}
 
 
 def of_several_updates(
@@ -169,9 +172,9 @@ def of_several_updates(
         updates: What each update told.
         sums: Total and denominator of each update's means.
     """
-    joined = {name: _joined(name, values) for name, values in _by_name(updates).items() if name not in sums[0]}
+    joined = {name: _combined(name, values) for name, values in _by_name(updates).items() if name not in sums[0]}
     for name in sums[0]:
-        total, denominator = (math.fsum(update[name][part] for update in sums) for part in (0, 1))
+        total, denominator = (math.fsum(update[name][index] for update in sums) for index in (0, 1))
         if denominator or name == "loss":
             joined[name] = total / denominator if denominator else 0.0
     return joined | _extreme_clipped(sums, "low", min) | _extreme_clipped(sums, "high", max)
@@ -185,7 +188,7 @@ def _extreme_clipped(
     return {f"clip_ratio/{side}_{extreme.__name__}": extreme(shares)} if shares else {}
 
 
-def _joined(name: str, values: Sequence[float]) -> float:
+def _combined(name: str, values: Sequence[float]) -> float:
     if name == "data/order_hash":
         return float(hash(tuple(values)) % 2**52) if len(values) > 1 else values[0]
     if name in _LAST or name.startswith("learning_rate/"):

@@ -35,26 +35,26 @@ def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequenc
     """
     if not any(needed_columns.values()):
         return
-    for place, prompts in _read(policy):
+    for label, prompts in _read(policy):
         everyone = policy.setting.ranks.gather(
-            list(dict.fromkeys(str(column) for each in prompts for column in each.row))
+            list(dict.fromkeys(str(column) for prompt in prompts for column in prompt.row))
         )
-        there = list(dict.fromkeys(column for columns in everyone for column in columns))
-        absent = _absent(needed_columns, there) if there else {}
-        if place == _FIRST and policy.several_sources:
+        present = list(dict.fromkeys(column for columns in everyone for column in columns))
+        absent = _absent(needed_columns, present) if present else {}
+        if label == _FIRST and policy.several_sources:
             policy.setting.log.messages += [
-                f"warning: reward {reward} needs column {absent[reward]}, and no row of {place} has one."
+                f"warning: reward {reward} needs column {absent[reward]}, and no row of {label} has one."
                 for reward in absent
             ]
         elif absent:
-            raise _has_no_column(absent, place, there)
+            raise _column_error(absent, label, present)
 
 
-def _has_no_column(absent: Mapping[str, str], place: str, there: Sequence[str]) -> DataError:
+def _column_error(absent: Mapping[str, str], label: str, present: Sequence[str]) -> DataError:
     reward = next(iter(absent))
     return DataError(
-        f"reward {reward}: it needs column {absent[reward]}, and no row of {place} has one; their columns are "
-        f"{', '.join(there)}. Correct the name in the reward, rename the column by data.columns, or give "
+        f"reward {reward}: it needs column {absent[reward]}, and no row of {label} has one; their columns are "
+        f"{', '.join(present)}. Correct the name in the reward, rename the column by data.columns, or give "
         "the parameter of a function of your own a default."
     )
 
@@ -77,19 +77,19 @@ def refuse_absent_columns(
     """
     if not any(needed_columns.values()):
         return
-    places = [(_FIRST, data.training[0])] if len(data.training) == 1 else []
-    places += [(f"evaluation set {name}", source) for name, source in data.evaluation.items()]
-    for place, source in places:
-        there: dict[str, None] = {}
+    sources = [(_FIRST, data.training[0])] if len(data.training) == 1 else []
+    sources += [(f"evaluation set {name}", source) for name, source in data.evaluation.items()]
+    for label, source in sources:
+        present: dict[str, None] = {}
         absent: dict[str, str] = {}
         for index in range(source.size or 0):
-            with suppress(DataError) if skips and place == _FIRST else nullcontext():
-                there |= dict.fromkeys(map(str, source.row(index)))
-            absent = _absent(needed_columns, list(there))
+            with suppress(DataError) if skips and label == _FIRST else nullcontext():
+                present |= dict.fromkeys(map(str, source.row(index)))
+            absent = _absent(needed_columns, list(present))
             if not absent:
                 break
-        if there and absent:
-            raise _has_no_column(absent, place, list(there))
+        if present and absent:
+            raise _column_error(absent, label, list(present))
 
 
 def check_answers(
@@ -109,14 +109,16 @@ def check_answers(
         ConfigError: Not one answer of a place can be read; the same on all ranks.
     """
     for reward, column in answer_columns.items():
-        for place, prompts in _read(policy):
+        for label, prompts in _read(policy):
             with policy.setting.ranks.together():
                 answers = [
-                    "" if each.row[column] is None else str(each.row[column]) for each in prompts if column in each.row
+                    "" if prompt.row[column] is None else str(prompt.row[column])
+                    for prompt in prompts
+                    if column in prompt.row
                 ]
                 bad = set(unreadable(reward, list(dict.fromkeys(answers))))
             everyone = policy.setting.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
-            _tell_unreadable(policy, f"{place} (column {column})", reward, everyone, is_first=place == _FIRST)
+            _report_unreadable(policy, f"{label} (column {column})", reward, everyone, is_first=label == _FIRST)
 
 
 def check_returns(
@@ -136,8 +138,8 @@ def check_returns(
     """
     config = policy.setting.config
     assert isinstance(config, GRPOConfig)
-    prompts = next((found for _, found in _read(policy) if found), ())
-    now = progress_of(policy)
+    prompts = next((prompts for _, prompts in _read(policy) if prompts), ())
+    progress = progress_of(policy)
     samples = [
         Sample(
             sample_id=number,
@@ -147,7 +149,7 @@ def check_returns(
             completion_tokens=prompt.tokens[-length:].tolist(),
             finish=Finish.STOP.value,
             row=prompt.row,
-            progress=now,
+            progress=progress,
         )
         for number, (prompt, length) in enumerate(product(prompts[:_TRIED], (1, 2)))
     ]
@@ -164,29 +166,29 @@ def _refuse_malformed(outcomes: Mapping[str, Sequence[SampleOutcome]]) -> None:
             )
 
 
-def _tell_unreadable(
-    policy: PolicyEvaluation, place: str, reward: str, everyone: Sequence[tuple[int, list[str]]], *, is_first: bool
+def _report_unreadable(
+    policy: PolicyEvaluation, label: str, reward: str, everyone: Sequence[tuple[int, list[str]]], *, is_first: bool
 ) -> None:
     """Refuse a place without a readable answer; warn of one with some; everyone has (answers, those unreadable)."""
     count, lost = sum(number for number, _ in everyone), [answer for _, answers in everyone for answer in answers]
     if not lost:
         return
-    shown = ", ".join(repr(answer[:_SHOWN]) for answer in list(dict.fromkeys(lost))[:3])
-    words = f"reward {reward} cannot read {len(lost)} of {count} answers of {place}: {shown}"
+    examples = ", ".join(repr(answer[:_SHOWN]) for answer in list(dict.fromkeys(lost))[:3])
+    sentence = f"reward {reward} cannot read {len(lost)} of {count} answers of {label}: {examples}"
     several = is_first and policy.several_sources
     if len(lost) == count and not several:
         raise ConfigError(
-            f"{words}. Name the column of the right answers in the reward, or bring them there by data.columns."
+            f"{sentence}. Name the column of the right answers in the reward, or bring them there by data.columns."
         )
     policy.setting.log.messages.append(
-        f"warning: {words}. It scores no completion of these prompts; mend them or leave them out."
+        f"warning: {sentence}. It scores no completion of these prompts; mend them or leave them out."
     )
 
 
-def _absent(needed_columns: Mapping[str, Sequence[str]], there: Sequence[str]) -> dict[str, str]:
+def _absent(needed_columns: Mapping[str, Sequence[str]], present: Sequence[str]) -> dict[str, str]:
     """Return a column that is not there, for each reward that needs one."""
     lacking = {
-        reward: [column for column in columns if column not in there] for reward, columns in needed_columns.items()
+        reward: [column for column in columns if column not in present] for reward, columns in needed_columns.items()
     }
     return {reward: columns[0] for reward, columns in lacking.items() if columns}
 

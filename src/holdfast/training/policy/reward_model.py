@@ -141,8 +141,8 @@ def _batch(rows: Sequence[TextTokens], pad: int | None, *, padded: bool) -> Batc
     batch = pack(examples, [Share(0.0, 0.0)] * len(rows), padded=padded)
     width = batch.tokens.shape[1]
     starts = range(0, width * len(rows), width) if padded else accumulate((len(row) for row in rows[:-1]), initial=0)
-    places = [start + place_of_score(row, pad) for start, row in zip(starts, rows, strict=False)]
-    return replace(batch, scored=torch.tensor(places, dtype=torch.int64))
+    score_indices = [start + place_of_score(row, pad) for start, row in zip(starts, rows, strict=False)]
+    return replace(batch, scored=torch.tensor(score_indices, dtype=torch.int64))
 
 
 def open_reward_model(section: ModelRewardConfig, setting: Setting) -> TextScorer:
@@ -157,32 +157,35 @@ def open_reward_model(section: ModelRewardConfig, setting: Setting) -> TextScore
             texts than it has positions for; the same on all ranks.
     """
     world, ranks = setting.world, setting.ranks
-    with _named(f"reward {section.label}: "):
+    with _errors_named(f"reward {section.label}: "):
         needed = ranks.first_rank_first(lambda: _check_room(section, setting))
         if section.place == "whole":
-            whole = ranks.on_all_ranks(lambda: RewardModel(section, setting.base, world.device))
-            note, what = whole.reading.note, f"{size_words(needed)} of weights in {section.dtype}, on every rank"
-            scorer: TextScorer = whole
+            reward_model = ranks.on_all_ranks(lambda: RewardModel(section, setting.base, world.device))
+            note, summary = (
+                reward_model.reading.note,
+                f"{size_words(needed)} of weights in {section.dtype}, on every rank",
+            )
+            scorer: TextScorer = reward_model
         else:
-            scorer, bytes_per_rank = _shared(section, setting)
-            note, what = scorer.reading.note, f"{size_words(bytes_per_rank)} of weights in {section.dtype} per rank"
+            scorer, bytes_per_rank = _sharded_model(section, setting)
+            note, summary = scorer.reading.note, f"{size_words(bytes_per_rank)} of weights in {section.dtype} per rank"
     if world.is_first:
-        print(f"reward {section.label}: {what}", flush=True)
+        print(f"reward {section.label}: {summary}", flush=True)
         if note is not None:
             print(note, flush=True)
     return scorer
 
 
-def _shared(section: ModelRewardConfig, setting: Setting) -> tuple[SharedRewardModel, int]:
+def _sharded_model(section: ModelRewardConfig, setting: Setting) -> tuple[SharedRewardModel, int]:
     """Return a sharded model, and the bytes of it that each rank holds."""
     assert isinstance(setting.config, GRPOConfig)
     config, world, ranks = reward_scoring(setting.config, section), setting.world, setting.ranks
     origin = ranks.first_rank_first(lambda: stored_scorer(config.model, setting.base))
     reading = ranks.on_all_ranks(lambda: _reading(section, origin))
     if world.is_first:
-        where = "in host memory" if config.parallel.cpu_offload else "sharded like the policy"
-        print(f"reward {section.label}: {where}; its plan:", flush=True)
-    with _named("", " place: whole leaves this model to transformers, on every rank."):
+        location = "in host memory" if config.parallel.cpu_offload else "sharded like the policy"
+        print(f"reward {section.label}: {location}; its plan:", flush=True)
+    with _errors_named("", " place: whole leaves this model to transformers, on every rank."):
         sharded = build_policy(replace(setting, config=config), origin, trained=False)
     sharded.model.eval()
     ranks.on_all_ranks(lambda: check_place(sharded, "reward model"))
@@ -217,31 +220,35 @@ def _check_room(section: ModelRewardConfig, setting: Setting) -> int:
     config, world = setting.config, setting.world
     needed = weight_bytes(section, setting.base)
     device, host = (free_bytes(world), "its device"), (free_host_bytes(world), "its share of the machine's memory")
-    parts = 1 if section.place == "whole" else max(1, world.size // config.parallel.replicate)
+    shard_count = 1 if section.place == "whole" else max(1, world.size // config.parallel.replicate)
     match section.place, config.parallel.cpu_offload:
         case "whole", _:
-            places = [device, host]  # transformers reads it into the machine's memory first
+            memories = [device, host]  # transformers reads it into the machine's memory first
         case "sharded", False:
-            places = [device]
+            memories = [device]
         case _:
-            places = [host]
-    share = -(-needed // parts)
-    for free, place in places:
+            memories = [host]
+    share = -(-needed // shard_count)
+    for free, memory in memories:
         if share > free:
-            each = "whole on every rank" if parts == 1 else f"and each of {parts} ranks holds {size_words(share)}"
+            holding = (
+                "whole on every rank"
+                if shard_count == 1
+                else f"and each of {shard_count} ranks holds {size_words(share)}"
+            )
             raise ConfigError(
-                f"reward {section.label}: its weights take {size_words(needed)} in {section.dtype}, {each}, and rank "
-                f"{world.rank} has {size_words(free)} free in {place}. {_ways_out(section, config, world)}"
+                f"reward {section.label}: its weights take {size_words(needed)} in {section.dtype}, {holding}, and "
+                f"rank {world.rank} has {size_words(free)} free in {memory}. {_ways_out(section, config, world)}"
             )
     return needed
 
 
 def _ways_out(section: ModelRewardConfig, config: TrainingConfig, world: World) -> str:
-    """Return what to do where there is no room."""
+    """Return advice for a reward model that does not fit into memory."""
     ways = []
-    parts = world.size // config.parallel.replicate
-    if section.place == "whole" and parts > 1:
-        ways.append(f"place: sharded, which leaves each rank a share of 1/{parts}")
+    shard_count = world.size // config.parallel.replicate
+    if section.place == "whole" and shard_count > 1:
+        ways.append(f"place: sharded, which leaves each rank a share of 1/{shard_count}")
     if section.place != "offloaded" and world.device.type == "cuda":
         ways.append("place: offloaded, which keeps the shares in host memory")
     ways.append("a smaller model")
@@ -255,9 +262,9 @@ def _ways_out(section: ModelRewardConfig, config: TrainingConfig, world: World) 
 
 
 @contextmanager
-def _named(what: str, advice: str = "") -> Iterator[None]:
+def _errors_named(subject: str, advice: str = "") -> Iterator[None]:
     """Say of an error that it is about this model, and what else to do: its keys have other names than the policy's."""
     try:
         yield
     except (ModelError, PlanError) as error:
-        raise type(error)(f"{what}{error}{advice}") from error
+        raise type(error)(f"{subject}{error}{advice}") from error

@@ -62,18 +62,18 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         yield OpenRewards(here.score, here.columns, try_out=here.try_out)
         return
     section = _limits(config, world)
-    named = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
+    model_sections = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
     # One after the other and not within `together`: building a sharded one is a conversation of all ranks itself.
-    models = {reward.label: open_reward_model(reward, setting) for reward in named}
+    models = {reward.label: open_reward_model(reward, setting) for reward in model_sections}
     log = ranks.on_all_ranks(lambda: RewardLog(setting.directory, setting.world.failure.directory))
     pool: RewardPool | None = None
     try:
         scorer = ranks.on_all_ranks(lambda: RewardScorer(setting, section, models, log.folder))
         pool = scorer.pool
         ranks.on_all_ranks(scorer.start)
-        if all(reward.place == "whole" for reward in named):
+        if all(reward.place == "whole" for reward in model_sections):
             ranks.close()
-        answers = {each.label: each.column for each in config.reward if isinstance(each, MathConfig)}
+        answers = {reward.label: reward.column for reward in config.reward if isinstance(reward, MathConfig)}
 
         def score(samples: Sequence[Sample]) -> list[Scored]:
             log.settle(pool)
@@ -148,8 +148,8 @@ class RewardScorer:
             RunStopped: As `score`.
         """
         (column,) = self.columns[label]
-        asked = [Sample(place, "", "", [], [], "stop", {column: answer}) for place, answer in enumerate(answers)]
-        outcomes = self.outcomes(label, asked)
+        samples = [Sample(index, "", "", [], [], "stop", {column: answer}) for index, answer in enumerate(answers)]
+        outcomes = self.outcomes(label, samples)
         return [answer for answer, outcome in zip(answers, outcomes, strict=True) if outcome.fault is not None]
 
     def outcomes(self, label: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
@@ -181,8 +181,8 @@ class RewardScorer:
         if self.pool is not None:
             by_label |= zip(self._functions, self.pool.outcomes(samples), strict=True)
         return [
-            combine(sample, [by_label[reward.label][place] for reward in self._rewards], self._rewards, self._config)
-            for place, sample in enumerate(samples)
+            combine(sample, [by_label[reward.label][index] for reward in self._rewards], self._rewards, self._config)
+            for index, sample in enumerate(samples)
         ]
 
 

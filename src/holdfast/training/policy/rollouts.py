@@ -21,7 +21,7 @@ from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rewards.base import RunProgress, Sample, Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
-from holdfast.training.policy.ahead import Ahead
+from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.groups import (
     GroupFact,
     select,
@@ -74,7 +74,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     if not rounds:
         return None
     groups_config, batch_size = run.config.groups, run.config.data.batch_size
-    rollout = _joined(rounds, batch_size)
+    rollout = _merged_rounds(rounds, batch_size)
     run.setting.log.messages += [f"warning: {message}" for message in rollout.messages[:_MESSAGES]]
     run.setting.log.messages += warn_of_unknown_reward(rollout.sampled, groups_config.between)
     run.setting.log.messages += _plain_prompts(run, rollout)
@@ -84,7 +84,7 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     return rollout
 
 
-def _sample_ahead(run: PolicyRun, ahead: Ahead) -> None:
+def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
     """Have the next step's completions sampled, from the weights that this step is about to change."""
     step, total = run.trained.state.step + 1, run.trained.total_steps
     if total is not None and step >= total:
@@ -99,7 +99,7 @@ def _sample_ahead(run: PolicyRun, ahead: Ahead) -> None:
 
 
 def _rows(run: PolicyRun, group_count: int) -> int:
-    """Return how many prompts a round draws where there are so many groups already."""
+    """Return how many prompts the next round draws, given the number of groups sampled so far."""
     groups = run.config.groups
     excess = groups.oversample if groups.flat == "resample" else 1.0
     return math.ceil(round((run.config.data.batch_size - group_count) * excess, 6))  # 10 * 1.1 is a little above 11
@@ -159,7 +159,7 @@ def _refuse_unscored(run: PolicyRun, rollout: Rollout) -> None:
         )
 
 
-def _one_round(run: PolicyRun, batch: PromptBatch, ahead: Ahead | None) -> Rollout:
+def _one_round(run: PolicyRun, batch: PromptBatch, ahead: CompletionsAhead | None) -> Rollout:
     config = run.config
     seeds = _seeds_of(run, batch, run.trained.state.step)
     policy = run.evaluation
@@ -182,9 +182,9 @@ def _one_round(run: PolicyRun, batch: PromptBatch, ahead: Ahead | None) -> Rollo
 def _seeds_of(run: PolicyRun, batch: PromptBatch, step: int) -> dict[int, tuple[int, ...]]:
     """Return the seed of each completion of this rank's prompts, at any number of ranks the same."""
     config = run.config.rollout
-    seed, places = run.config.seed if config.seed is None else config.seed, range(config.group_size)
+    seed, indices = run.config.seed if config.seed is None else config.seed, range(config.group_size)
     ids = [prompt.prompt_id for prompt in batch.own_prompts]
-    return {prompt_id: tuple(mixed(seed, step, prompt_id, place) for place in places) for prompt_id in ids}
+    return {prompt_id: tuple(mixed(seed, step, prompt_id, index) for index in indices) for prompt_id in ids}
 
 
 def _requests(prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]]) -> list[Request]:
@@ -210,25 +210,25 @@ def _with_greedy(
     return facts_with_greedy, [*scored, *greedy_scored]
 
 
-def _joined(rounds: Sequence[Rollout], batch_size: int) -> Rollout:
+def _merged_rounds(rounds: Sequence[Rollout], batch_size: int) -> Rollout:
     """Return the first `batch_size` groups of all rounds; those in excess are left out."""
-    facts = sorted((fact for part in rounds for fact in part.facts), key=lambda fact: fact.prompt_id)[:batch_size]
+    facts = sorted((fact for rollout in rounds for fact in rollout.facts), key=lambda fact: fact.prompt_id)[:batch_size]
     selected_ids = {fact.prompt_id for fact in facts}
-    groups = [group for part in rounds for group in (*part.groups, *part.left_out)]
+    groups = [group for rollout in rounds for group in (*rollout.groups, *rollout.left_out)]
     return Rollout(
         tuple(group for group in groups if group.prompt.prompt_id in selected_ids),
         tuple(facts),
-        tuple(sorted((fact for part in rounds for fact in part.sampled), key=lambda fact: fact.prompt_id)),
-        _counted(rounds),
-        tuple(line for part in rounds for line in part.messages),
+        tuple(sorted((fact for rollout in rounds for fact in rollout.sampled), key=lambda fact: fact.prompt_id)),
+        _summed_counts(rounds),
+        tuple(line for rollout in rounds for line in rollout.messages),
         tuple(group for group in groups if group.prompt.prompt_id not in selected_ids),
     )
 
 
-def _counted(rounds: Sequence[Rollout]) -> dict[str, float]:
+def _summed_counts(rounds: Sequence[Rollout]) -> dict[str, float]:
     counted: dict[str, float] = {}
-    for part in rounds:
-        for name, value in part.counted.items():
+    for rollout in rounds:
+        for name, value in rollout.counted.items():
             counted[name] = counted.get(name, 0.0) + value
     return counted | {"rollout/rounds": float(len(rounds))}
 
@@ -239,7 +239,7 @@ def sample_groups(
     prompts: Sequence[Prompt],
     sampling: SamplingConfig,
     seeds: Mapping[int, tuple[int, ...]],
-    ahead: Ahead | None = None,
+    ahead: CompletionsAhead | None = None,
 ) -> list[Group]:
     """Complete this rank's prompts; all ranks call this together, and wait for each other only at its end.
 
@@ -297,7 +297,7 @@ def _collected(
     sampler: Sampler,
     requests: Sequence[Request],
     sampling: SamplingConfig,
-    ahead: Ahead | None,
+    ahead: CompletionsAhead | None,
 ) -> list[Sampled]:
     interrupted = sharded.setting.interrupted
     if ahead is None:
@@ -306,7 +306,7 @@ def _collected(
 
 
 def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
-    """Stop a run whose policy gives no numbers: what is drawn from them is no sample of anything.
+    """Stop a run whose logits are NaN, since nothing can be sampled from them.
 
     Raises:
         RunStopped: A log-probability is NaN on some rank; raised on all ranks.
@@ -316,7 +316,7 @@ def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
         for completion in sampled
         if np.count_nonzero(np.isnan(completion.logprobs)) > completion.unscored
     }
-    ids = sorted(number for part in sharded.setting.ranks.gather(broken) for number in part)
+    ids = sorted(number for rank_ids in sharded.setting.ranks.gather(broken) for number in rank_ids)
     if ids:
         raise RunStopped(
             f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {sharded.state.step + 1}, the "
@@ -329,8 +329,10 @@ def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
 def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
     """Return this rank's groups with their rewards, and what scoring said of each completion."""
     with policy.setting.phase("reward"):
-        now = progress_of(policy)
-        samples = [_sample_of(group.prompt, trajectory, now) for group in groups for trajectory in group.trajectories]
+        progress = progress_of(policy)
+        samples = [
+            _sample_of(group.prompt, trajectory, progress) for group in groups for trajectory in group.trajectories
+        ]
         # What ends the reward processes of one rank ends the run on all.
         scored = policy.setting.ranks.on_all_ranks(lambda: policy.score(samples))
     following = iter(scored)
@@ -345,7 +347,7 @@ def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[lis
 
 
 def progress_of(policy: PolicyEvaluation) -> RunProgress:
-    """Return where the run stands, as rewards are told."""
+    """Return the progress of the run that reward functions receive."""
     stream, sharded = policy.stream, policy.sharded
     if stream is None or not isinstance(sharded, Trained):
         return RunProgress(sharded.state.step)
@@ -367,9 +369,11 @@ def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: RunProgress) ->
 
 def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: SamplingConfig, tokenizer: Any) -> Trajectory:
     """Return a prompt and its completion as one sequence."""
-    size, chosen = prompt.tokens.size, sampled.tokens.size
+    size, completion_size = prompt.tokens.size, sampled.tokens.size
     logprobs = np.concatenate([np.zeros(size, np.float32), sampled.logprobs])
-    versions = np.concatenate([np.full(size, -1, np.int32), np.full(chosen, sampled.weights_version, np.int32)])
+    versions = np.concatenate(
+        [np.full(size, -1, np.int32), np.full(completion_size, sampled.weights_version, np.int32)]
+    )
     for start, version in sampled.segments:
         versions[size + start :] = version
     return Trajectory(
@@ -378,7 +382,7 @@ def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: Samplin
         seed=seed,
         temperature=sampling.temperature,
         tokens=np.concatenate([prompt.tokens, sampled.tokens]),
-        loss_mask=np.arange(size + chosen) >= size,
+        loss_mask=np.arange(size + completion_size) >= size,
         sampler_logprobs=logprobs,
         weights_versions=versions,
         finish=sampled.finish,

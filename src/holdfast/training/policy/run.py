@@ -28,7 +28,7 @@ from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.training.engines import give_weights
 from holdfast.training.other_models.reference import Reference
-from holdfast.training.policy.ahead import Ahead
+from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
 from holdfast.types import MiniBatch, Prompt
 
@@ -110,7 +110,7 @@ class PolicyRun:
     """What `advantage: path` names, checked; None without it."""
     pack: Callable[[PolicyRun, Any], list[MiniBatch]] | None = None
     """What makes mini-batches of a rollout, where it is not `experience.pack_rollout`: a plan executes the largest."""
-    ahead: Ahead | None = None
+    ahead: CompletionsAhead | None = None
     """The next step's completions, where they are sampled while a step updates; the same as that of `common`."""
 
     @property
@@ -149,15 +149,15 @@ def offloaded(run: PolicyRun) -> Iterator[None]:
     try:
         with run.setting.phase("to_host"):  # before the engine's copy takes memory
             if section.optimizer == "host":
-                for each in everyone:
-                    host.offload(_OPTIMIZER, _states(each), besides=sharded_parameters(each.model).values())
+                for trained in everyone:
+                    host.offload(_OPTIMIZER, _states(trained), staying=sharded_parameters(trained.model).values())
         with run.setting.phase("rollout"):
             run.evaluation.sampler.publish(run.trained)  # what is offloaded cannot be gathered
         with run.setting.phase("to_host"):
             if section.parameters == "host":
                 host.offload(_PARAMETERS, _own_parameters(run))
-                for each in run.common.companions.values():
-                    host.offload(_PARAMETERS, sharded_parameters(each.model).values())
+                for companion in run.common.companions.values():
+                    host.offload(_PARAMETERS, sharded_parameters(companion.model).values())
         yield
     finally:
         run.trained.restore(_PARAMETERS)
@@ -206,5 +206,5 @@ def _states(trained: Trained) -> list[Tensor]:
 
 
 def is_warming_up(run: PolicyRun) -> bool:
-    """Whether the critic alone learns in this step."""
+    """Whether only the critic is trained in this step."""
     return run.config.critic is not None and run.trained.state.step < run.config.critic.warmup_steps

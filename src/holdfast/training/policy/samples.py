@@ -15,7 +15,7 @@ _LONGEST = 160
 """Characters of a completion that the table shows."""
 
 
-class Shown(NamedTuple):
+class SampleRow(NamedTuple):
     """One completion as text."""
 
     step: int
@@ -31,33 +31,33 @@ class Shown(NamedTuple):
 
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
-    """Every `rollout.show_every` steps, leave some completions to be shown, and all that were sampled to be written."""
+    """Every `rollout.show_every` steps, queue some completions for the screen and all of them for samples.jsonl."""
     config, step = run.config.rollout, run.trained.state.step
     if step % config.show_every and step != 1:
         return
-    own_samples = [_shown(step, group, trained=True) for group in rollout.groups]
-    own_samples += [_shown(step, group, trained=False) for group in rollout.left_out]
+    own_samples = [_sample_rows(step, group, trained=True) for group in rollout.groups]
+    own_samples += [_sample_rows(step, group, trained=False) for group in rollout.left_out]
     everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
-    shown = sorted(everyone, key=lambda item: item.sample_id)
-    tokens = _tokens(run, rollout, shown)
-    if run.setting.world.is_first and shown:
-        run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in shown]
+    samples = sorted(everyone, key=lambda item: item.sample_id)
+    tokens = _tokens(run, rollout, samples)
+    if run.setting.world.is_first and samples:
+        run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in samples]
         if config.show:
-            run.setting.log.messages.append(sample_table(choose_samples(shown, config.show), step))
+            run.setting.log.messages.append(sample_table(choose_samples(samples, config.show), step))
 
 
-def _tokens(run: PolicyRun, rollout: Rollout, shown: Sequence[Shown]) -> dict[int, list[list[Any]]]:
+def _tokens(run: PolicyRun, rollout: Rollout, samples: Sequence[SampleRow]) -> dict[int, list[list[Any]]]:
     """Return the tokens of the best, the worst and the newest completion; all ranks call this together."""
-    if not shown or run.config.metrics.samples != "jsonl":
+    if not samples or run.config.metrics.samples != "jsonl":
         return {}
-    chosen = {item.sample_id for _, item in choose_samples(shown, 3)}
-    own = {
+    selected_ids = {item.sample_id for _, item in choose_samples(samples, 3)}
+    token_rows = {
         trajectory.sample_id: _token_rows(trajectory, group.prompt.tokens.size, run.trained.origin.tokenizer)
         for group in (*rollout.groups, *rollout.left_out)
         for trajectory in group.trajectories
-        if trajectory.sample_id in chosen
+        if trajectory.sample_id in selected_ids
     }
-    return {sample: rows for part in run.setting.ranks.gather(own) for sample, rows in part.items()}
+    return {sample: rows for rank_rows in run.setting.ranks.gather(token_rows) for sample, rows in rank_rows.items()}
 
 
 _MOST_TOKENS = 2_000
@@ -78,14 +78,14 @@ def _token_rows(trajectory: Trajectory, prompt_tokens: int, tokenizer: Any) -> l
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return []
-    chosen = slice(prompt_tokens, prompt_tokens + _MOST_TOKENS)
-    texts = _token_texts(backend, trajectory.tokens[chosen].tolist())
-    own = trajectory.loss_mask[chosen].tolist()
-    logprobs = trajectory.sampler_logprobs[chosen].tolist()
-    advantages = [None] * len(own) if trajectory.advantages is None else trajectory.advantages[chosen].tolist()
+    window = slice(prompt_tokens, prompt_tokens + _MOST_TOKENS)
+    texts = _token_texts(backend, trajectory.tokens[window].tolist())
+    is_trained = trajectory.loss_mask[window].tolist()
+    logprobs = trajectory.sampler_logprobs[window].tolist()
+    advantages = [None] * len(is_trained) if trajectory.advantages is None else trajectory.advantages[window].tolist()
     return [
         [text, _rounded(logprob) if is_own else None, _rounded(advantage) if is_own else None]
-        for text, is_own, logprob, advantage in zip(texts, own, logprobs, advantages, strict=True)
+        for text, is_own, logprob, advantage in zip(texts, is_trained, logprobs, advantages, strict=True)
     ]
 
 
@@ -101,13 +101,13 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, _TOKEN_DIGITS)
 
 
-def _line(item: Shown, tokens: list[list[Any]] | None) -> dict[str, Any]:
+def _line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, Any]:
     return item._asdict() | ({"tokens": tokens} if tokens else {})
 
 
-def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:
+def _sample_rows(step: int, group: Group, *, trained: bool) -> list[SampleRow]:
     return [
-        Shown(
+        SampleRow(
             step,
             trajectory.sample_id,
             group.prompt.text,
@@ -122,11 +122,11 @@ def _shown(step: int, group: Group, *, trained: bool) -> list[Shown]:
     ]
 
 
-def choose_samples(shown: Sequence[Shown], count: int) -> list[tuple[str, Shown]]:
+def choose_samples(samples: Sequence[SampleRow], count: int) -> list[tuple[str, SampleRow]]:
     """Return the best, the worst and the newest completion, and then the next best, each with its label."""
-    scored = [item for item in shown if item.reward is not None] or list(shown)
+    scored = [item for item in samples if item.reward is not None] or list(samples)
     ranked = sorted(scored, key=lambda item: (-(item.reward or 0.0), item.sample_id))
-    picked = [("best", ranked[0]), ("worst", ranked[-1]), ("newest", shown[-1])]
+    picked = [("best", ranked[0]), ("worst", ranked[-1]), ("newest", samples[-1])]
     return [*picked, *(("", item) for item in ranked[1:-1])][:count]
 
 
@@ -134,16 +134,16 @@ _MOST_PARTS = 6
 _LONGEST_NAME = 20
 
 
-def sample_table(picked: Sequence[tuple[str, Shown]], step: int) -> str:
+def sample_table(picked: Sequence[tuple[str, SampleRow]], step: int) -> str:
     """Return completions as lines of text: reward, advantage, the reward's parts, and what was asked and answered.
 
     A part that is the reward itself is left out, and so are parts beyond the sixth; samples.jsonl has all.
     """
     items = [item for _, item in picked]
-    parts = _parts(items)
-    shown, more = parts[:_MOST_PARTS], len(parts) - _MOST_PARTS
-    rows = [[" " * 6, "reward", "advantage", *(_short(name, _LONGEST_NAME) for name in shown)]]
-    rows += [[label, *_numbers(item, shown)] for label, item in picked]
+    reward_names = _reward_names(items)
+    columns, more = reward_names[:_MOST_PARTS], len(reward_names) - _MOST_PARTS
+    rows = [[" " * 6, "reward", "advantage", *(_short(name, _LONGEST_NAME) for name in columns)]]
+    rows += [[label, *_numbers(item, columns)] for label, item in picked]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     ends = [f"(and {more} parts more)" if more > 0 else "", *map(_spoken, items)]
     cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
@@ -151,19 +151,19 @@ def sample_table(picked: Sequence[tuple[str, Shown]], step: int) -> str:
     return "\n".join([f"completions of step {step}:", *lines])
 
 
-def _parts(items: Sequence[Shown]) -> list[str]:
-    """Return the parts that say more than the reward."""
-    parts = list(dict.fromkeys(name for item in items for name in item.rewards))
-    alone = len(parts) == 1 and all(item.rewards.get(parts[0]) == item.reward for item in items)
-    return [] if alone else parts
+def _reward_names(items: Sequence[SampleRow]) -> list[str]:
+    """Return the names of the reward's parts, unless the only part equals the reward."""
+    reward_names = list(dict.fromkeys(name for item in items for name in item.rewards))
+    alone = len(reward_names) == 1 and all(item.rewards.get(reward_names[0]) == item.reward for item in items)
+    return [] if alone else reward_names
 
 
-def _numbers(item: Shown, parts: Sequence[str]) -> list[str]:
+def _numbers(item: SampleRow, reward_names: Sequence[str]) -> list[str]:
     advantage = f"{item.advantage:+.2f}" if item.trained else "untrained"
-    return [_decimal(item.reward), advantage, *(_decimal(item.rewards.get(name)) for name in parts)]
+    return [_decimal(item.reward), advantage, *(_decimal(item.rewards.get(name)) for name in reward_names)]
 
 
-def _spoken(item: Shown) -> str:
+def _spoken(item: SampleRow) -> str:
     cut = " (cut)" if item.finish == Finish.LENGTH.value else ""
     return f"{_short(item.prompt, _LONGEST)} -> {_short(item.completion, _LONGEST)}{cut}"
 

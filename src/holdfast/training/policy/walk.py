@@ -85,7 +85,7 @@ def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -
         return  # the run that recorded has walked, and such tiny groups are not among its completions
     clock = _WalkClock()
     try:
-        with private_randomness(), _nothing_kept(run, clock):
+        with private_randomness(), _restoring(run, clock):
             if run.config.critic is not None:  # or the critic alone would learn, and the policy's update stay unseen
                 run.trained.state.step = max(run.trained.state.step, run.config.critic.warmup_steps)
             learn(run, made_up_rollout(_sampled(run), run.config, run.setting.ranks))
@@ -133,14 +133,14 @@ def _prompt(run: PolicyRun, number: int) -> Prompt:
 
 
 @contextmanager
-def _nothing_kept(run: PolicyRun, clock: PhaseClock) -> Iterator[None]:
-    """Put back whatever a step changes, of the policy and of its critic."""
+def _restoring(run: PolicyRun, clock: PhaseClock) -> Iterator[None]:
+    """Restore everything that a step changes in the policy and its critic when the block ends."""
     present = [run.trained, *run.common.companions.values()]
-    before = [(each, dict(vars(each)), dict(vars(each.state)), _copied(each)) for each in present]
-    logs = [(each.setting.log, each.setting.log.clock, [*each.setting.log.messages]) for each in present]
-    for each in present:
-        each.optimizer = twin_of(each.optimizer, [dict(group) for group in each.optimizer.param_groups])
-        each.averages, each.setting.log.clock = None, clock
+    before = [(trained, dict(vars(trained)), dict(vars(trained.state)), _copied(trained)) for trained in present]
+    logs = [(trained.setting.log, trained.setting.log.clock, [*trained.setting.log.messages]) for trained in present]
+    for trained in present:
+        trained.optimizer = twin_of(trained.optimizer, [dict(group) for group in trained.optimizer.param_groups])
+        trained.averages, trained.setting.log.clock = None, clock
     try:
         yield
     finally:
@@ -148,11 +148,11 @@ def _nothing_kept(run: PolicyRun, clock: PhaseClock) -> Iterator[None]:
         run.evaluation.sampler.published = None
         for log, clock_before, messages in logs:
             log.clock, log.messages[:] = clock_before, messages
-        for each, fields, state, weights in before:
-            vars(each).update(fields)
-            vars(each.state).update(state)
+        for trained, fields, state, weights in before:
+            vars(trained).update(fields)
+            vars(trained.state).update(state)
             with torch.no_grad():
-                for name, value in sharded_parameters(each.model).items():
+                for name, value in sharded_parameters(trained.model).items():
                     value.grad = None
                     if name in weights:
                         local_part(value).copy_(weights[name])

@@ -25,7 +25,7 @@ from holdfast.training.other_models.reference import NO_IMAGES, Reference, build
 from holdfast.training.other_models.table import LOGPROB_COLUMN, TableInputs, with_table
 from holdfast.training.preference.run import PreferenceEvaluation, PreferenceRun
 from holdfast.training.run import Setting, ShardedModel
-from holdfast.training.setup.begin import Live, Started, begin, begin_evaluation, build_model, run_of
+from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import preference_objective
 from holdfast.training.setup.model import image_side_of
@@ -47,10 +47,10 @@ def build_preference_run(config: DPOConfig, base: Path, world: World, live: Live
         UserError: Anything that can be known now; the same error on all ranks.
     """
     setting = Setting.of(config, base, world)
-    started = begin(setting, live or Live())
-    evaluation, tokenise = _evaluation(config, started)
-    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, started.data, tokenise, evaluation.layout))
-    run = PreferenceRun(common=run_of(started, evaluation, stream), evaluation=evaluation)
+    setup = begin(setting, live or Live())
+    evaluation, tokenise = _evaluation(config, setup)
+    stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, setup.data, tokenise, evaluation.layout))
+    run = PreferenceRun(common=run_of(setup, evaluation, stream), evaluation=evaluation)
     run.common.trained.following = following_of(evaluation.reference, config.reference)
     return run
 
@@ -67,11 +67,11 @@ def build_preference_evaluation(config: DPOConfig, base: Path, world: World) -> 
     return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))[0]
 
 
-def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
+def _evaluation(config: DPOConfig, setup: RunSetup) -> tuple[PreferenceEvaluation, Tokenise[Example]]:
     """Return the policy with its reference and evaluation sets, and the function that makes sequences of rows."""
-    setting, data, live, ranks = started.setting, started.data, started.live, started.setting.ranks
+    setting, data, live, ranks = setup.setting, setup.data, setup.live, setup.setting.ranks
     objective = live.objective or ranks.on_all_ranks(lambda: preference_objective(config.preference, setting))
-    sharded = build_model(setting, live, partial(_look_at_rows, config, started))
+    sharded = build_model(setting, live, partial(_look_at_rows, config, setup))
     images = _images(config, sharded.origin)
     layout = ranks.on_all_ranks(lambda: pair_layout(config, sharded, images))
     plain = ranks.on_all_ranks(lambda: preference_tokeniser(config, setting, sharded.origin.tokenizer, images))
@@ -99,12 +99,12 @@ def _evaluation(config: DPOConfig, started: Started) -> tuple[PreferenceEvaluati
     return evaluation, tokenise
 
 
-def _look_at_rows(config: DPOConfig, started: Started, origin: Blueprint) -> None:
-    setting, ranks = started.setting, started.setting.ranks
+def _look_at_rows(config: DPOConfig, setup: RunSetup, origin: Blueprint) -> None:
+    setting, ranks = setup.setting, setup.setting.ranks
     tokenise = ranks.on_all_ranks(
         lambda: preference_tokeniser(config, setting, origin.tokenizer, _images(config, origin))
     )
-    check_first_rows(setting, started.data, tokenise, sees=origin.image_processor is not None)
+    check_first_rows(setting, setup.data, tokenise, sees=origin.image_processor is not None)
 
 
 def _images(config: DPOConfig, origin: Blueprint) -> ImageSide | str:

@@ -26,7 +26,7 @@ from holdfast.types import Batch, Example, MiniBatch, Scores, host_value
 
 
 @torch.no_grad()
-def divergence(sharded: ShardedModel, others: Sequence[Batch]) -> float:
+def divergence(sharded: ShardedModel, batches: Sequence[Batch]) -> float:
     """Return KTO's z0 of an update in nats per answer, the same on every rank; all ranks call this together.
 
     Ethayarajh et al., "KTO" (arXiv:2402.01306), section 4: z0 = max(0, mean of log policy(y' | x) - log reference(y' |
@@ -39,15 +39,15 @@ def divergence(sharded: ShardedModel, others: Sequence[Batch]) -> float:
 
     Args:
         sharded: The policy.
-        others: The update's prompts with answers of other rows and what the reference says of them; as many batches on
+        batches: The update's prompts with answers of other rows and what the reference says of them; as many batches on
             every rank.
     """
-    if not others:
+    if not batches:
         return 0.0
     sums = {"kl": torch.zeros(2, dtype=torch.float64, device=sharded.setting.world.device)}
     with without_dropout(sharded.model):
-        for other in others:
-            batch = to_device(other, sharded.setting.world.device)
+        for host_batch in batches:
+            batch = to_device(host_batch, sharded.setting.world.device)
             scores = sharded.model(batch, temperature=sharded.temperature)
             assert isinstance(scores, Scores)
             answers = answers_of(scores.logprobs, scored_tokens(batch), compared=True)
@@ -88,8 +88,8 @@ def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length
     before = dict(zip(order[1:] + order[:1], order, strict=True))
     outgoing: list[dict[int, Answer]] = [{} for _ in range(ranks.size)]
     for sample_id, example in own_examples.items():
-        asked = before[sample_id]
-        outgoing[owners[asked]][asked] = answer_of(example)
+        previous_id = before[sample_id]
+        outgoing[owners[previous_id]][previous_id] = answer_of(example)
     answers: dict[int, Answer] = {}
     for received in ranks.swap(outgoing):
         answers |= received
@@ -97,7 +97,7 @@ def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length
         (sample_id, 0): with_answer(own_examples[sample_id], answer, max_length)
         for sample_id, answer in answers.items()
     }
-    return Candidates(examples, known_of(examples, ranks))
+    return Candidates(examples, sequence_facts(examples, ranks))
 
 
 class Answer(NamedTuple):
@@ -115,31 +115,31 @@ def answer_of(example: Example) -> Answer:
     return Answer(example.tokens[start:], example.loss_mask[start:])
 
 
-def with_answer(asked: Example, answer: Answer, max_length: int) -> Example:
+def with_answer(example: Example, answer: Answer, max_length: int) -> Example:
     """Return the prompt of a sequence, its images included, with another answer; cut where it becomes longer."""
-    start = _answer_start(asked)
-    tokens = np.concatenate([asked.tokens[:start], answer.tokens])[:max_length]
+    start = _answer_start(example)
+    tokens = np.concatenate([example.tokens[:start], answer.tokens])[:max_length]
     loss_mask = np.concatenate([np.zeros(start, np.bool_), answer.loss_mask])[:max_length]
-    positions = None if asked.positions is None else going_on(asked.positions[:, :start], tokens.size - start)
-    return replace(asked, tokens=tokens, loss_mask=loss_mask, positions=positions, per_token={})
+    positions = None if example.positions is None else going_on(example.positions[:, :start], tokens.size - start)
+    return replace(example, tokens=tokens, loss_mask=loss_mask, positions=positions, per_token={})
 
 
 def _answer_start(example: Example) -> int:
     return int(example.loss_mask.argmax())
 
 
-def known_of(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
+def sequence_facts(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
     """Return what all ranks know of all ranks' sequences, by (draw, part) in order; all ranks call this together."""
     facts = [
         Known(
             draw,
-            part,
+            index,
             example.tokens.size,
             example.trained_tokens,
             ranks.rank,
             has_inputs=bool(example.model_inputs),
         )
-        for (draw, part), example in examples.items()
+        for (draw, index), example in examples.items()
     ]
     return sorted(fact for rank_facts in ranks.gather(facts) for fact in rank_facts)
 
@@ -177,12 +177,12 @@ def compared_with_reference(evaluation: PreferenceEvaluation, mini_batch: MiniBa
     if evaluation.takes_pairs:
         return result
     with sharded.setting.phase("divergence"):
-        others = answered_by_next_rows(sharded, reference, mini_batch, layout)
-        return with_divergence(result, divergence(sharded, others))
+        answered = answered_by_next_rows(sharded, reference, mini_batch, layout)
+        return with_divergence(result, divergence(sharded, answered))
 
 
 def with_divergence(mini_batch: MiniBatch, kl: float) -> MiniBatch:
-    """Let every token carry z0."""
+    """Add z0 as a column to every token."""
     return replace(
         mini_batch,
         micro_batches=tuple(
@@ -204,7 +204,7 @@ def evaluate_preferences(
 
 def with_margins(metrics: dict[str, float]) -> dict[str, float]:
     """Add rewards/margins where single answers gave rewards of both kinds; leave out what speaks of no answer."""
-    line = {name: value for name, value in metrics.items() if name not in _of_nothing(metrics)}
+    line = {name: value for name, value in metrics.items() if name not in _empty_means(metrics)}
     for name in list(line):
         side = name.removesuffix("rewards/chosen")
         if name != side and f"{side}rewards/rejected" in line and f"{side}rewards/margins" not in line:
@@ -212,12 +212,12 @@ def with_margins(metrics: dict[str, float]) -> dict[str, float]:
     return line
 
 
-def _of_nothing(metrics: dict[str, float]) -> set[str]:
-    """Return the means over the other side's answers where all are desirable, or none is."""
+def _empty_means(metrics: dict[str, float]) -> set[str]:
+    """Return the names of means over rejected answers if all are desirable, and over chosen ones if none is."""
     empty = {1.0: "rejected", 0.0: "chosen"}
     return {
-        f"{name.removesuffix('kto/desirable')}{what}/{empty[share]}"
+        f"{name.removesuffix('kto/desirable')}{metric}/{empty[share]}"
         for name, share in metrics.items()
         if name.endswith("kto/desirable") and share in empty
-        for what in ("rewards", "logps")
+        for metric in ("rewards", "logps")
     }

@@ -28,9 +28,9 @@ from holdfast.training import directory
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run, say
 from holdfast.training.saving.earlier_steps import go_on_from
-from holdfast.training.saving.emergency import Emergency, Moment, collect_together, meet_again, wait_for_all
+from holdfast.training.saving.emergency import EmergencySave, StepState, collect_together, meet_again, wait_for_all
 from holdfast.training.saving.exports import EXPORTS
-from holdfast.training.saving.leases import Places, check_seen
+from holdfast.training.saving.leases import RunLeases, check_seen
 from holdfast.training.saving.parents import parent_of
 from holdfast.training.saving.rehearsals import Rehearsals
 from holdfast.training.saving.resume import start_from
@@ -47,7 +47,7 @@ class Checkpoints:
         self._storage = open_storage(directory.checkpoint_place(run.setting.directory, run.setting.config))
         self._ranks = RankGroup(self._config.timeout_minutes)
         self._session: Session | None = None
-        self._places = Places(run.setting.directory, self._storage, lambda words: say(run, words))
+        self._leases = RunLeases(run.setting.directory, self._storage, lambda message: say(run, message))
         self._deviations: tuple[str, ...] = ()
         self._failures = 0
         self._first_step = 0
@@ -65,10 +65,10 @@ class Checkpoints:
         if run.setting.config.dry_run and run.setting.world.is_first:
             directory.remove(run.setting.directory)  # what an interrupted dry run left behind
         with run.setting.ranks.together():
-            has_checkpoints = self._places.has_any() if run.setting.world.is_first else False
+            has_checkpoints = self._leases.has_any() if run.setting.world.is_first else False
             checked_assets(run)  # what cannot be written fails here, on all ranks alike
         has_checkpoints = self._ranks.agree(has_checkpoints)
-        self._is_new_run = run.setting.world.is_first and not self._places.has_run()
+        self._is_new_run = run.setting.world.is_first and not self._leases.has_run()
         if not has_checkpoints:
             run.stream.read_ahead(run.trained.state.step)
         try:
@@ -84,7 +84,7 @@ class Checkpoints:
                 directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)
                 remove_leftovers(self._storage)
                 clean_exports(run.setting.directory / EXPORTS)
-            self._emergency = Emergency(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
+            self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
             self._emergency.start()
             self._stack.callback(self._emergency.stop)
         except BaseException as error:
@@ -112,10 +112,10 @@ class Checkpoints:
     def _take_directory(self) -> tuple[str, bool]:
         """Take the lease; return the identity of the run that lives here, and whether it has checkpoints, or had."""
         run = self._run
-        self._places.take(self._stack)
+        self._leases.take(self._stack)
         # The job that was waited for may have made this a run, and saved.
-        self._is_new_run, has_checkpoints = not self._places.has_run(), self._places.has_any()
-        lost = self._places.lost_identity()
+        self._is_new_run, has_checkpoints = not self._leases.has_run(), self._leases.has_any()
+        lost = self._leases.lost_identity()
         if lost is not None or not directory.is_run(run.setting.directory):
             directory.create(run.setting.directory, run.setting.config, run.setting.config.verb, lost, parent_of(run))
         return directory.run_id(run.setting.directory), has_checkpoints
@@ -148,12 +148,12 @@ class Checkpoints:
             still_seconds: In which nothing of it moves.
         """
         session = self.session
-        seen: tuple[str, int] | None = None
+        last_progress: tuple[str, int] | None = None
         deadline = time.monotonic() + still_seconds
         while session.status == "running":
-            place = (session.phase, session.storage.moved_bytes)
-            if place != seen:
-                seen, deadline = place, time.monotonic() + still_seconds
+            progress = (session.phase, session.storage.moved_bytes)
+            if progress != last_progress:
+                last_progress, deadline = progress, time.monotonic() + still_seconds
             if time.monotonic() > deadline:
                 session.abandon()
                 print(f"warning: the save in flight hangs in phase {session.phase!r} and is given up", flush=True)
@@ -166,7 +166,7 @@ class Checkpoints:
         return True
 
     def _note(self, step: int) -> None:
-        """Leave word of a save that the journal does not hear of: a start that finds it gone must know."""
+        """Record a save that the journal does not see, so that the next start can tell if it has disappeared."""
         if self._run.setting.world.is_first:
             with suppress(OSError):
                 directory.note_saved(self._run.setting.directory, step)
@@ -175,7 +175,7 @@ class Checkpoints:
         """Remove the directory of a new run that was refused before its first step."""
         run = self._run
         if isinstance(error, UserError) and self._is_new_run and run.trained.state.step == self._first_step:
-            self._places.remove()
+            self._leases.remove()
 
     @property
     def session(self) -> Session:
@@ -187,11 +187,11 @@ class Checkpoints:
         run = self._run
         if not has_checkpoints:
             self._check_not_lost()
-        where = (run, self._storage, self._ranks, self.session.run_id)
-        restored, own = go_on_from(*where, has_checkpoints=has_checkpoints)
+        source = (run, self._storage, self._ranks, self.session.run_id)
+        restored, is_same_run = go_on_from(*source, has_checkpoints=has_checkpoints)
         if restored is not None:
             self._first_step = run.trained.state.step
-            if own:
+            if is_same_run:
                 self.session.resumed = restored.manifest
             else:
                 self._deviations = (f"a branch of run {restored.manifest.run_id} ({restored.manifest.hash})",)
@@ -200,7 +200,7 @@ class Checkpoints:
                 dict.fromkeys((*self._deviations, *restored.manifest.deviations, *restored.deviations))
             )
             state, total_steps = run.trained.state, run.trained.total_steps
-            run.setting.ranks.on_first_rank(lambda: self._places.check_names_free(state.step, total_steps))
+            run.setting.ranks.on_first_rank(lambda: self._leases.check_names_free(state.step, total_steps))
             if not run.finished:
                 run.stream.read_ahead(run.trained.state.step)
             return
@@ -211,7 +211,7 @@ class Checkpoints:
         run = self._run
         lost = run.setting.ranks.on_first_rank(lambda: directory.last_saved(run.setting.directory))
         if lost is not None:
-            raise self._places.gone(lost)
+            raise self._leases.gone(lost)
 
     def rehearse(self, requests: StopRequests) -> None:
         """Save, verify and load once before anything is trained (`training/saving/rehearsals.py`).
@@ -222,7 +222,7 @@ class Checkpoints:
         self._rehearsals.before_first_step(requests)
 
     def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
-        """Rehearse again what the first step, counted from 0, or the first that trains more, made other.
+        """Rehearse again after the first step, and after each step that unfreezes parameters, if the tensors changed.
 
         Returns:
             The save that this had to wait for.
@@ -240,9 +240,9 @@ class Checkpoints:
             return None
         name, options = step_name(newest.step), ["--adapter"] if TRAINED in newest.contents else []
         options += ["--trust-remote-code"] if self._run.setting.config.model.trust_remote_code else []
-        place = self._run.setting.directory / EXPORTS / name
+        output = self._run.setting.directory / EXPORTS / name
         return shlex.join(
-            ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(place)]
+            ["holdfast", "checkpoint", "export", f"{self._storage.root}/{name}", *options, "-o", str(output)]
         )
 
     @property
@@ -288,7 +288,7 @@ class Checkpoints:
             self._check_place()
             run.trained.state.observers = run.setting.ranks.agree(run.trained.state.observers)  # only rank 0 asks them
             plain = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            snapshot = self._contents.snapshot(Moment.now(run), run.setting.ranks)
+            snapshot = self._contents.snapshot(StepState.now(run), run.setting.ranks)
             self.session.save(snapshot, run.trained.state.step, wait=wait, metrics=plain, **self._about())
 
     def _about(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class Checkpoints:
         Raises:
             SaveFailed: The directory was replaced or taken; the same on all ranks.
         """
-        self._run.setting.ranks.on_all_ranks(self._places.check)
+        self._run.setting.ranks.on_all_ranks(self._leases.check)
 
     def _reached(self, phase: str) -> None:
         self._run.setting.world.failure.in_background(phase)
@@ -314,7 +314,7 @@ class Checkpoints:
 
     def _before_publishing(self, phase: str) -> None:
         if phase == "publish":
-            self._places.check_now()
+            self._leases.check_now()
 
     def mark(self) -> None:
         """Note that the run stands between two steps."""
@@ -328,14 +328,14 @@ class Checkpoints:
         """
         return self._emergency.save()
 
-    def _save_in_emergency(self, moment: Moment, ranks: RankGroup) -> Manifest | None:
+    def _save_in_emergency(self, moment: StepState, ranks: RankGroup) -> Manifest | None:
         self._run.trained.host_offload.restore_for_good()  # the main thread may be in a rollout, and go on with it
         if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
         newest = self.session.newest
         if moment.step == 0 or (newest is not None and newest.step == moment.step):
             return None
-        ranks.on_all_ranks(self._places.check)
+        ranks.on_all_ranks(self._leases.check)
         observers = ranks.agree(moment.state["observers"])
         snapshot = self._contents.snapshot(replace(moment, state={**moment.state, "observers": observers}), ranks)
         manifest = self.session.save_now(snapshot, moment.step, ranks, self._before_publishing, **self._about())
@@ -345,11 +345,11 @@ class Checkpoints:
     def _wait_for_save(self) -> None:
         wait_for_all(self._run.setting.ranks, self.session, self._config.timeout_minutes)
 
-    def collect(self, then: str = "Training goes on") -> list[Saved]:
+    def collect(self, consequence: str = "Training goes on") -> list[Saved]:
         """Wait for the save in flight, and return it; nothing if there was none.
 
         Args:
-            then: What follows a failure that is allowed, in words.
+            consequence: What follows a failure that is allowed, in words.
 
         Raises:
             CheckpointError: It failed, and `checkpoint.max_failures` are used up; on all ranks.
@@ -368,8 +368,8 @@ class Checkpoints:
             self._failures += 1
             if self._failures > self._config.max_failures:
                 raise
-            left = self._config.max_failures - self._failures
-            say(self._run, f"warning: {error} {then}; {left} more failures in a row are allowed.")
+            remaining = self._config.max_failures - self._failures
+            say(self._run, f"warning: {error} {consequence}; {remaining} more failures in a row are allowed.")
             return []
         if saved is None:
             return []

@@ -22,7 +22,7 @@ from holdfast.files import append_text, parse_json
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run, say
-from holdfast.training.saving.exports import set_best_aside
+from holdfast.training.saving.exports import rename_best_export
 from holdfast.training.saving.resume import Continuation, go_on, restore_run
 
 RECORD = ".resumed-from.json"
@@ -48,9 +48,9 @@ def go_on_from(
 
 
 def _forget_step(storage: Storage) -> None:
-    """Let a run go back to the same step of its own again."""
+    """Forget that the run went back to a step of its own, so that it can go back there again."""
     done = _recorded(storage)
-    if isinstance(done, int) or (done is not None and _own_step(storage, done) is not None):
+    if isinstance(done, int) or (done is not None and _step_in_storage(storage, done) is not None):
         storage.remove(RECORD)
 
 
@@ -69,9 +69,9 @@ def _is_due(run: Run, storage: Storage, *, has_checkpoints: bool) -> bool:
 
 
 def _done(run: Run, storage: Storage, start: int | str | None, *, has_checkpoints: bool) -> int | str | None:
-    """Return where the run went before."""
+    """Return the `checkpoint.resume.from` that the run has already followed."""
     done = _recorded(storage)
-    if done != start and has_checkpoints and isinstance(start, str) and _own_step(storage, start) is None:
+    if done != start and has_checkpoints and isinstance(start, str) and _step_in_storage(storage, start) is None:
         raise ConfigError(
             f"checkpoint.resume.from={start} is another run's, and {run.setting.directory} has checkpoints of its own. "
             "Choose another run.name, which makes the run a branch of that checkpoint."
@@ -89,9 +89,9 @@ def _recorded(storage: Storage) -> int | str | None:
     return value if isinstance(value, int | str) else None
 
 
-def _own_step(storage: Storage, place: str) -> int | None:
+def _step_in_storage(storage: Storage, path: str) -> int | None:
     """Return the step that a path names in the run's own place; None for another place."""
-    parent, _, name = place.rstrip("/").rpartition("/")
+    parent, _, name = path.rstrip("/").rpartition("/")
     step = step_of(name)
     same = parent == storage.root or Path(parent or ".").resolve() == Path(storage.root).resolve()
     return step if same else None
@@ -109,7 +109,7 @@ def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[C
     """
     start = run.setting.config.checkpoint.resume.start
     assert start is not None
-    step = start if isinstance(start, int) else _own_step(storage, start)
+    step = start if isinstance(start, int) else _step_in_storage(storage, start)
     if step is None:
         return _branch(run, str(start), storage, ranks), False
     if not storage.renames:
@@ -119,17 +119,17 @@ def _go_to(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> tuple[C
             f"{step_name(step)}."
         )
     restored = _restored(run, storage, _name_of(storage, step, ranks), ranks, run_id)
-    later = run.setting.ranks.on_first_rank(lambda: _put_later_aside(run, storage, step))
+    later = run.setting.ranks.on_first_rank(lambda: _rename_later_steps(run, storage, step))
     say(run, f"going back to step {step}, which checkpoint.resume.from names, verified", *later, *restored.lines)
     return restored, True
 
 
 def _name_of(storage: Storage, step: int, ranks: RankGroup) -> str:
-    there = ranks.on_first_rank(lambda: sorted(steps(storage)))
-    if step not in there:
+    saved_steps = ranks.on_first_rank(lambda: sorted(steps(storage)))
+    if step not in saved_steps:
         raise NoCheckpoint(
             f"checkpoint.resume.from={step}: {storage.root} has no checkpoint of that step; it has "
-            f"{', '.join(map(str, there)) or 'none'}. A checkpoint of another run is named by its path."
+            f"{', '.join(map(str, saved_steps)) or 'none'}. A checkpoint of another run is named by its path."
         )
     return step_name(step)
 
@@ -144,33 +144,33 @@ def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: s
     return restore_run(run, storage, name, manifest, ranks, manifest.run_id if run_id is None else run_id)
 
 
-def _put_later_aside(run: Run, storage: Storage, step: int) -> list[str]:
+def _rename_later_steps(run: Run, storage: Storage, step: int) -> list[str]:
     """Rename what is of later steps, the newest first, and note that the run went back; return words about it."""
-    words: list[str] = []
+    messages: list[str] = []
     later = {number: name for number, name in reversed(steps(storage).items()) if number > step}
     for number, name in later.items():
         aside = fresh(LATER, name)
         put_aside(storage, name, aside)
-        words.append(f"step {number} is kept as {storage.root}/{aside}")
-    words += set_best_aside(run, step)
+        messages.append(f"step {number} is kept as {storage.root}/{aside}")
+    messages += rename_best_export(run, step)
     _record(run, storage)
     event = {"event": "back", "step": step, "renamed": sorted(later)}
     append_text(run.setting.directory / directory.EVENTS, json.dumps(event) + "\n")
-    return words
+    return messages
 
 
 def _record(run: Run, storage: Storage) -> None:
     storage.replace(RECORD, json.dumps({"from": run.setting.config.checkpoint.resume.start}).encode())
 
 
-def _place_of(place: str) -> tuple[str, str]:
-    checkpoint = one(place)
+def _location(path: str) -> tuple[str, str]:
+    checkpoint = one(path)
     return checkpoint.storage.root, checkpoint.name
 
 
-def _branch(run: Run, place: str, storage: Storage, ranks: RankGroup) -> Continuation:
+def _branch(run: Run, path: str, storage: Storage, ranks: RankGroup) -> Continuation:
     """Continue what another run saved, which stays as it is."""
-    root, name = run.setting.ranks.on_first_rank(lambda: _place_of(place))
+    root, name = run.setting.ranks.on_first_rank(lambda: _location(path))
     restored = _restored(run, open_storage(root), name, ranks, None)
     run.setting.ranks.on_first_rank(lambda: _record(run, storage))
     say(run, f"a branch of {root}/{name}, step {restored.manifest.step}, which stays as it is", *restored.lines)

@@ -26,8 +26,8 @@ from holdfast.training.run import Run
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A step that is whole on this rank: what besides tensors belongs to it."""
+class StepState:
+    """The state of a finished step on this rank, without its tensors."""
 
     step: int
     state: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Moment:
     """Tells what this rank has of the next step; None where nothing is made ahead."""
 
     @classmethod
-    def now(cls, run: Run) -> Moment:
+    def now(cls, run: Run) -> StepState:
         """Describe the run as it stands between two steps."""
         ahead = None if run.ahead is None else run.ahead.finished()
         return cls(run.trained.state.step, run.trained.state.as_plain(), run.stream.state(), random_state(), ahead)
@@ -47,14 +47,16 @@ class Moment:
         shared = {"state": dict(self.state), "stream": dict(self.stream)}
         if self.ahead is None:
             return shared
-        return shared | {"ahead": [one for part in ranks.gather(self.ahead()) for one in part]}
+        return shared | {
+            "ahead": [completion for completions in ranks.gather(self.ahead()) for completion in completions]
+        }
 
 
-Write = Callable[[Moment, RankGroup], Manifest | None]
+Write = Callable[[StepState, RankGroup], Manifest | None]
 """Commits a moment; every rank calls it. None if that step is on disk already."""
 
 
-class Emergency:
+class EmergencySave:
     """Watches for a rank that raised, for the length of a block.
 
     Args:
@@ -72,7 +74,7 @@ class Emergency:
         self._grace = grace_seconds
         self._ranks = RankGroup(grace_seconds / 60)
         self._name = run.setting.ranks.agree(uuid.uuid4().hex[:8])
-        self._moment = Moment.now(run)
+        self._moment = StepState.now(run)
         self._taken = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="holdfast-emergency", daemon=True)
@@ -93,7 +95,7 @@ class Emergency:
 
     def mark(self) -> None:
         """Note that the run stands between two steps."""
-        self._moment = Moment.now(self._run)
+        self._moment = StepState.now(self._run)
 
     def save(self) -> Manifest | None:
         """Save the last whole step together with all other ranks, whatever they are doing.
@@ -122,7 +124,7 @@ class Emergency:
         except Exception as error:  # noqa: BLE001 - the error that is being raised counts, not this one
             print(f"the last whole step could not be saved before the error: {error}", flush=True)
 
-    def _agreed_moment(self) -> Moment | None:
+    def _agreed_moment(self) -> StepState | None:
         """Wait until all ranks stand at the same whole step; None if they do not come to."""
         deadline = time.monotonic() + self._grace / 2
         while True:
@@ -134,11 +136,11 @@ class Emergency:
                 return None
             time.sleep(patience.current.emergency_retry_seconds)
 
-    def _whole_moment(self) -> Moment | None:
+    def _whole_moment(self) -> StepState | None:
         run = self._run
         if not run.is_whole:
             return None  # an update that was broken off leaves some tensors new and some old
-        return self._moment if run.trained.state.step == self._moment.step else Moment.now(run)
+        return self._moment if run.trained.state.step == self._moment.step else StepState.now(run)
 
 
 def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_seconds: float | None = None) -> None:
@@ -152,30 +154,30 @@ def wait_for_all(ranks: RankGroup, session: Session, minutes: float, slack_secon
     slack_seconds = patience.current.save_slack_seconds if slack_seconds is None else slack_seconds
     patience_seconds = 60 * minutes + slack_seconds
     deadline = time.monotonic() + patience_seconds
-    seen: dict[int, tuple[str, int]] = {}
+    last_progress: dict[int, tuple[str, int]] = {}
     while True:
         progress = ranks.gather(
             (session.status, (session.phase, session.storage.moved_bytes), time.monotonic() > deadline)
         )
-        waiting = {rank: place for rank, (status, place, _) in enumerate(progress) if status == "running"}
+        waiting = {rank: position for rank, (status, position, _) in enumerate(progress) if status == "running"}
         if not waiting:
             return
         failed = any(status == "failed" for status, _, _ in progress)  # then nothing is saved, whatever still moves
-        if not failed and any(seen.get(rank) != place for rank, place in waiting.items()):
+        if not failed and any(last_progress.get(rank) != position for rank, position in waiting.items()):
             deadline = time.monotonic() + patience_seconds
         elif progress[0][2]:
             session.abandon()
             session.broken = LOST_A_RANK
-            where = ", ".join(f"rank {rank} in phase {phase!r}" for rank, (phase, _) in waiting.items())
+            hanging = ", ".join(f"rank {rank} in phase {phase!r}" for rank, (phase, _) in waiting.items())
             raise SaveFailed(
-                f"a save has hung for more than {minutes:g} minutes: {where}. Look at the file system of that rank."
+                f"a save has hung for more than {minutes:g} minutes: {hanging}. Look at the file system of that rank."
             )
-        seen = waiting
+        last_progress = waiting
         time.sleep(patience.current.save_look_seconds)
 
 
 def collect_together(run: Run, session: Session) -> Saved | None:
-    """Collect on all ranks; a save that failed on some, or for a reason of its own on each, failed for one on all.
+    """Collect the save on all ranks; if it failed on any rank, raise the same error on all of them.
 
     Raises:
         CheckpointError: The save failed on a rank; the same error on all ranks.
@@ -188,11 +190,11 @@ def collect_together(run: Run, session: Session) -> Saved | None:
         error = caught
     run.setting.world.failure.in_background("")
     failure = None if error is None else (session.broken, str(error))
-    failures = [words for words in run.setting.ranks.gather(failure) if words is not None]
+    failures = [reported for reported in run.setting.ranks.gather(failure) if reported is not None]
     if not failures:
         return saved
     # Ranks that waited know more than those whose connections the waiting ones then closed.
-    first = min(failures, key=lambda words: words[0] == LOST_A_RANK)[1]
+    first = min(failures, key=lambda reported: reported[0] == LOST_A_RANK)[1]
     if error is not None and str(error) == first:
         raise error
     raise SaveFailed(first)

@@ -48,11 +48,13 @@ def check_export(run: Run) -> None:
 def describe_adapters(run: Run) -> Description | None:
     """Return what is written of a run's adapters beside their tensors; None of a run that exports none."""
     lora = run.setting.config.model.lora
-    whole = None if lora is None else whole_modules(run.trained.model)
-    if lora is None or whole is None:  # peft's two files would lack part of what is trained
+    module_names = None if lora is None else whole_modules(run.trained.model)
+    if lora is None or module_names is None:  # peft's two files would lack part of what is trained
         return None
     base = run.setting.config.model.path or ""
-    settings = peft_settings(adapters_of(run.trained.model), lora, base, list(whole), scorer=run.setting.config.scores)
+    settings = peft_settings(
+        adapters_of(run.trained.model), lora, base, list(module_names), scorer=run.setting.config.scores
+    )
     directory = run.trained.origin.directory
     return Description(settings, None if directory is None else files_fingerprint(directory))
 
@@ -81,14 +83,14 @@ def export_run(run: Run, name: str, metrics: Mapping[str, float] | None = None) 
     if ema is not None and ema.export != "none":
         with run.trained.averaged():
             averages = replace(about, weights="averages")
-            place = _export(run, name if ema.export == "instead" else f"{name}-ema", averages, metrics or {})
+            path = _export(run, name if ema.export == "instead" else f"{name}-ema", averages, metrics or {})
         if ema.export == "instead":
-            return place
+            return path
     return _export(run, name, about, metrics or {})
 
 
 def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float]) -> str:
-    place = run.setting.directory / EXPORTS / name
+    path = run.setting.directory / EXPORTS / name
     config = as_plain(run.setting.config)
     card = card_of(config, run.setting.config.verb, exported, metrics, run.identity.get("data", {}))
     texts = {EXPORTED_CONFIG: directory.portable_yaml(run.setting.config), ABOUT: exported.text(), CARD: card}
@@ -98,7 +100,7 @@ def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float
             export_adapters(
                 run.trained.model,
                 about,
-                place.with_name(f"{name}-adapter"),
+                path.with_name(f"{name}-adapter"),
                 run.setting.ranks,
                 texts,
                 reached=lambda name: run.setting.world.failure.phase(f"adapter export: {name}"),
@@ -106,14 +108,14 @@ def _export(run: Run, name: str, exported: Exported, metrics: Mapping[str, float
         export(
             run.trained.model,
             run.trained.origin,
-            place,
+            path,
             run.setting.ranks,
             dtype=_dtype(run),
             largest_file_bytes=run.setting.config.checkpoint.export_shard_bytes,
             extra_files=texts,
             reached=lambda name: run.setting.world.failure.phase(f"export: {name}"),
         )
-    return str(place)
+    return str(path)
 
 
 def due_exports(run: Run, metrics: Mapping[str, float]) -> list[str]:
@@ -143,52 +145,52 @@ def _due(run: Run, metrics: Mapping[str, float]) -> list[str]:
     if section is not None and section.metric in metrics:
         value, earlier_values = metrics[section.metric], (run.trained.state.best_exported, _rated(run, section.metric))
         better = max if section.mode == "max" else min
-        best = better((each for each in earlier_values if each is not None), default=None)
+        best = better((earlier_value for earlier_value in earlier_values if earlier_value is not None), default=None)
         if math.isfinite(value) and (best is None or better(value, best) != best):
             names.append(BEST)
     return names
 
 
 def _rated(run: Run, metric: str) -> float | None:
-    """Return the value of the best export that stands, which a run that lost its last steps may not remember."""
-    place = run.setting.directory / EXPORTS / BEST
+    """Read the value of the current best export from disk; a run that lost its last steps may not remember it."""
+    path = run.setting.directory / EXPORTS / BEST
     try:
-        about = read_about(place)
-        rating = about.rating if about is not None else read_json(place / RATING)
+        about = read_about(path)
+        rating = about.rating if about is not None else read_json(path / RATING)
         return None if rating is None or rating["metric"] != metric else float(rating["value"])
     except (ModelError, OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def set_final_aside(run: Run) -> list[str]:
+def rename_final_export(run: Run) -> list[str]:
     """Rename exports/final, which an earlier end of the run left, to its step: training goes on beyond it.
 
     Returns:
         Words about each.
     """
-    places = {kind: run.setting.directory / EXPORTS / f"{FINAL}{kind}" for kind in _KINDS}
+    paths = {kind: run.setting.directory / EXPORTS / f"{FINAL}{kind}" for kind in _KINDS}
     return run.setting.ranks.on_first_rank(
-        lambda: [_set_aside(places[kind], kind, run.trained.state.step) for kind in _KINDS if places[kind].is_dir()]
+        lambda: [_rename_to_step(paths[kind], kind, run.trained.state.step) for kind in _KINDS if paths[kind].is_dir()]
     )
 
 
-def _set_aside(place: Path, kind: str, now: int) -> str:
+def _rename_to_step(path: Path, kind: str, current_step: int) -> str:
     """Give an export the name of its step; it is removed where that one exists, which the run exported as well."""
-    about = read_about(place)
-    step = f"before-{step_name(now)}" if about is None else step_name(about.step)
-    target = place.with_name(f"{step}{kind}")
+    about = read_about(path)
+    step = f"before-{step_name(current_step)}" if about is None else step_name(about.step)
+    target = path.with_name(f"{step}{kind}")
     if target.exists():
         # As a kill must not leave half of it under its name, it loses that first; `clean_exports` finds the rest.
-        target = place.with_name(fresh(TRASH, place.name))
-    place.rename(target)
-    sync_directory(place.parent)
+        target = path.with_name(fresh(TRASH, path.name))
+    path.rename(target)
+    sync_directory(path.parent)
     if target.name.startswith(TRASH):
         shutil.rmtree(target, ignore_errors=True)
-        return f"exports/{place.name} was removed, since training goes on and exports/{step}{kind} is of its step"
-    return f"exports/{place.name} is now exports/{target.name}, since training goes on beyond its step"
+        return f"exports/{path.name} was removed, since training goes on and exports/{step}{kind} is of its step"
+    return f"exports/{path.name} is now exports/{target.name}, since training goes on beyond its step"
 
 
-def set_best_aside(run: Run, step: int) -> list[str]:
+def rename_best_export(run: Run, step: int) -> list[str]:
     """Rename exports/best where it is of a later step than the one that a run goes back to, on the first rank alone.
 
     Its steps will be made again, so it takes none of their names, and no other export is in its way.
@@ -196,33 +198,33 @@ def set_best_aside(run: Run, step: int) -> list[str]:
     Returns:
         Words about each.
     """
-    folder, words = run.setting.directory / EXPORTS, []
+    folder, messages = run.setting.directory / EXPORTS, []
     for kind in _KINDS:
-        place = folder / f"{BEST}{kind}"
-        its_step = _rated_step(place)
+        path = folder / f"{BEST}{kind}"
+        its_step = _rated_step(path)
         if its_step is not None and its_step > step:
-            aside = place.rename(folder / fresh(LATER, f"{step_name(its_step)}{kind}"))
+            aside = path.rename(folder / fresh(LATER, f"{step_name(its_step)}{kind}"))
             sync_directory(folder)
-            words.append(f"exports/{place.name} is kept as {aside}")
-    return words
+            messages.append(f"exports/{path.name} is kept as {aside}")
+    return messages
 
 
-def _rated_step(place: Path) -> int | None:
+def _rated_step(path: Path) -> int | None:
     """Return the step of a best export; None where none stands, or it does not say its step."""
     try:
-        about = read_about(place)
-        return about.step if about is not None else int(read_json(place / RATING)["step"])
+        about = read_about(path)
+        return about.step if about is not None else int(read_json(path / RATING)["step"])
     except (ModelError, OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def what_exports_hold(run_directory: Path) -> str:
+def describe_exports(run_directory: Path) -> str:
     """Return the names of a run's exports and their steps in words; "" where there are none."""
     names = []
-    for place in sorted((run_directory / EXPORTS).glob("[!.]*")):
+    for path in sorted((run_directory / EXPORTS).glob("[!.]*")):
         with suppress(ModelError):  # damaged: it says nothing of itself
-            about = read_about(place)
-            names.append(place.name if about is None else f"{place.name} (step {about.step})")
+            about = read_about(path)
+            names.append(path.name if about is None else f"{path.name} (step {about.step})")
     return ", ".join(names)
 
 

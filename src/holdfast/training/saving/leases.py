@@ -25,7 +25,7 @@ from holdfast.training import directory
 from holdfast.training.run import Run, say
 
 
-class Places:
+class RunLeases:
     """The leases of a run, which its first rank takes.
 
     Args:
@@ -95,19 +95,21 @@ class Places:
 
     def has_run(self) -> bool:
         """Return whether the run's directory holds a run, or checkpoints of one."""
-        own = LocalStorage(self._directory / directory.CHECKPOINTS)
-        return directory.is_run(self._directory) or has_any(own)
+        default_storage = LocalStorage(self._directory / directory.CHECKPOINTS)
+        return directory.is_run(self._directory) or has_any(default_storage)
 
     def lost_identity(self) -> str | None:
         """Return which run the checkpoints in the run's directory say they are of, where run.json holds nothing."""
         if not directory.is_blank(self._directory):
             return None
-        own = LocalStorage(self._directory / directory.CHECKPOINTS)
-        named = {each.run_id for storage in (own, self._storage) for each in manifests(storage).values()}
-        return named.pop() if len(named) == 1 else None
+        default_storage = LocalStorage(self._directory / directory.CHECKPOINTS)
+        run_ids = {
+            manifest.run_id for storage in (default_storage, self._storage) for manifest in manifests(storage).values()
+        }
+        return run_ids.pop() if len(run_ids) == 1 else None
 
     def take(self, stack: ExitStack) -> None:
-        """Hold both until the stack is closed.
+        """Take the leases of the run directory and of the checkpoint storage; closing the stack releases them.
 
         Raises:
             DirectoryTaken: Another job holds one of them; this one left nothing.
@@ -125,13 +127,13 @@ class Places:
             raise
 
     def _take_storage(self, stack: ExitStack) -> None:
-        place = Path(self._storage.root)
+        root = Path(self._storage.root)
         try:
             if not self._storage.renames:
                 self._leases.append(stack.enter_context(ObjectLease(self._storage, notify=self._announce)))
-            elif not (place.exists() and place.samefile(self._directory / directory.CHECKPOINTS)):
-                self._made = [each for each in (place, *place.parents) if not each.exists()]
-                self._leases.append(stack.enter_context(Lease(place, self._announce)))
+            elif not (root.exists() and root.samefile(self._directory / directory.CHECKPOINTS)):
+                self._made = [folder for folder in (root, *root.parents) if not folder.exists()]
+                self._leases.append(stack.enter_context(Lease(root, self._announce)))
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.storage={self._storage.root} cannot be written: {error.strerror or error}. Name a place "
@@ -148,7 +150,7 @@ class Places:
             self.check_now()
 
     def check_now(self) -> None:
-        """The same, where nothing follows that would find out.
+        """Check the leases as `check` does, and raise if a directory does not answer.
 
         Raises:
             SaveFailed: As `check`.
@@ -164,10 +166,10 @@ class Places:
 
     def _leave_storage(self) -> None:
         with suppress(OSError):  # something is in it, and then it stays
-            for made in self._made:
-                if made == self._made[0] and {entry.name for entry in made.iterdir()} == {LEASE}:
-                    (made / LEASE).unlink()
-                made.rmdir()
+            for folder in self._made:
+                if folder == self._made[0] and {entry.name for entry in folder.iterdir()} == {LEASE}:
+                    (folder / LEASE).unlink()
+                folder.rmdir()
 
 
 def check_seen(run: Run, run_id: str, storage: Storage) -> None:
@@ -186,26 +188,29 @@ def check_seen(run: Run, run_id: str, storage: Storage) -> None:
     setting = run.setting
     if setting.world.size == 1:
         return
-    place = setting.directory
-    answers = setting.ranks.gather((setting.world.host, _sees(place, run_id)))
+    run_directory = setting.directory
+    answers = setting.ranks.gather((setting.world.host, _sees(run_directory, run_id)))
     blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(answers) if not sees]
     if not blind:
         return
     names = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
-    if storage.renames and Path(storage.root).absolute().is_relative_to(place.absolute()):
+    if storage.renames and Path(storage.root).absolute().is_relative_to(run_directory.absolute()):
         raise ConfigError(
-            f"{place} is not one directory for all ranks: what rank 0 on {answers[0][0]} wrote is not there for "
-            f"{names}. Set run.dir to a shared file system, or checkpoint.storage to an object store."
+            f"{run_directory} is not one directory for all ranks: what rank 0 on {answers[0][0]} wrote is not there "
+            f"for {names}. Set run.dir to a shared file system, or checkpoint.storage to an object store."
         )
-    say(run, f"note: {place} is not shared: {names} write logs into a directory of the same name on their machine")
+    say(
+        run,
+        f"note: {run_directory} is not shared: {names} write logs into a directory of the same name on their machine",
+    )
 
 
-def _sees(place: Path, run_id: str) -> bool:
+def _sees(run_directory: Path, run_id: str) -> bool:
     """Return whether this rank reads what rank 0 wrote; a network file system may take a moment to show it."""
     deadline = time.monotonic() + patience.current.file_retries_seconds[-1]
     while True:
         try:
-            if directory.run_id(place) == run_id:
+            if directory.run_id(run_directory) == run_id:
                 return True
         except (OSError, ConfigError):
             pass

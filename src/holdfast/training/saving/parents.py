@@ -25,20 +25,20 @@ def notes_of_exports(setting: ConfiguredRun, model: Path | None, *, whole: bool 
         ModelError: Weights are others than the export says.
     """
     lines = []
-    for key, place in _places(setting, model).items():
-        exported = read_about(place)
+    for key, path in _model_paths(setting, model).items():
+        exported = read_about(path)
         if exported is not None:
-            check_weights(place, exported, whole=whole)
+            check_weights(path, exported, whole=whole)
             lines.append(f"{key} is an export of {exported.words}")
     return lines
 
 
-def _places(setting: ConfiguredRun, model: Path | None) -> dict[str, Path]:
-    places = {} if model is None else {"model.path": model}
+def _model_paths(setting: ConfiguredRun, model: Path | None) -> dict[str, Path]:
+    paths = {} if model is None else {"model.path": model}
     section = setting.config.model
     if section.lora is not None and section.lora.path is not None:
-        places["model.lora.path"] = locate(section.lora.path, section, setting.base, weights=True)
-    return places
+        paths["model.lora.path"] = locate(section.lora.path, section, setting.base, weights=True)
+    return paths
 
 
 def evaluated_model(setting: ConfiguredRun, model: Path | None) -> tuple[str, dict[str, Any]]:
@@ -50,15 +50,15 @@ def evaluated_model(setting: ConfiguredRun, model: Path | None) -> tuple[str, di
         setting: Of the evaluation.
         model: Directory of the model; None for one that lies in no files.
     """
-    places = _places(setting, model)
-    identities = {key: _identity(place) for key, place in places.items()}
+    paths = _model_paths(setting, model)
+    identities = {key: _identity(path) for key, path in paths.items()}
     about = {"model": setting.config.model.path, "exports": identities}
-    if not places:
+    if not paths:
         return "untrained", about
-    key, place = list(places.items())[-1]  # adapters say more than the model that they adapt
+    key, path = list(paths.items())[-1]  # adapters say more than the model that they adapt
     identity = identities[key]
     if identity is None:
-        return f"{_plain_name(place.name)}-{hash_bytes(str(place.resolve()).encode())[:8]}", about
+        return f"{_plain_name(path.name)}-{hash_bytes(str(path.resolve()).encode())[:8]}", about
     return f"{_plain_name(identity['run'])}-step-{identity['step']:08d}-{identity['weights'][:8]}", about
 
 
@@ -75,8 +75,11 @@ def parent_of(run: Run) -> dict[str, Any] | None:
     if section.path is not None:
         parent = {"model": section.path, "export": _identity(run.trained.origin.directory)}
         if section.lora is not None and section.lora.path is not None:
-            place = Path(section.lora.path)
-            parent |= {"adapters": section.lora.path, "adapters_export": _identity(place if place.is_dir() else None)}
+            adapter_path = Path(section.lora.path)
+            parent |= {
+                "adapters": section.lora.path,
+                "adapters_export": _identity(adapter_path if adapter_path.is_dir() else None),
+            }
     if checkpoint.init_from is not None:
         parent["init_from"] = checkpoint.init_from
     if isinstance(checkpoint.resume.start, str):
@@ -84,6 +87,6 @@ def parent_of(run: Run) -> dict[str, Any] | None:
     return parent or None
 
 
-def _identity(place: Path | None) -> dict[str, Any] | None:
-    exported = None if place is None else read_about(place)
+def _identity(path: Path | None) -> dict[str, Any] | None:
+    exported = None if path is None else read_about(path)
     return None if exported is None else exported.identity

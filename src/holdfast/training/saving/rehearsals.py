@@ -15,7 +15,7 @@ from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
 
 class Rehearsals:
-    """One before the first step for every set of parameters that will be trained, and one more where that was not it.
+    """Rehearses a save before the first step for every stage of unfreezing, and again if a step changed the tensors.
 
     Args:
         run: The run.
@@ -48,14 +48,14 @@ class Rehearsals:
             shared: dict[str, Any] = {"state": run.trained.state.as_plain(), "stream": run.stream.state()}
             if run.ahead is not None:
                 shared["ahead"] = run.ahead.largest()
-            beside = Beside(shared, assets=assets)
-            report = self._rehearse(beside)
+            extras = Beside(shared, assets=assets)
+            report = self._rehearse(extras)
             self._reports = {run.trained.state.step: report}
             for step in run.trained.unfreezing.after(run.trained.state.step):
-                with run.trained.unfreezing.as_after(step, now=run.trained.state.step):
-                    self._reports[step] = self._rehearse(beside)
+                with run.trained.unfreezing.as_after(step, current_step=run.trained.state.step):
+                    self._reports[step] = self._rehearse(extras)
             self._drill(requests)
-        words = report.describe(
+        description = report.describe(
             ranks=run.setting.world.size,
             background=config.background,
             hours_between_failures=config.rehearsal.hours_between_failures,
@@ -65,10 +65,10 @@ class Rehearsals:
             f"warning: a save takes {report.save_seconds:.0f} s, longer than checkpoint.grace_seconds="
             f"{config.grace_seconds:g}: a run that gets SIGTERM may be killed before its checkpoint is whole"
         )
-        say(run, words, *([warning] if late else []))
+        say(run, description, *([warning] if late else []))
 
     def after_step(self, step: int, requests: StopRequests, collect: Callable[[], list[Saved]]) -> list[Saved]:
-        """After the first step, and the first that trains more: drill, and rehearse what is other than was rehearsed.
+        """Drill after the first step and after each that unfreezes; rehearse again if the tensors are not as rehearsed.
 
         Args:
             step: That was made, counted from 0.
@@ -87,14 +87,14 @@ class Rehearsals:
         self._drill(requests)  # by now the user's losses and models have run
         if self._config.contents != "full":
             return []
-        now = self._contents.outline()
-        if not any(self._run.setting.ranks.gather(now != before.outline)):
+        outline = self._contents.outline()
+        if not any(self._run.setting.ranks.gather(outline != before.outline)):
             return []
         saved = collect()
         self._rehearse()
         return saved
 
-    def _rehearse(self, beside: Beside | None = None) -> RehearsalReport:
+    def _rehearse(self, extras: Beside | None = None) -> RehearsalReport:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
         # How much room an object store has, nobody knows.
@@ -108,8 +108,8 @@ class Rehearsals:
             session.ranks,
             room=Room(keep.last + sum(best.count for best in keep.best), replaced),
             trained_steps=run.trained.state.step,
-            beside=beside,
-            companions=contents.beside(),
+            beside=extras,
+            companions=contents.companion_states(),
         )
 
     def _drill(self, requests: StopRequests) -> None:

@@ -29,7 +29,7 @@ from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import changed_fingerprints, with_marks_of_now
+from holdfast.training.fingerprints import changed_fingerprints, with_current_marks
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
 
@@ -53,7 +53,7 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
         storage,
         ranks,
         not_finite=run.setting.config.checkpoint.resume.not_finite,
-        check=lambda name, manifest: _refuse_of_others(run, storage, name, manifest, run_id),
+        check=lambda name, manifest: _refuse_other_run(run, storage, name, manifest, run_id),
         use=lambda name, manifest: restored.append(restore_run(run, storage, name, manifest, ranks, run_id)),
     )
     if choice is None:
@@ -99,10 +99,10 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     """
     config = run.setting.config.checkpoint
     accepted: list[str] = []
-    then: dict[str, Any] = {}
+    saved_settings: dict[str, Any] = {}
     with run.setting.ranks.together():
-        then |= _settings_then(storage, name, manifest)
-        accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, then)
+        saved_settings |= _saved_settings(storage, name, manifest)
+        accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, saved_settings)
     run.trained.unfreeze(manifest.step)
     try:
         loaded = load_state(
@@ -115,7 +115,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
             hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
             verified=manifest,
             averages=run.trained.averages.tensors if run.trained.averages is not None else {},
-            companions=run.beside,
+            companions=run.saved_companions,
             check=lambda shared, _: check_saved_state(run, shared, manifest.step),
         )
     except TensorsDiffer:
@@ -141,29 +141,29 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
         _hyperparameters(run),
         *accepted,
         *loaded.notes,
-        *_changed(run, then),
+        *_changed(run, saved_settings),
     )
     return Continuation(manifest, (*accepted, *loaded.deviations), lines)
 
 
 def _take_state(run: Run, saved: Mapping[str, Any]) -> None:
-    """Put back what a run, and those beside it, must remember between steps."""
+    """Restore the training state of the run and of its companions."""
     run.trained.state = TrainState(**{name: value for name, value in saved.items() if name != "companions"})
-    for name, each in run.companions.items():
-        each.state = run.trained.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
+    for name, companion in run.companions.items():
+        companion.state = run.trained.state.companions[name] = TrainState(**saved.get("companions", {}).get(name, {}))
 
 
 def _hyperparameters(run: Run) -> str:
     """Say where the optimizer's settings come from; notes follow on what the other place says otherwise."""
     source = run.setting.config.checkpoint.resume.hyperparameters
-    place = {"config": "the configuration", "checkpoint": "the checkpoint"}[source]
+    side = {"config": "the configuration", "checkpoint": "the checkpoint"}[source]
     return (
         "optimizer: the learning rate follows the schedule of the configuration; "
-        f"{hyperparameter_words(run.trained.optimizer)} come from {place} (checkpoint.resume.hyperparameters: {source})"
+        f"{hyperparameter_words(run.trained.optimizer)} come from {side} (checkpoint.resume.hyperparameters: {source})"
     )
 
 
-def start_from(run: Run, place: str, ranks: RankGroup) -> tuple[str, ...]:
+def start_from(run: Run, checkpoint: str, ranks: RankGroup) -> tuple[str, ...]:
     """Take the weights of another run's checkpoint; everything else starts anew.
 
     Returns:
@@ -172,7 +172,7 @@ def start_from(run: Run, place: str, ranks: RankGroup) -> tuple[str, ...]:
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: Nothing was changed.
     """
-    path, _, name = place.rstrip("/").rpartition("/")
+    path, _, name = checkpoint.rstrip("/").rpartition("/")
     loaded = load_state(
         open_storage(path or "."),
         name,
@@ -183,50 +183,56 @@ def start_from(run: Run, place: str, ranks: RankGroup) -> tuple[str, ...]:
     )
     if run.trained.averages is not None:
         run.trained.averages.begin(sharded_parameters(run.trained.model))
-    say(run, f"weights from {place} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
-    return (f"weights from {place} ({loaded.manifest.hash})", *loaded.deviations)
+    say(run, f"weights from {checkpoint} (step {loaded.manifest.step}); a new run starts at step 0", *loaded.notes)
+    return (f"weights from {checkpoint} ({loaded.manifest.hash})", *loaded.deviations)
 
 
-def _check_identity(run: Run, where: str, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> list[str]:
-    """Return what differs and was declared, in words."""
-    changes = changed_fingerprints(with_marks_of_now(manifest.fingerprints, run.identity), run.identity)
-    return _declared_alone(run, where, {**changes, **_other_run(run, manifest, run_id, then)})
+def _check_identity(
+    run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each difference that the configuration declares."""
+    changes = changed_fingerprints(with_current_marks(manifest.fingerprints, run.identity), run.identity)
+    return _check_declared(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
 
 
-def _other_run(run: Run, manifest: Manifest, run_id: str, then: Mapping[str, Any]) -> dict[str, list[str]]:
+def _other_run(run: Run, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return words if a run of another name saved a checkpoint, by the kind that declares it.
 
     A run whose directory was on a disk that is gone has a new identity and the old name.
     """
-    name = then.get("run.name")
+    name = saved_settings.get("run.name")
     same = manifest.run_id == run_id or name in {None, run.setting.config.run.name}
     return {} if same else {"run": [f"run.name is {name} there"]}
 
 
-def _declared_alone(run: Run, where: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what differs, in words.
+def _check_declared(run: Run, checkpoint: str, changes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line for each difference, all of which must be declared.
 
     Raises:
         CheckpointMismatch: Some of it was not declared.
     """
-    refused = {kind: what for kind, what in changes.items() if kind not in run.setting.config.checkpoint.resume.changed}
+    refused = {
+        kind: differences
+        for kind, differences in changes.items()
+        if kind not in run.setting.config.checkpoint.resume.changed
+    }
     if refused:
-        words = "; ".join(f"{kind}: {', '.join(what[:4])}" for kind, what in refused.items())
+        listing = "; ".join(f"{kind}: {', '.join(differences[:4])}" for kind, differences in refused.items())
         raise CheckpointMismatch(
-            f"{where} was made with other things than this run has ({words}). Nothing was changed. Put them back, "
-            f"choose another run.name, or declare it: checkpoint.resume.changed: [{', '.join(refused)}]."
+            f"{checkpoint} was made with other things than this run has ({listing}). Nothing was changed. Put them "
+            f"back, choose another run.name, or declare it: checkpoint.resume.changed: [{', '.join(refused)}]."
         )
-    return [f"{kind}: {', '.join(what)} (changed)" for kind, what in changes.items()]
+    return [f"{kind}: {', '.join(differences)} (changed)" for kind, differences in changes.items()]
 
 
-def _refuse_of_others(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
+def _refuse_other_run(run: Run, storage: Storage, name: str, manifest: Manifest, run_id: str) -> None:
     """Refuse a damaged checkpoint of another run, as far as it still says whose it is."""
     with suppress(CheckpointCorrupt, CheckpointUnreadable):
-        then = _settings_then(storage, name, manifest)
-        _declared_alone(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, then))
+        saved_settings = _saved_settings(storage, name, manifest)
+        _check_declared(run, f"{storage.root}/{name}", _other_run(run, manifest, run_id, saved_settings))
 
 
-def _settings_then(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
+def _saved_settings(storage: Storage, name: str, manifest: Manifest) -> dict[str, Any]:
     """Return the configuration that a checkpoint was made with, by dotted name; empty if it holds none."""
     file = f"{ASSETS}/{EXPORTED_CONFIG}"
     if file not in manifest.files:
@@ -235,15 +241,15 @@ def _settings_then(storage: Storage, name: str, manifest: Manifest) -> dict[str,
     return dict(leaves(portable_configuration(tree)))
 
 
-def _changed(run: Run, then: Mapping[str, Any]) -> list[str]:
+def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
-    if not then:
+    if not saved_settings:
         return []
-    now = dict(leaves(portable_configuration(as_plain(run.setting.config))))
+    settings = dict(leaves(portable_configuration(as_plain(run.setting.config))))
     changes = [
-        f"{key} {then.get(key)} -> {now.get(key)}"
-        for key in sorted({*then, *now})
-        if key.startswith(MOVES_NUMBERS) and then.get(key) != now.get(key)
+        f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
+        for key in sorted({*saved_settings, *settings})
+        if key.startswith(MOVES_NUMBERS) and saved_settings.get(key) != settings.get(key)
     ]
     return [f"changed since the checkpoint: {', '.join(changes)}; the new values hold from here on"] if changes else []
 
@@ -267,11 +273,11 @@ def _exactness(run: Run, loaded: LoadedState) -> str:
     mesh = {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard}
     if loaded.rank_state is not None:
         return "weights, optimizer, random state and order of rows continue bit for bit"
-    then = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
-    now = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
+    saved_mesh = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
+    current_mesh = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
     return (
-        f"the checkpoint was written by {then}, this run is {now}: weights, optimizer and order of rows continue "
-        "exactly; sums over ranks are added in another order, and dropout draws new numbers"
+        f"the checkpoint was written by {saved_mesh}, this run is {current_mesh}: weights, optimizer and order of rows "
+        "continue exactly; sums over ranks are added in another order, and dropout draws new numbers"
     )
 
 
@@ -281,7 +287,7 @@ def _declared(config: CheckpointConfig) -> Declared:
 
 
 def _damage(run: Run) -> None:
-    """Spoil what was restored, where a proof asks for it: a proof that cannot fail proves nothing."""
+    """Corrupt the restored state if a proof asks for it, to show that the proof can fail."""
     match run.setting.world.break_resume:
         case "rng":
             torch.manual_seed(torch.initial_seed() + 1)
@@ -306,13 +312,13 @@ class _SavedCompletion:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedRunState:
     state: TrainState
     stream: StreamState
     ahead: list[_SavedCompletion] = field(default_factory=list)
 
 
-_SAVED = TypeAdapter(_Saved)
+_SAVED = TypeAdapter(_SavedRunState)
 
 
 def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
@@ -330,9 +336,9 @@ def check_saved_state(run: Run, shared: Mapping[str, Any], step: int) -> None:
         saved = _SAVED.validate_python(shared)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        what = "missing" if first["type"] == "missing" else f"{_short(first['input'])}: {first['msg']}"
-        raise ValueError(f"{where} is {what}") from error
+        location = ".".join(map(str, first["loc"]))
+        problem = "missing" if first["type"] == "missing" else f"{_short(first['input'])}: {first['msg']}"
+        raise ValueError(f"{location} is {problem}") from error
     if saved.state.step != step:
         raise ValueError(f"state.step is {saved.state.step}, and the checkpoint is of step {step}")
     needed = max((index for index, size in enumerate(run.stream.state()["sizes"]) if size is None), default=-1)

@@ -30,13 +30,13 @@ from holdfast.models.files.loading import StoredSource
 from holdfast.parallel.collectives import RankGroup
 from holdfast.training import directory
 from holdfast.training.run import Run
-from holdfast.training.saving.emergency import Moment
+from holdfast.training.saving.emergency import StepState
 from holdfast.training.saving.exports import describe_adapters
 from holdfast.training.saving.parents import parent_of
 
 
 class Contents:
-    """Looks the tensors up once; what they hold is read whenever a snapshot is taken."""
+    """Collects the tensors of a run once; their values are read whenever a snapshot is taken."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -47,33 +47,33 @@ class Contents:
             averages=run.trained.averages.tensors if run.trained.averages is not None else None,
             later=run.trained.unfreezing.names,
         )
-        self._companions = run.beside
-        self._beside = {name: each.held() for name, each in self._companions.items()}
+        self._companions = run.saved_companions
+        self._companion_tensors = {name: companion.held() for name, companion in self._companions.items()}
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Whose state is saved; None where weights alone are."""
+        """The optimizer whose state is saved; None if only weights are saved."""
         return self._run.trained.optimizer if self._full else None
 
-    def beside(self) -> dict[str, TrainedState]:
+    def companion_states(self) -> dict[str, TrainedState]:
         """Return what is saved of models beside the run's own, by name."""
         companions = self._companions
         return {
             name: (tensors, companions[name].optimizer if self._full else None)
-            for name, tensors in self._beside.items()
+            for name, tensors in self._companion_tensors.items()
         }
 
-    def snapshot(self, moment: Moment, ranks: RankGroup) -> Snapshot:
-        """Return all of it as it stands at a moment between two steps; all ranks call this together."""
+    def snapshot(self, moment: StepState, ranks: RankGroup) -> Snapshot:
+        """Return a snapshot of the run between two steps; all ranks call this together."""
         run = self._run
-        own = take(
+        snapshot = take(
             self.tensors,
             self.optimizer,
             shared=moment.shared(ranks),
             assets=run_assets(run) if run.setting.world.is_first else {},
             random_then=moment.random,
         )
-        return self._with_beside(own)
+        return self._with_companions(snapshot)
 
     def outline(self) -> Outline:
         """Return shape, dtype and trained flag of every tensor, by name."""
@@ -85,12 +85,12 @@ class Contents:
         Args:
             random_then: Stands for the random state; default: as it is now.
         """
-        return self._with_beside(take(self.tensors, self.optimizer, random_then=random_then), random_then)
+        return self._with_companions(take(self.tensors, self.optimizer, random_then=random_then), random_then)
 
-    def _with_beside(self, own: Snapshot, random_then: RandomState | None = None) -> Snapshot:
-        companions = self.beside().items()
+    def _with_companions(self, snapshot: Snapshot, random_then: RandomState | None = None) -> Snapshot:
+        companions = self.companion_states().items()
         return with_companions(
-            own,
+            snapshot,
             {name: take(tensors, optimizer, random_then=random_then) for name, (tensors, optimizer) in companions},
         )
 

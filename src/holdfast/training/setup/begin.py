@@ -65,8 +65,8 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Started:
-    """What every kind of run begins with."""
+class RunSetup:
+    """The parts that every kind of run is built from."""
 
     setting: Setting
     live: Live
@@ -74,7 +74,7 @@ class Started:
     observers: tuple[Observer, ...]
 
 
-def begin(setting: Setting, live: Live) -> Started:
+def begin(setting: Setting, live: Live) -> RunSetup:
     """Check the directory, load observers and open the rows.
 
     Raises:
@@ -89,17 +89,17 @@ def begin(setting: Setting, live: Live) -> Started:
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))
     ranks.on_all_ranks(lambda: check_batch(config, data, setting.world.size))
-    return Started(setting, live, data, observers)
+    return RunSetup(setting, live, data, observers)
 
 
-def begin_evaluation(setting: Setting) -> Started:
+def begin_evaluation(setting: Setting) -> RunSetup:
     """Open the rows; those of training only if a validation split is cut from them.
 
     Raises:
         UserError: As `begin`.
     """
     training = setting.config.data.validation_split > 0
-    return Started(setting, Live(), setting.ranks.first_rank_first(lambda: open_data(setting, training=training)), ())
+    return RunSetup(setting, Live(), setting.ranks.first_rank_first(lambda: open_data(setting, training=training)), ())
 
 
 def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Run:
@@ -109,8 +109,8 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
         UserError: Anything that can be known now; the same error on all ranks.
     """
     setting = Setting.of(config, base, world)
-    started = begin(setting, live or Live())
-    data, evaluation = started.data, _evaluation(config, started)
+    setup = begin(setting, live or Live())
+    data, evaluation = setup.data, _evaluation(config, setup)
     sharded = evaluation.sharded
     images = image_side_of(config, sharded.origin)
     tokenise = setting.ranks.on_all_ranks(
@@ -118,16 +118,16 @@ def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = N
     )
     layout = layout_of(sharded, images)
     stream = setting.ranks.on_all_ranks(lambda: training_stream(setting, data, tokenise, layout))
-    return run_of(started, evaluation, stream)
+    return run_of(setup, evaluation, stream)
 
 
-def run_of(started: Started, evaluation: Evaluation, stream: BatchStream[Any, Any]) -> Run:
+def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any]) -> Run:
     """Give a model what training needs, in its evaluation too; all ranks call this together.
 
     Raises:
         UserError: The schedule needs an end that nobody knows.
     """
-    setting, sharded = started.setting, evaluation.sharded
+    setting, sharded = setup.setting, evaluation.sharded
     config, ranks, origin = setting.config, setting.ranks, sharded.origin
     if _needs_its_end(config):
         stream.count_rows(tokens=origin.image_processor is None)  # opening every image may take hours
@@ -142,8 +142,8 @@ def run_of(started: Started, evaluation: Evaluation, stream: BatchStream[Any, An
         trained=trained,
         evaluation=evaluation,
         stream=stream,
-        source_names=tuple(source.name for source in started.data.training),
-        observers=started.observers,
+        source_names=tuple(source.name for source in setup.data.training),
+        observers=setup.observers,
         identity=ranks.on_all_ranks(lambda: identity(setting, stream, origin, marks)),
     )
 
@@ -177,23 +177,23 @@ def build_evaluation(config: SFTConfig, base: Path, world: World) -> Evaluation:
     return _evaluation(config, begin_evaluation(Setting.of(config, base, world)))
 
 
-def _evaluation(config: SFTConfig, started: Started) -> Evaluation:
-    setting, live, ranks = started.setting, started.live, started.setting.ranks
+def _evaluation(config: SFTConfig, setup: RunSetup) -> Evaluation:
+    setting, live, ranks = setup.setting, setup.live, setup.setting.ranks
     objective = live.objective or ranks.on_all_ranks(lambda: supervised_objective(config.objective, setting))
-    sharded = build_model(setting, live, partial(look_at_rows, config, started))
+    sharded = build_model(setting, live, partial(look_at_rows, config, setup))
     images = image_side_of(config, sharded.origin)
-    sets = evaluation_sets(started, sharded, images)
+    sets = evaluation_sets(setup, sharded, images)
     ranks.on_all_ranks(lambda: refuse_completions_with_images(config, sets, images))
     return Evaluation(sharded=sharded, objective=objective, sets=sets)
 
 
-def look_at_rows(config: TrainingConfig, started: Started, origin: Blueprint) -> None:
+def look_at_rows(config: TrainingConfig, setup: RunSetup, origin: Blueprint) -> None:
     """Make sequences of the first rows of a run that is trained on their answers; all ranks call this together.
 
     Raises:
         UserError: As `check_first_rows`.
     """
-    setting, data, tokenizer = started.setting, started.data, origin.tokenizer
+    setting, data, tokenizer = setup.setting, setup.data, origin.tokenizer
 
     def tokenisers() -> tuple[Tokenise[Example], dict[str, Tokenise[Example]]]:
         images = image_side_of(config, origin)
@@ -206,13 +206,13 @@ def look_at_rows(config: TrainingConfig, started: Started, origin: Blueprint) ->
     check_first_rows(setting, data, *setting.ranks.on_all_ranks(tokenisers), sees=sees)
 
 
-def evaluation_sets(started: Started, sharded: ShardedModel, images: ImageSide | str) -> tuple[EvaluationSet, ...]:
+def evaluation_sets(setup: RunSetup, sharded: ShardedModel, images: ImageSide | str) -> tuple[EvaluationSet, ...]:
     """Return the evaluation sets of a model that is measured on the answers of rows; all ranks call this together.
 
     Raises:
         DataError: A set holds a row that cannot be read; the same on all ranks.
     """
-    setting, data, tokenizer = started.setting, started.data, sharded.origin.tokenizer
+    setting, data, tokenizer = setup.setting, setup.data, sharded.origin.tokenizer
     reading = setting.ranks.on_all_ranks(
         lambda: SetReading(evaluation_tokenisers(setting, tokenizer, data, images), row_filter(setting)),
     )
@@ -247,16 +247,16 @@ def build_model(setting: Setting, live: Live, look: Callable[[Blueprint], None])
 
 
 def _observers(setting: Setting, live: Live) -> tuple[Observer, ...]:
-    named = [Observer(path, load_function(path, setting.base, "observers")) for path in setting.config.observers]
+    configured = [Observer(path, load_function(path, setting.base, "observers")) for path in setting.config.observers]
     live_observers = (
         Observer(f"{getattr(function, '__name__', 'observer')} ({number})", function)
         for number, function in enumerate(live.observers)
     )
-    return (*named, *live_observers)
+    return (*configured, *live_observers)
 
 
 def _needs_its_end(config: TrainingConfig) -> bool:
-    """Whether the number of steps follows from the rows, and something else from that number."""
+    """Whether the number of steps depends on the rows and something else depends on that number."""
     epochs = config.epochs
     if epochs is None or config.dry_run:
         return False

@@ -74,9 +74,9 @@ def _without_images(setting: Setting, data: OpenedData, *, skips: bool) -> Itera
     for name, row in _rows_of_first_pass(setting, data):
         try:
             for image in held_images(row, name):
-                named = image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
-                if isinstance(named, str):
-                    files.path(named, name)
+                path = image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
+                if isinstance(path, str):
+                    files.path(path, name)
         except DataError as error:
             if not skips:
                 raise

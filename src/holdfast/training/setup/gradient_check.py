@@ -54,7 +54,7 @@ class GradientLimits:
     """The same, where one gradient is a multiple of the other."""
     across: float
     """For which the part of the difference along theirs must be as many times as large as the part across."""
-    part: float
+    relative_change: float
     """How much a number is moved to measure rounding, as a part of it."""
     floor: float
     """A part of the norm of the whole gradient: below it, only multiples are judged. Where softmax is sure of one key,
@@ -117,21 +117,21 @@ class GradientPair:
         """Whether all numbers of both gradients are."""
         return math.isfinite(self.difference)
 
-    def within(self, limits: GradientLimits, whole: float) -> bool:
-        """Whether they agree without a thought of rounding; numbers that are not finite never do."""
+    def within(self, limits: GradientLimits, total: float) -> bool:
+        """Whether the gradients agree before rounding is considered; gradients that are not finite never do."""
         longest = max(self.ours, self.theirs)
         if not self.finite:
             return False
-        if longest <= limits.nothing * whole:
+        if longest <= limits.nothing * total:
             return True
         if self.multiple(limits):
             return False
-        if longest <= limits.floor * whole:
+        if longest <= limits.floor * total:
             return True
         return self.angle <= limits.angle and abs(self.ratio - 1) <= limits.length
 
     def multiple(self, limits: GradientLimits) -> bool:
-        """Whether ours is theirs times a factor beyond the limits, and differs in little else."""
+        """Whether our gradient is a multiple of theirs beyond the limits and otherwise differs little."""
         if self.elements < _MANY or not self.theirs:
             return False
         along = (self.ours**2 - self.theirs**2 - self.difference**2) / (2 * self.theirs)
@@ -175,22 +175,24 @@ def check_gradients(sides: Sides, plan: ShardPlan, *, dropout: bool) -> Gradient
     """
     policy = sides.policy
     first, _, second = documents(policy, sides.images)
-    trained, other = (second, first) if sides.images is None else (first, second)
+    trained, untrained = (second, first) if sides.images is None else (first, second)
     names = [name for name, value in sharded_parameters(policy).items() if value.requires_grad]
     if not names:
         return Gradients(0, 0.0, "")
-    with _leaving_nothing(policy, sides.device):
-        _form_ours(sides, plan, [replace(other, loss_mask=np.zeros_like(other.loss_mask)), trained], dropout=dropout)
+    with _restoring_gradients(policy, sides.device):
+        _form_ours(
+            sides, plan, [replace(untrained, loss_mask=np.zeros_like(untrained.loss_mask)), trained], dropout=dropout
+        )
         ours = _take_gradients(policy, names)
         _form_theirs(sides, trained)
         theirs = _take_gradients(policy, names)
-        pairs = _compared(sides, ours, theirs)
+        pairs = _gradient_pairs(sides, ours, theirs)
         limits = _limits_of(sides)
-        whole = math.hypot(*(max(pair.ours, pair.theirs) for pair in pairs.values()))
-        beyond = [name for name, pair in pairs.items() if not pair.within(limits, whole)]
+        total = math.hypot(*(max(pair.ours, pair.theirs) for pair in pairs.values()))
+        beyond = [name for name, pair in pairs.items() if not pair.within(limits, total)]
         ours.clear()  # what is measured next needs the memory
         theirs = {name: theirs[name] for name in beyond}
-        rounding = _rounding(sides, trained, theirs, limits.part) if beyond else {}
+        rounding = _rounding(sides, trained, theirs, limits.relative_change) if beyond else {}
     _raise_if_wrong(sides, pairs, [name for name in beyond if not pairs[name].explained_by(rounding[name], limits)])
     worst = max((name for name in names if name not in beyond), key=lambda name: pairs[name].apart, default="")
     return Gradients(len(names), pairs[worst].apart if worst else 0.0, worst)
@@ -229,19 +231,21 @@ def _take_gradients(policy: PolicyModel, names: Collection[str]) -> dict[str, Te
     return gradients
 
 
-def _rounding(sides: Sides, example: Example, theirs: dict[str, Tensor | None], part: float) -> dict[str, float]:
+def _rounding(
+    sides: Sides, example: Example, theirs: dict[str, Tensor | None], relative_change: float
+) -> dict[str, float]:
     """Return how far rounding moves transformers' gradients of some parameters: the largest of several passes."""
     largest = dict.fromkeys(theirs, 0.0)
     for seed in range(_PASSES):
         torch.manual_seed(seed)
-        with rounded_otherwise(sides.policy.language_model, part):
+        with rounded_otherwise(sides.policy.language_model, relative_change):
             _form_theirs(sides, example)
-        for name, pair in _compared(sides, _take_gradients(sides.policy, theirs), theirs).items():
+        for name, pair in _gradient_pairs(sides, _take_gradients(sides.policy, theirs), theirs).items():
             largest[name] = max(largest[name], pair.difference)
     return largest
 
 
-def _compared(
+def _gradient_pairs(
     sides: Sides, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]
 ) -> dict[str, GradientPair]:
     """Return norms over all ranks, by parameter."""
@@ -267,9 +271,17 @@ def _squares(ours: Tensor | None, theirs: Tensor | None) -> Tensor:
     pieces = [torch.split((zero if side is None else side).flatten(), _PIECE) for side in (ours, theirs)]
     sums = []
     for a, b in zip(*pieces, strict=True):
-        one, other = a.to(wide), b.to(wide)
-        difference = one - other
-        sums.append(torch.stack([torch.dot(one, one), torch.dot(other, other), torch.dot(difference, difference)]))
+        ours_chunk, theirs_chunk = a.to(wide), b.to(wide)
+        difference = ours_chunk - theirs_chunk
+        sums.append(
+            torch.stack(
+                [
+                    torch.dot(ours_chunk, ours_chunk),
+                    torch.dot(theirs_chunk, theirs_chunk),
+                    torch.dot(difference, difference),
+                ]
+            )
+        )
     return torch.stack(sums).sum(0, dtype=torch.float64)
 
 
@@ -299,7 +311,7 @@ def _raise_if_wrong(sides: Sides, pairs: dict[str, GradientPair], wrong: list[st
 
 
 @contextmanager
-def _leaving_nothing(policy: PolicyModel, device: torch.device) -> Iterator[None]:
+def _restoring_gradients(policy: PolicyModel, device: torch.device) -> Iterator[None]:
     """Put back what a backward pass leaves behind: gradients, draws, and whether modules are in training."""
     router_loss, policy.router_loss = policy.router_loss, None  # it is ours alone
     devices = [device] if device.type == "cuda" else []

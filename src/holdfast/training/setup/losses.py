@@ -43,7 +43,7 @@ def supervised_objective(section: SupervisedObjective, setting: ConfiguredRun) -
         case DFTConfig():
             return DynamicFineTuning()
         case _:
-            return _users_objective(section, setting)
+            return _user_objective(section, setting)
 
 
 def policy_objective(config: GRPOConfig, setting: ConfiguredRun) -> Objective:
@@ -53,11 +53,11 @@ def policy_objective(config: GRPOConfig, setting: ConfiguredRun) -> Objective:
         ConfigError: As `supervised_objective`.
     """
     if isinstance(config.objective, UserObjectiveConfig):
-        return _users_objective(config.objective, setting)
-    made = build_policy_objective(
+        return _user_objective(config.objective, setting)
+    objective = build_policy_objective(
         config.objective, config.kl, config.entropy, config.correction, config.off_policy_mask
     )
-    return made if config.critic is None else replace(made, shapes_advantages=False)
+    return objective if config.critic is None else replace(objective, shapes_advantages=False)
 
 
 def preference_objective(section: PreferenceConfig, setting: ConfiguredRun) -> Objective:
@@ -84,31 +84,31 @@ def preference_objective(section: PreferenceConfig, setting: ConfiguredRun) -> O
 def _pair_loss(section: PreferenceLoss, setting: ConfiguredRun) -> PairLoss:
     match section:
         case UserLossConfig():
-            made = _made_by_user(
+            loss = _made_by_user(
                 load_function(section.path, setting.base, "preference.loss.path"), section, "preference.loss"
             )
-            missing = [name for name in ("losses", "rewards") if not callable(getattr(made, name, None))]
+            missing = [name for name in ("losses", "rewards") if not callable(getattr(loss, name, None))]
             if missing:
                 raise ConfigError(
                     f"preference.loss.path {section.path} must return an object with losses and rewards "
                     f"(holdfast.objectives.pairs.PairLoss); {', '.join(missing)} is missing."
                 )
-            return made  # type: ignore[no-any-return]  # checked above
+            return loss  # type: ignore[no-any-return]  # checked above
         case KTOLossConfig():
             raise AssertionError("the section refuses kto beside losses of pairs")
         case _:
             return pair_loss_of(section)
 
 
-def _users_objective(section: UserObjectiveConfig, setting: ConfiguredRun) -> Objective:
-    made = _made_by_user(load_function(section.path, setting.base, "objective.path"), section, "objective")
-    missing = [name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(made, name)]
+def _user_objective(section: UserObjectiveConfig, setting: ConfiguredRun) -> Objective:
+    objective = _made_by_user(load_function(section.path, setting.base, "objective.path"), section, "objective")
+    missing = [name for name in ("separable", "needs_entropy", "token_terms", "sums") if not hasattr(objective, name)]
     if missing:
         raise ConfigError(
             f"objective.path {section.path} must return an object with separable, needs_entropy, token_terms "
             f"and sums (holdfast.objectives.base.Objective); {', '.join(missing)} is missing."
         )
-    return made  # type: ignore[no-any-return]  # checked above
+    return objective  # type: ignore[no-any-return]  # checked above
 
 
 def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig | UserLossConfig, key: str) -> Any:

@@ -36,7 +36,7 @@ from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.setup.model import Blueprint, set_storage, storage_of
 from holdfast.parallel.apply import apply_plan
 from holdfast.parallel.mesh import World, build_mesh
-from holdfast.parallel.plan import Ends, ParameterInfo, ShardPlan, plan_shards
+from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise, place_empty
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
@@ -101,8 +101,8 @@ def policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterL
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
     spec = replace(spec, compiled=config.parallel.compile != "off")
-    made = _model_class(config)
-    return made(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
+    model_class = _model_class(config)
+    return model_class(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
 
 
 def _model_class(config: TrainingConfig) -> type[PolicyModel]:
@@ -160,7 +160,7 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
     ]
     model: Any = policy.language_model
     # A list of modules has no forward pass of its own, around which FSDP2 could gather it.
-    runs = [(name, part) for name, part in model.named_modules() if type(part).forward is not nn.Module.forward]
+    runs = [(name, module) for name, module in model.named_modules() if type(module).forward is not nn.Module.forward]
     blocks = blocks_of(policy.language_model)
     if not blocks and not config.parallel.units:
         raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
@@ -172,18 +172,18 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
         shard=shard,
         device=device,
         towers=towers_of(model),
-        ends=_ends(policy, {id(part): canonical_name(name) for name, part in runs}),
+        ends=_ends(policy, {id(module): canonical_name(name) for name, module in runs}),
     )
 
 
-def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> Ends:
+def _ends(policy: PolicyModel, paths: Mapping[int, str]) -> ModelEnds:
     """Return what of a model's ends is read at one place alone; `paths` are those of modules, by identity."""
     model: Any = policy.language_model
     embedding, scores = model.get_input_embeddings(), getattr(model, "score", None)
     # Models that see read the table besides: its dtype, the row of a token for images, on ranks that have some.
     looked_up = isinstance(embedding, nn.Embedding) and not towers_of(model) and _has_only(embedding, {"weight"})
     head = policy.readable_head()
-    return Ends(
+    return ModelEnds(
         embedding=paths.get(id(embedding)) if looked_up else None,
         head=None if head is None or not _has_only(head, {"weight", "bias"}) else paths.get(id(head)),
         read_by_root=None if scores is None else paths.get(id(scores)),
@@ -299,27 +299,27 @@ def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
         gradients = ranks.on_all_ranks(lambda: check_gradients(sides, plan, dropout=config.model.dropout))
     compared = "scores" if config.scores else "log-probabilities"
     difference = result.difference * result.spread
-    parts = [_forward_words(result, forward - start), _gradient_words(gradients, perf_counter() - forward)]
+    summaries = [_forward_summary(result, forward - start), _gradient_summary(gradients, perf_counter() - forward)]
     return [
         note,
         f"forward check: {compared} agree with transformers to {difference:.1e}",
-        f"checked against transformers: {'; '.join(part for part in parts if part)}",
+        f"checked against transformers: {'; '.join(summary for summary in summaries if summary)}",
     ]
 
 
-def _forward_words(result: CheckResult, seconds: float) -> str:
-    words = "forward passes"
+def _forward_summary(result: CheckResult, seconds: float) -> str:
+    sentence = "forward passes"
     if not result.head_seen:
-        words += " (not the rule of the head apart from them, which this model does not show)"
+        sentence += " (not the rule of the head apart from them, which this model does not show)"
     if result.lengths.seen:
-        words += f", lengths up to and beyond {', '.join(map(str, result.lengths.seen))}"
+        sentence += f", lengths up to and beyond {', '.join(map(str, result.lengths.seen))}"
     if result.lengths.too_long:
-        words += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
-    return f"{words} {seconds:.1f} s"
+        sentence += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
+    return f"{sentence} {seconds:.1f} s"
 
 
-def _gradient_words(gradients: Gradients | None, seconds: float) -> str:
+def _gradient_summary(gradients: Gradients | None, seconds: float) -> str:
     if gradients is None:
         return ""
-    words = f"gradients of {gradients.parameters} parameters {seconds:.1f} s"
-    return f"{words} (of {gradients.name} off by {gradients.worst:.0e} of its length or angle, none by more)"
+    sentence = f"gradients of {gradients.parameters} parameters {seconds:.1f} s"
+    return f"{sentence} (of {gradients.name} off by {gradients.worst:.0e} of its length or angle, none by more)"

@@ -115,7 +115,7 @@ def _muon(
             "names. Use optim.kind: adamw."
         )
     groups = []
-    for algorithm, plan in _parts(config, plans, muon_names):
+    for algorithm, plan in _algorithm_plans(config, plans, muon_names):
         groups += [group | {"algorithm": algorithm} for group in param_groups([plan], parameters)]
     return Muon(
         groups,
@@ -131,15 +131,19 @@ def _muon(
     )
 
 
-def _parts(config: MuonConfig, plans: Sequence[GroupPlan], muon_names: Collection[str]) -> list[tuple[str, GroupPlan]]:
+def _algorithm_plans(
+    config: MuonConfig, plans: Sequence[GroupPlan], muon_names: Collection[str]
+) -> list[tuple[str, GroupPlan]]:
     """Return what each algorithm has of every group; groups without a rate of their own have AdamW's there."""
-    parts = [(MUON, replace(plan, names=tuple(name for name in plan.names if name in muon_names))) for plan in plans]
+    algorithm_plans = [
+        (MUON, replace(plan, names=tuple(name for name in plan.names if name in muon_names))) for plan in plans
+    ]
     for plan in plans:
-        rest = replace(plan, names=tuple(name for name in plan.names if name not in muon_names))
+        adamw_plan = replace(plan, names=tuple(name for name in plan.names if name not in muon_names))
         if plan.stem == REST and config.adamw_lr is not None:
-            rest = replace(rest, stem=ADAMW, lr=config.adamw_lr)
-        parts.append((ADAMW, rest))
-    return [(algorithm, plan) for algorithm, plan in parts if plan.names]
+            adamw_plan = replace(adamw_plan, stem=ADAMW, lr=config.adamw_lr)
+        algorithm_plans.append((ADAMW, adamw_plan))
+    return [(algorithm, plan) for algorithm, plan in algorithm_plans if plan.names]
 
 
 def _matched(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
@@ -206,19 +210,19 @@ def stacks_of(policy: PolicyModel) -> dict[str, Stack]:
 
 
 def _class_at(path: str, setting: ConfiguredRun) -> Any:
-    place, _, name = path.rpartition(":")
-    if place.endswith(".py"):
+    module_path, _, name = path.rpartition(":")
+    if module_path.endswith(".py"):
         return load_function(path, setting.base, "optim.path")
     try:
-        module = importlib.import_module(place)
+        module = importlib.import_module(module_path)
     except Exception as error:  # the module's own code may raise anything
         raise ConfigError(
-            f"optim.path: {place} cannot be imported: {error_words(error)}. Install its package, or name a "
+            f"optim.path: {module_path} cannot be imported: {error_words(error)}. Install its package, or name a "
             "file beside the YAML, as in my_file.py:MyOptimizer."
         ) from error
     if not hasattr(module, name):
         classes = [
             key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Optimizer)
         ]
-        raise ConfigError(f"optim.path: {place} has no {name}. It has {', '.join(classes) or 'no optimizer'}.")
+        raise ConfigError(f"optim.path: {module_path} has no {name}. It has {', '.join(classes) or 'no optimizer'}.")
     return getattr(module, name)

@@ -72,10 +72,10 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
     config, base = setting.config, setting.base
     keyed = config.data.sources_by_key() if training else {}
     sections = list(keyed.values())
-    made = task_rows(config)
+    task_kind = task_rows(config)
     if rows is None:
         keep_bad = config.data.on_bad_row == "skip"
-        sources = [open_source(section, base, made, keep_bad=keep_bad, key=key) for key, section in keyed.items()]
+        sources = [open_source(section, base, task_kind, keep_bad=keep_bad, key=key) for key, section in keyed.items()]
     else:
         sources = [from_rows(rows, "rows", config.data.columns, config.data.max_samples)]
     formats: dict[str, RowFormat] = {
@@ -83,7 +83,7 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
     }
     _refuse_same_names([source.name for source in sources])
     evaluation = {
-        name: open_source(section, base, made, key=f"evaluation.sets.{name}")
+        name: open_source(section, base, task_kind, key=f"evaluation.sets.{name}")
         for name, section in config.evaluation.sets.items()
     }
     evaluation_formats = {name: section.rows for name, section in config.evaluation.sets.items()}
@@ -97,7 +97,7 @@ def open_data(setting: ConfiguredRun, rows: Any = None, *, training: bool = True
 
 
 def task_rows(config: TrainingConfig) -> TaskRows:
-    """Return what rows of a generated task are in this run."""
+    """Return which kind of rows a generated task gives to this run: answers, pairs or labels."""
     if not isinstance(config, DPOConfig):
         return "answers"
     return "pairs" if config.preference.takes_pairs else "labels"
@@ -222,13 +222,15 @@ class _SkippedRows:
     reasons: set[str] = field(default_factory=set)
 
     def add(self, reason: str) -> None:
-        """Tell one row."""
+        """Report one skipped row."""
         if reason in self.reasons or len(self.reasons) > _NAMED:
             return
         self.reasons.add(reason)
         more = len(self.reasons) > _NAMED
-        words = "further bad rows are skipped; data/bad_rows counts them" if more else f"a bad row is skipped: {reason}"
-        self.log.messages.append(f"warning: {words}")
+        sentence = (
+            "further bad rows are skipped; data/bad_rows counts them" if more else f"a bad row is skipped: {reason}"
+        )
+        self.log.messages.append(f"warning: {sentence}")
 
 
 def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
@@ -332,8 +334,9 @@ def one_pass(
     """Return a stream over the first rows, or all; small numbers of them are welcome."""
     batch = max(config.data.batch_size, ranks.size)
     size = batch if limit is None else max(min(limit, batch), 1)
+    packing = "best_fit" if config.data.packing == "wrapped" else config.data.packing
     section = config.data.model_copy(
-        update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": _whole(config)}
+        update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": packing}
     )
     return SampleStream(rows, section, ranks, layout, StreamLimits(passes=1, draws=limit))
 
@@ -341,10 +344,6 @@ def one_pass(
 def in_order(source: Source) -> DrawOrder:
     """Return the order of a source's own."""
     return DrawOrder([source.size], shuffle=False)
-
-
-def _whole(config: TrainingConfig) -> str:
-    return "best_fit" if config.data.packing == "wrapped" else config.data.packing
 
 
 def first_sequences(

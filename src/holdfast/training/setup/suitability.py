@@ -44,7 +44,7 @@ _SPREAD = 0.05
 
 
 def check_suitability(
-    config: TrainingConfig, base: Path, world: World, *, asked: bool, say: Callable[[str], None]
+    config: TrainingConfig, base: Path, world: World, *, has_config: bool, say: Callable[[str], None]
 ) -> bool:
     """Look at a run's model, and say whether nothing is refused. What cannot be looked at is named and not refused.
 
@@ -52,7 +52,7 @@ def check_suitability(
         config: The run's.
         base: The directory of its file.
         world: This process alone.
-        asked: Whether somebody wrote the configuration, so that its own keys are to hold too.
+        has_config: Whether somebody wrote the configuration, so that its own keys are to hold too.
         say: Takes each line as soon as it is true.
 
     Raises:
@@ -65,9 +65,9 @@ def check_suitability(
     try:
         with refusals(f"transformers cannot build a {raw_config.model_type} model from its configuration"):
             model = on_meta(make, raw_config)
-        for line in _described(setting, model, asked=asked):
+        for line in _shape_lines(setting, model, has_config=has_config):
             say(line)
-        for line in _checked(setting, model):
+        for line in _check_lines(setting, model):
             say(line)
     except CannotShrink as error:
         say(f"not looked at: {error}; a run checks the model itself before step 1")
@@ -80,12 +80,12 @@ def check_suitability(
     return True
 
 
-def _described(setting: Setting, model: Any, *, asked: bool) -> Iterator[str]:
+def _shape_lines(setting: Setting, model: Any, *, has_config: bool) -> Iterator[str]:
     """Yield what the shapes and fields of a whole model on the meta device say; adapters are laid into it."""
     yield f"model: {type(model).__name__} ({family_of(model).name}), {_size(model):,} parameters"
     yield from _on_lengths(model.config)
     yield f"lora: {_layers_to_adapt(model, setting.config.model.lora or LoRAConfig())}"
-    if asked:
+    if has_config:
         origin = _on_meta_alone(setting, model)
         note = check_positions(setting.config, origin)
         if note:
@@ -127,10 +127,10 @@ def _size(model: nn.Module) -> int:
     return sum(value.numel() for name, value in model.named_parameters() if ".lora_" not in name)
 
 
-def _checked(setting: Setting, model: Any) -> Iterator[str]:
+def _check_lines(setting: Setting, model: Any) -> Iterator[str]:
     """Yield what the check before step 1 finds, of the model itself or of a small one like it."""
-    config, origin, what = _to_check(setting, model)
-    yield f"looked at: {what}"
+    config, origin, subject = _model_to_check(setting, model)
+    yield f"looked at: {subject}"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         policy = build_policy(replace(setting, config=config), origin).model
@@ -146,14 +146,14 @@ def _checked(setting: Setting, model: Any) -> Iterator[str]:
     yield from (line for line in printed.getvalue().splitlines() if line.startswith(("forward check", "checked")))
 
 
-def _to_check(setting: Setting, whole: Any) -> tuple[TrainingConfig, Blueprint, str]:
-    """Return what is built: the model itself if it is small and has its weights, else one like it."""
+def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, Blueprint, str]:
+    """Return the model to build: the model itself if it is small and has weights, else a small one like it."""
     config, base = setting.config, setting.base
-    model, scorer, raw_config = config.model, config.scores, whole.config
+    model, scorer, raw_config = config.model, config.scores, full_model.config
     make = maker(raw_config, model.trust_remote_code, scorer)
     directory = None if model.path is None else _with_weights(Path(model.path).expanduser(), setting)
     parallel = config.parallel.model_copy(update={"compute_dtype": "float32"})
-    if _size(whole) <= _SMALL and (directory is not None or model.path is None):
+    if _size(full_model) <= _SMALL and (directory is not None or model.path is None):
         section = model.model_copy(update={"dtype": "float32", "frozen_dtype": "same"})
         config = config.model_copy(update={"model": section, "parallel": parallel})
         return config, blueprint(section, base, seed=config.seed, scorer=scorer), "the model itself, in float32"
@@ -175,13 +175,13 @@ def _to_check(setting: Setting, whole: Any) -> tuple[TrainingConfig, Blueprint, 
     section = model.model_copy(update=whole_section)
     config = config.model_copy(update={"model": section, "parallel": parallel})
     origin = blueprint(section, base, seed=config.seed, live=live, tokenizer=character_tokenizer(), scorer=scorer)
-    layers = f"{layers_in(live)} of {layers_in(whole)} layers"
+    layers = f"{layers_in(live)} of {layers_in(full_model)} layers"
     return config, origin, f"a small model of the same architecture, {layers}, {count:,} random parameters in float32"
 
 
 def _with_weights(name: Path, setting: Setting) -> Path | None:
     """Return the directory, if there is one with weights."""
-    return next((each for each in (name, setting.base / name) if any(each.glob("*.safetensors"))), None)
+    return next((path for path in (name, setting.base / name) if any(path.glob("*.safetensors"))), None)
 
 
 def _drawn(make: Any, config: Any) -> Any:

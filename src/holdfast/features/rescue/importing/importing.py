@@ -45,7 +45,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training import directory
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState
-from holdfast.training.saving.leases import Places
+from holdfast.training.saving.leases import RunLeases
 from holdfast.training.saving.resume import IMPORTED
 from holdfast.training.saving.run_snapshot import run_assets
 
@@ -359,7 +359,7 @@ def _write_run(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, step
         IMPORTED: {**source, "lost": lost},
     }
     storage = open_storage(directory.checkpoint_place(setting.directory, config))
-    leases = Places(setting.directory, storage, lambda _: None)
+    leases = RunLeases(setting.directory, storage, lambda _: None)
     with ExitStack() as stack:
         leases.take(stack)
         try:

@@ -27,7 +27,7 @@ from holdfast.training.fingerprints import (
     is_fingerprinted,
 )
 from holdfast.training.run import Evaluation, Run, Setting, Trained
-from holdfast.training.setup.begin import Live, Started, begin
+from holdfast.training.setup.begin import Live, RunSetup, begin
 from holdfast.training.setup.losses import supervised_objective
 from holdfast.training.setup.model import make_plan, unplaced_policy
 from holdfast.training.setup.optimizers import optimizer_of
@@ -118,7 +118,7 @@ def without_memory(model: nn.Module) -> None:
             module.register_parameter(name, replacements[id(parameter)])
 
 
-def _rows(setting: Setting, started: Started) -> BatchlessStream:
+def _rows(setting: Setting, started: RunSetup) -> BatchlessStream:
     def tokenise(*_: Any) -> Any:
         raise NotImplementedError
 
