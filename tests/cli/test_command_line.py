@@ -27,7 +27,7 @@ def test_help_imports_the_list_of_commands_and_typer_alone(tmp_path: Path) -> No
 
     done, imports = run_and_list_imports([HOLDFAST, "--help"], cwd=tmp_path)
 
-    ours = {f"holdfast.cli.{name}" for name in ("edge", "main", "groups")}
+    ours = {f"holdfast.cli.{name}" for name in ("edge", "entry", "groups", "main")}
     others = {"holdfast"} | {f"holdfast.{name}" for name in ("cli", "errors", "interrupts", "registry", "text")}
     others |= {"holdfast.text.escaping"}
     assert {name for name in imports if name.partition(".")[0] == "holdfast"} == ours | others
