@@ -75,7 +75,7 @@ def test_every_pair_is_whole_in_one_micro_batch(layout: Layout, sizes: Sizes, ra
 
 
 def test_whole_draws_are_units_even_if_they_share_nothing() -> None:
-    units = plan_units([5, 6, 4, 4], [0, 0, 2, 2], [1, 1, 2, 2], 12, whole=True)
+    units = plan_units([5, 6, 4, 4], [0, 0, 2, 2], [1, 1, 2, 2], 12, whole_draws=True)
 
     assert [(unit.members, unit.head, unit.tokens) for unit in units] == [((0, 1), 0, 11), ((2, 3), 2, 6)]
 

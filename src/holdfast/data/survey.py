@@ -186,9 +186,9 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str
         room_for: Tokens that are written after a prompt.
         limit: The key that bounds them.
     """
-    what = "prompts" if prompts else "sequences"
+    noun = "prompts" if prompts else "sequences"
     trained = "" if prompts else f", {survey.trained_tokens:,} of them trained"
-    yield f"{survey.source}: {_rows(survey.rows)}, {survey.sequences:,} {what} of {survey.tokens:,} tokens{trained}"
+    yield f"{survey.source}: {_rows(survey.rows)}, {survey.sequences:,} {noun} of {survey.tokens:,} tokens{trained}"
     if survey.filtered:
         yield f"  {_rows(survey.filtered)} left out by data.filter"
     bars = survey.histogram()
@@ -197,8 +197,8 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str
         yield from (f"  {bar}" for bar in _bars(bars))
     read = survey.rows - survey.filtered
     for name, number in survey.counts.items():
-        words = _SAYS.get(name, name).format(limit=survey.max_length)
-        yield f"  {number:,} ({survey.rows_with[name] / read:.1%} of rows): {words}"
+        description = _SAYS.get(name, name).format(limit=survey.max_length)
+        yield f"  {number:,} ({survey.rows_with[name] / read:.1%} of rows): {description}"
     if survey.cut:
         most, every = survey.length_for(0.99) + room_for, survey.length_for(1.0) + room_for
         yield f"  {limit}: {most} fits 99 % of them, {every} all"

@@ -80,8 +80,8 @@ def of_sequences(name: str, tokens: Tokens) -> Tensor:
 
 def at_first_tokens(values: Tensor, tokens: Tokens, step: int = 1) -> Tensor:
     """Return [N] terms that are 0 but for the first token of every step-th sequence, which has its value."""
-    places = first_tokens(tokens)[::step]
-    return values.new_zeros(tokens.weights.numel()).index_add(0, places, values)
+    positions = first_tokens(tokens)[::step]
+    return values.new_zeros(tokens.weights.numel()).index_add(0, positions, values)
 
 
 ODDS_MARGIN = 1e-12

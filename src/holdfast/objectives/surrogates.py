@@ -122,8 +122,8 @@ class DPPO:
             moved = (p - q).abs()
         else:
             # Where a probability is 1 in floating point, nothing but its own digits is left of the other outcome.
-            others = [(-torch.expm1(value)).clamp(min=torch.finfo(value.dtype).eps) for value in (old, new)]
-            moved = q * (old - new) + others[0] * (others[0].log() - others[1].log())
+            complements = [(-torch.expm1(value)).clamp(min=torch.finfo(value.dtype).eps) for value in (old, new)]
+            moved = q * (old - new) + complements[0] * (complements[0].log() - complements[1].log())
         return (moved > self.low) & (p < q) & (actions.advantages <= 0), (moved > self.high) & (p > q) & (
             actions.advantages > 0
         )
@@ -251,8 +251,8 @@ def _chosen(actions: Actions) -> Tensor:
 
 
 def _share_chosen(actions: Actions) -> dict[str, Tensor]:
-    chosen = _chosen(actions)
-    return {"covariance/chosen_mean": ratio(chosen.sum(), float(chosen.numel()))}
+    selected = _chosen(actions)
+    return {"covariance/chosen_mean": ratio(selected.sum(), float(selected.numel()))}
 
 
 @dataclass(frozen=True)
@@ -295,5 +295,5 @@ class GSPOToken(GSPO):
         """Return [N] terms."""
         of_sequence = sequence_mean(actions.log_ratio.detach(), actions.tokens)
         # A sum, and bounded as one: a factor of its own would bring the gradient of a bounded ratio back.
-        own = actions.logprobs - actions.logprobs.detach()
-        return clipped(bounded_exp(of_sequence + own), actions.advantages, self.low, self.high)
+        zero_with_gradient = actions.logprobs - actions.logprobs.detach()
+        return clipped(bounded_exp(of_sequence + zero_with_gradient), actions.advantages, self.low, self.high)

@@ -161,8 +161,8 @@ class CandidateReader(Generic[S]):
                     if counts:
                         candidates.counted.append((draw, counts))
                     candidates.sequences.extend(
-                        Known(draw, part, tokens, trained, owner, head, has_inputs)
-                        for part, (tokens, trained, has_inputs) in enumerate(lengths)
+                        Known(draw, index, tokens, trained, owner, head, has_inputs)
+                        for index, (tokens, trained, has_inputs) in enumerate(lengths)
                     )
         return last
 
@@ -225,7 +225,7 @@ class CandidateReader(Generic[S]):
                 return _Fact([], {BAD_ROWS: 1}, bad=str(error))
         except (EndOfStream, UserError) as outcome:
             return outcome
-        candidates.own_sequences |= {(draw, part): example for part, example in enumerate(sequences.examples)}
+        candidates.own_sequences |= {(draw, index): example for index, example in enumerate(sequences.examples)}
         lengths = [
             (example.tokens.size, example.trained_tokens, bool(example.model_inputs)) for example in sequences.examples
         ]
@@ -319,29 +319,33 @@ def cut_windows(
     candidates: Candidates[Example], ranks: Ranks, *, offset: int, goal: int, window: int
 ) -> tuple[Candidates[Example], Rest | None]:
     """Replace documents by the pieces of their windows; arguments as in `pieces_of`."""
-    pieces, rest = pieces_of(candidates.sequences, offset=offset, goal=goal, window=window)
-    own: dict[tuple[int, int], Example] = {}
+    pieces, next_token = pieces_of(candidates.sequences, offset=offset, goal=goal, window=window)
+    local_examples: dict[tuple[int, int], Example] = {}
     for number, piece in enumerate(pieces):
         if piece.document.owner == ranks.rank:
-            own[(piece.document.draw, number)] = piece.of(
+            local_examples[(piece.document.draw, number)] = piece.of(
                 candidates.own_sequences[(piece.document.draw, piece.document.part)]
             )
     trained: dict[tuple[int, int], int] = {}
-    for theirs in ranks.gather({key: example.trained_tokens for key, example in own.items()}):
+    for theirs in ranks.gather({key: example.trained_tokens for key, example in local_examples.items()}):
         trained |= theirs
     sequences = [
         Known(piece.document.draw, number, piece.end - piece.start, trained[(piece.document.draw, number)],
               piece.document.owner)
         for number, piece in enumerate(pieces)
     ]  # fmt: skip
-    return replace(candidates, own_sequences=own, sequences=sequences, counted=_begun(candidates, offset, rest)), rest
+    return replace(
+        candidates, own_sequences=local_examples, sequences=sequences, counted=_begun(candidates, offset, next_token)
+    ), next_token
 
 
-def _begun(candidates: Candidates[Example], offset: int, rest: Rest | None) -> list[tuple[int, Mapping[str, int]]]:
+def _begun(
+    candidates: Candidates[Example], offset: int, next_token: Rest | None
+) -> list[tuple[int, Mapping[str, int]]]:
     """Return what was counted on rows whose first token is used here: rows read ahead or cut are counted once."""
     first = candidates.sequences[0].draw if candidates.sequences and offset > 0 else -1
     return [
         (draw, counts)
         for draw, counts in candidates.counted
-        if draw != first and (rest is None or (draw, 0) < (rest.draw, rest.offset))
+        if draw != first and (next_token is None or (draw, 0) < (next_token.draw, next_token.offset))
     ]

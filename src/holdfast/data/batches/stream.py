@@ -252,33 +252,33 @@ class BatchStream(ABC, Generic[S, T]):
 
     def _pass_end(self) -> int | None:
         """Return the draw at which the current pass ends; the last one may end early."""
-        draws, left = self._pass_draws(), self._left()
+        draws, remaining = self._pass_draws(), self._left()
         if draws is None:
             return None
-        if left < 1 and self._pass_batches() is None:
-            draws = min(draws, math.ceil(round(left * draws, 6)))
+        if remaining < 1 and self._pass_batches() is None:
+            draws = min(draws, math.ceil(round(remaining * draws, 6)))
         return self.cursor.epoch_first_draw + draws
 
     def _pass_batches(self) -> int | None:
         """Return how many batches the current pass has at most; the last pass may have a part of them."""
-        left, whole = self._left(), self.steps_per_epoch()
-        if left >= 1 or whole is None or self._limits.by_rows:
+        remaining, pass_steps = self._left(), self.steps_per_epoch()
+        if remaining >= 1 or pass_steps is None or self._limits.by_rows:
             return self._limits.batches
-        return math.ceil(round(left * whole, 6))  # 0.3 * 10 is a little more than 3 in floating point
+        return math.ceil(round(remaining * pass_steps, 6))  # 0.3 * 10 is a little more than 3 in floating point
 
     def _is_done(self) -> bool:
-        end, left, most = self._pass_end(), self._left(), self._pass_batches()
-        if left >= 1:
+        end, remaining, most = self._pass_end(), self._left(), self._pass_batches()
+        if remaining >= 1:
             return False
         served = most is not None and self.cursor.batches_in_epoch >= most
-        return left <= 0 or served or (end is not None and self.cursor.draw >= end)
+        return remaining <= 0 or served or (end is not None and self.cursor.draw >= end)
 
     def _after_pass(self, cursor: Cursor) -> Cursor:
         """Return the cursor at the start of the next pass; after a part of a pass, nothing follows."""
         if self._left() < 1:
             return cursor
-        whole = self._order.epoch_draws
-        first = cursor.draw if whole is None else max(cursor.draw, cursor.epoch_first_draw + whole)
+        epoch_draws = self._order.epoch_draws
+        first = cursor.draw if epoch_draws is None else max(cursor.draw, cursor.epoch_first_draw + epoch_draws)
         if self._limits.repeat:
             return Cursor(cursor.epoch_first_draw, cursor.epoch + 1, cursor.epoch_first_draw, 0, 0, 0)
         # A window may have cut the row that the next pass begins with.
@@ -298,24 +298,24 @@ class BatchStream(ABC, Generic[S, T]):
             self._seen = (self._seen[0] + draw - before, self._seen[1] + candidates.tokens - tokens)
             filled = candidates.tokens - cursor.offset if wrapped else candidates.rows
             end = self._pass_end()  # known as soon as a stream's end is
-        rest, left = Rest(draw, 0), None
+        next_token, unused = Rest(draw, 0), None
         if self._cut is not None:
-            candidates, left = self._cut(candidates, cursor.offset, goal)
-            rest = left or rest
+            candidates, unused = self._cut(candidates, cursor.offset, goal)
+            next_token = unused or next_token
         self._counts.update(candidates.counts)
         after = replace(
             cursor,
-            draw=rest.draw,
-            offset=rest.offset,
+            draw=next_token.draw,
+            offset=next_token.offset,
             batches_in_epoch=cursor.batches_in_epoch + 1,
             sequences_in_epoch=cursor.sequences_in_epoch + len(candidates.sequences),
         )
-        return candidates, after, end is not None and draw >= end and left is None
+        return candidates, after, end is not None and draw >= end and unused is None
 
     def _rows_for(self, tokens: int) -> int:
         """Guess how many rows give so many tokens. Rows read too early are read again; the result does not change."""
-        rows, seen = self._seen
-        return math.ceil(tokens * rows / seen) if seen else math.ceil(tokens / self._config.max_length)
+        rows, tokens_read = self._seen
+        return math.ceil(tokens * rows / tokens_read) if tokens_read else math.ceil(tokens / self._config.max_length)
 
     def _names(self) -> str:
         return ", ".join(source.name for source in self._rows.reader.sources)

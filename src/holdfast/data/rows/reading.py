@@ -111,14 +111,14 @@ class DrawOrder:
         epoch, position = divmod(turn, size)
         return DrawPlace(source, turn, self._permuted(f"rows:{source}", epoch, position, size))
 
-    def _permuted(self, what: str, epoch: int, position: int, size: int) -> int:
+    def _permuted(self, name: str, epoch: int, position: int, size: int) -> int:
         if not self._shuffle:
             return position
-        permutations = self._permutations.setdefault(what, {})
+        permutations = self._permutations.setdefault(name, {})
         if epoch not in permutations:
             if len(permutations) == _PERMUTATIONS_KEPT:
                 del permutations[next(iter(permutations))]
-            permutations[epoch] = self._permutation(f"{what}:{epoch}", size)
+            permutations[epoch] = self._permutation(f"{name}:{epoch}", size)
         return int(permutations[epoch][position])
 
     def _permutation(self, key: str, size: int) -> NDArray[np.uint32]:
@@ -200,9 +200,9 @@ class HeldOut:
         self._rows = None if source.size is None else np.flatnonzero(self._members(0, source.size))
         self.size = None if self._rows is None else int(self._rows.size)
         if self.size == 0:
-            left = "the validation split" if keep else "training"
+            purpose = "the validation split" if keep else "training"
             raise DataError(
-                f"data.validation_split={share} of the {source.size} rows of {source.name} leaves none for {left}. "
+                f"data.validation_split={share} of the {source.size} rows of {source.name} leaves none for {purpose}. "
                 "Choose another share, or name an evaluation set under evaluation.sets."
             )
 
@@ -263,12 +263,12 @@ class RowReader:
             EndOfStream: A stream ends before it.
             DataError: The row cannot be read.
         """
-        place = self.order.place(draw)
-        source = self.sources[place.source]
+        position = self.order.place(draw)
+        source = self.sources[position.source]
         if source.size is not None:
-            assert place.row is not None
-            return _at(source, place.row)
-        number, row = self._streams[place.source].row(place.turn)
+            assert position.row is not None
+            return _at(source, position.row)
+        number, row = self._streams[position.source].row(position.turn)
         name = f"{source.name} row {number}"
         if isinstance(row, BadRow):
             raise DataError(f"{name}: {row.reason}")
@@ -309,17 +309,17 @@ class _BlockStream:
     def row(self, turn: int) -> tuple[int, Row]:
         """Return the number of the row that a turn leads to, and the row."""
         epoch, position = self._order.pass_of(self._index, turn)
-        block, place = divmod(position, self._order.block)
+        block, offset = divmod(position, self._order.block)
         if (epoch, block) != self._at:
             self._open(epoch, block)
-        if place >= len(self._rows):
+        if offset >= len(self._rows):
             if self._order.sizes[self._index] is None:
                 raise EndOfStream(self._index, turn)
             raise DataError(
                 f"{self._source.name} had {self._order.sizes[self._index]} rows in its first pass and has fewer now. "
                 "A file must not change while a run reads it."
             )
-        return self._rows[int(self._permutation[place])]
+        return self._rows[int(self._permutation[offset])]
 
     def _open(self, epoch: int, block: int) -> None:
         size = self._order.block

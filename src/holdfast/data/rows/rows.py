@@ -186,8 +186,8 @@ class StreamSource:
 
     def scan(self, start: int) -> Iterator[Row]:
         """Yield the rows from row `start` on."""
-        rest = None if self.limit is None else max(0, self.limit - start)
-        for index, row in enumerate(islice(self.open_at(start), rest), start=start):
+        row_count = None if self.limit is None else max(0, self.limit - start)
+        for index, row in enumerate(islice(self.open_at(start), row_count), start=start):
             try:
                 renamed = row if isinstance(row, BadRow) else self.renamed(row, index)
             except DataError as error:

@@ -168,8 +168,8 @@ def _look_at_head(sides: Sides) -> tuple[float | None, bool]:
         probe = policy.upstream_head(tokens)
     if probe is None:
         return 1.0, False
-    seen = check_head(policy.family.name, probe, policy.head_spec, sides.dtype)
-    return max(SMALLEST_SPREAD, float(probe.logits.double().std(-1).mean())), seen
+    rule_is_known = check_head(policy.family.name, probe, policy.head_spec, sides.dtype)
+    return max(SMALLEST_SPREAD, float(probe.logits.double().std(-1).mean())), rule_is_known
 
 
 def _measure(sides: Sides, spread: float | None, *, head_seen: bool) -> CheckResult:
@@ -281,10 +281,10 @@ class HeadRule:
         """Describe the rule."""
         if self.error > 1e-2:
             return "by no scale, soft cap or addition"
-        parts = [f"times {self.scale:.4g}"] if abs(self.scale - 1) > 1e-3 else []
-        parts += [] if self.softcap is None else [f"with a soft cap of {self.softcap:.4g}"]
-        parts += [f"plus {self.offset:.4g}"] if abs(self.offset) > 1e-3 else []
-        return ", ".join(parts) or "unchanged"
+        terms = [f"times {self.scale:.4g}"] if abs(self.scale - 1) > 1e-3 else []
+        terms += [] if self.softcap is None else [f"with a soft cap of {self.softcap:.4g}"]
+        terms += [f"plus {self.offset:.4g}"] if abs(self.offset) > 1e-3 else []
+        return ", ".join(terms) or "unchanged"
 
 
 def check_head(name: str, probe: HeadProbe, spec: HeadSpec, dtype: torch.dtype) -> bool:

@@ -51,10 +51,10 @@ def remember_fingerprint(directory: Path, mark: str) -> None:
         _READ[_state_of(files)] = mark
 
 
-def same_files(then: str, now: str) -> bool:
+def same_files(recorded: str, current: str) -> bool:
     """Compare a mark, which an earlier version may have made, with a new one; an early one knows the EDGES alone."""
-    early = re.fullmatch(r"([0-9a-f]{32})-[0-9a-f]{32}", now)
-    return then == now or (early is not None and then == early[1])
+    early = re.fullmatch(r"([0-9a-f]{32})-[0-9a-f]{32}", current)
+    return recorded == current or (early is not None and recorded == early[1])
 
 
 def _state_of(files: list[Path]) -> tuple[tuple[str, int, int, int], ...]:

@@ -64,14 +64,14 @@ class ChoicesToFollow:
         self._choices = None if choices is None else choices.flatten(0, -3)
 
     @contextmanager
-    def counted(self, places: Tensor) -> Iterator[list[Tensor]]:
+    def counted(self, positions: Tensor) -> Iterator[list[Tensor]]:
         """Collect [2] of each router that runs inside the block: tokens it would have sent elsewhere, and all told.
 
         Args:
-            places: [N] int64, the tokens that are counted.
+            positions: [N] int64, the tokens that are counted.
         """
         differing: list[Tensor] = []
-        self._differing, self._places = differing, places
+        self._differing, self._places = differing, positions
         try:
             yield differing
         finally:
@@ -107,9 +107,9 @@ class ChoicesToFollow:
 class _Following(TorchFunctionMode):
     """Answers the `topk` that chooses experts."""
 
-    def __init__(self, chosen: Tensor, experts: int) -> None:
+    def __init__(self, choices: Tensor, experts: int) -> None:
         super().__init__()
-        self.chosen, self._experts = chosen, experts
+        self.chosen, self._experts = choices, experts
         self._unmasked: tuple[Tensor, Tensor] | None = None
         self.differing: Tensor | None = None
         """[T, 2]: whether the router would have sent a token elsewhere, and whether it was told."""
@@ -128,8 +128,8 @@ class _Following(TorchFunctionMode):
         with torch.no_grad():
             has_choice = self.chosen > 0
             indices = torch.where(has_choice, self.chosen - 1, output[1])
-            other = (indices.sort(-1).values != output[1].sort(-1).values).any(-1)
-            self.differing = torch.stack([other, has_choice.any(-1)], -1).double()
+            differs = (indices.sort(-1).values != output[1].sort(-1).values).any(-1)
+            self.differing = torch.stack([differs, has_choice.any(-1)], -1).double()
         return TopK(scores.gather(-1, indices), indices)
 
 
@@ -143,14 +143,16 @@ def why_not_replayed(routers: Sequence[nn.Module], width: int) -> str | None:
     if not routers:
         return "it is no mixture of experts"
     for layer, router in enumerate(routers):
-        asked, weight = _Asking(_experts(router)), next(router.parameters())
+        counter, weight = _Asking(_experts(router)), next(router.parameters())
         try:
-            with torch.no_grad(), asked:
+            with torch.no_grad(), counter:
                 output = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             return f"router {layer} ({type(router).__name__}) does not run on hidden states alone: {error}"
-        parts = output if isinstance(output, tuple) else (output,)
-        if asked.answers != 1 or not any(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
+        outputs = output if isinstance(output, tuple) else (output,)
+        if counter.answers != 1 or not any(
+            isinstance(tensor, Tensor) and tensor.dtype == torch.int64 for tensor in outputs
+        ):
             return (
                 f"router {layer} ({type(router).__name__}) does not choose by one topk over its experts, and say which"
             )
@@ -171,17 +173,17 @@ class _Asking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def column(prompt: NDArray[np.int16], own: Sequence[NDArray[np.int16]], length: int) -> NDArray[np.int16]:
+def column(prompt: NDArray[np.int16], drawn: Sequence[NDArray[np.int16]], length: int) -> NDArray[np.int16]:
     """Return [L, layers, k]: what was chosen for a prompt and what it drew; 0 for what was never read, like the last.
 
     Args:
         prompt: [P, layers, k]
-        own: [layers, k] of each drawn token that was read, in their order; perhaps of some behind the end.
+        drawn: [layers, k] of each drawn token that was read, in their order; perhaps of some behind the end.
         length: L
     """
     choices = np.zeros((length, *prompt.shape[1:]), np.int16)
     choices[: len(prompt)] = prompt
-    read = own[: max(0, length - len(prompt) - 1)]
+    read = drawn[: max(0, length - len(prompt) - 1)]
     if read:
         choices[len(prompt) : len(prompt) + len(read)] = np.stack(read)
     return choices
