@@ -314,7 +314,7 @@ class Spread(NamedTuple):
 
     mean: float
     variance: float
-    """Of a sample (divided by n - 1); 0 of fewer than two."""
+    """Sample variance (divided by n - 1); 0 for fewer than two numbers."""
 
     @property
     def deviation(self) -> float:

@@ -39,7 +39,7 @@ class Survey:
     tokens: int = 0
     trained_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """As `Tokenised.counts`."""
+    """Sums of `Tokenised.counts`."""
     rows_with: Counter[str] = field(default_factory=Counter)
     """Rows that something of `counts` happened to; a row may be counted there several times."""
     mistakes: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Survey:
     _of_length: Counter[int] = field(default_factory=Counter)
     """How many sequences have a length, before anything is cut."""
     _fingerprints: array[int] = field(default_factory=lambda: array("Q"))
-    """Of each row's prompt, or of all its tokens."""
+    """Fingerprint of each row's prompt, or of all its tokens."""
 
     def add(self, tokenised: Tokenised[S], mistake: str = "") -> None:
         """Count what one row gives, and what is wrong with it if something is."""

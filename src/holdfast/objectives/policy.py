@@ -165,7 +165,7 @@ class PolicyGradient:
     kl: KLConfig = KLConfig()
     """Its coefficient is the present one, see `with_coefficients`."""
     entropy: EntropyConfig = EntropyConfig()
-    """Likewise."""
+    """Its weight is the present one, see `with_coefficients`."""
     correction: CorrectionConfig = NoCorrectionConfig()
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
     shapes_advantages: bool = True

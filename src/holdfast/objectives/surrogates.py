@@ -219,11 +219,11 @@ class ClipCov(Clip):
 
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms."""
-        return torch.where(_chosen(actions), 0.0, super().terms(actions))
+        return torch.where(_selected_tokens(actions), 0.0, super().terms(actions))
 
     def sums(self, actions: Actions) -> dict[str, Tensor]:
         """Return the clipped shares, and the share of tokens that were chosen."""
-        return super().sums(actions) | _share_chosen(actions)
+        return super().sums(actions) | _share_of_selected(actions)
 
 
 @dataclass(frozen=True)
@@ -238,20 +238,20 @@ class KLCov:
 
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms."""
-        penalty = torch.where(_chosen(actions), self.coefficient * actions.log_ratio.abs(), 0.0)
+        penalty = torch.where(_selected_tokens(actions), self.coefficient * actions.log_ratio.abs(), 0.0)
         return penalty - bounded_exp(actions.log_ratio) * actions.advantages
 
     def sums(self, actions: Actions) -> dict[str, Tensor]:
         """Return the share of tokens that were chosen."""
-        return _share_chosen(actions)
+        return _share_of_selected(actions)
 
 
-def _chosen(actions: Actions) -> Tensor:
+def _selected_tokens(actions: Actions) -> Tensor:
     return carried(COVARIANCE_MASK, actions.logprobs, actions.tokens) > 0
 
 
-def _share_chosen(actions: Actions) -> dict[str, Tensor]:
-    selected = _chosen(actions)
+def _share_of_selected(actions: Actions) -> dict[str, Tensor]:
+    selected = _selected_tokens(actions)
     return {"covariance/chosen_mean": ratio(selected.sum(), float(selected.numel()))}
 
 

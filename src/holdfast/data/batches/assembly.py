@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from holdfast.config.sections.data import DataConfig
-from holdfast.data.batches.candidates import Candidates, Known, Ranks
+from holdfast.data.batches.candidates import Candidates, Ranks, SequenceInfo
 from holdfast.data.batches.packing import CommonStart, pack
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
@@ -272,7 +272,7 @@ def assemble(candidates: Candidates[Example], ranks: Ranks, config: DataConfig, 
 
 
 def _plan(
-    sequences: Sequence[Known], draws: Sequence[int], ranks: int, budget: int, layout: Layout
+    sequences: Sequence[SequenceInfo], draws: Sequence[int], ranks: int, budget: int, layout: Layout
 ) -> list[list[list[Unit]]]:
     """Return the units of every micro-batch of every rank."""
     units = _units(sequences, draws, budget, layout)
@@ -287,7 +287,7 @@ def _plan(
     return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in packs]
 
 
-def _units(sequences: Sequence[Known], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
+def _units(sequences: Sequence[SequenceInfo], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
     lengths = [sequence.tokens for sequence in sequences]
     apart = _drawn_apart(lengths, draws, layout)
     heads = [
@@ -312,7 +312,9 @@ def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -
     return {draw for draw, several in angles.items() if len(several) > 1}
 
 
-def _weighed(unit: Unit, lengths: Sequence[int], sequences: Sequence[Known], attention_share: float) -> list[Unit]:
+def _weighed(
+    unit: Unit, lengths: Sequence[int], sequences: Sequence[SequenceInfo], attention_share: float
+) -> list[Unit]:
     """Return a unit, or its members alone where that is less work; a tower that runs once for all always pays."""
     if sequences[unit.members[0]].has_inputs or saves_work(unit, lengths, attention_share):
         return [unit]
@@ -320,7 +322,7 @@ def _weighed(unit: Unit, lengths: Sequence[int], sequences: Sequence[Known], att
 
 
 def _stand_ins(
-    packs: Sequence[Sequence[Sequence[Unit]]], sequences: Sequence[Known], layout: Layout
+    packs: Sequence[Sequence[Sequence[Unit]]], sequences: Sequence[SequenceInfo], layout: Layout
 ) -> list[Mapping[str, Any]]:
     """Return, for each forward pass, what a rank without model inputs takes instead: nothing where no rank has any."""
     of_pass = list(zip(*packs, strict=True))
@@ -356,9 +358,9 @@ def _heads(unit: Unit) -> list[CommonStart]:
     return [CommonStart(len(unit.members), unit.head)] if unit.head else [CommonStart(1, 0)] * len(unit.members)
 
 
-def _order_hash(sequences: Sequence[Known]) -> float:
+def _order_hash(sequences: Sequence[SequenceInfo]) -> float:
     """Return a number below 2**52 that two updates share only if they hold the same sequences in the same order."""
-    indices = np.array([(sequence.draw, sequence.part) for sequence in sequences], dtype=np.int64)
+    indices = np.array([(sequence.draw, sequence.index_in_row) for sequence in sequences], dtype=np.int64)
     return float(xxhash.xxh3_64_intdigest(indices.tobytes()) >> 12)
 
 
@@ -372,8 +374,8 @@ def _move(
         local = [index for index in indices if candidates.sequences[index].owner == ranks.rank]
         outgoing.append(
             {
-                index: candidates.own_sequences[(candidates.sequences[index].draw, candidates.sequences[index].part)]
-                for index in local
+                index: candidates.own_sequences[(sequence.draw, sequence.index_in_row)]
+                for index, sequence in ((index, candidates.sequences[index]) for index in local)
             }
         )
     examples: dict[int, Example] = {}

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, Ranks, Rest, cut_windows
+from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, NextToken, Ranks, cut_windows
 from holdfast.data.content.counted import lost_rows
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
@@ -56,9 +56,9 @@ class StreamState:
 
     cursor: Cursor
     sizes: list[SavedCount | None]
-    """Of each source; None while the end of a stream is not known."""
+    """Number of rows of each source; None while the end of a stream is not known."""
     seen: Annotated[list[SavedCount], Field(min_length=2, max_length=2)]
-    """Rows and tokens."""
+    """Number of rows read, and of the tokens of all their sequences."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StreamLimits:
     """Part of a pass is a part of its rows: batches have another size than was configured."""
 
 
-Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], Rest | None]]
+Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], NextToken | None]]
 """Cuts candidates into windows of `goal` tokens together: function(found, tokens of its first row used, goal)."""
 
 
@@ -113,7 +113,7 @@ class BatchStream(ABC, Generic[S, T]):
         self._counts: Counter[str] = Counter()
         self._kept: int | None = None
         """Rows of a pass that are trained on, where somebody counted."""
-        self._seen = (0, 0)
+        self._totals = (0, 0)
         """Rows and tokens of all their sequences, read so far: how many tokens a row brings on average."""
         self._ahead: tuple[int, T | None, Cursor, tuple[int, int]] | None = None
         """Rows that a batch was read early with, the batch, and where the stream stands after it."""
@@ -145,14 +145,14 @@ class BatchStream(ABC, Generic[S, T]):
 
     def state(self) -> dict[str, Any]:
         """Return where the stream stands, as JSON-ready values."""
-        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes), "seen": list(self._seen)}
+        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes), "seen": list(self._totals)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream of the same data and seed stood, at any number of ranks."""
         self.cursor = Cursor(**state["cursor"])
         self._ahead = None
         # How far windows look ahead decides when a stream's end is learned.
-        self._seen = (state["seen"][0], state["seen"][1])
+        self._totals = (state["seen"][0], state["seen"][1])
         # Only streams: the size of other sources is what it is, and whether it may change is the caller's to judge.
         for index, source in enumerate(self._rows.reader.sources):
             if source.size is None:
@@ -205,10 +205,10 @@ class BatchStream(ABC, Generic[S, T]):
         Raises:
             DataError: As `next`.
         """
-        before = self.cursor, self._seen
+        before = self.cursor, self._totals
         batch = self.next(step, rows)
-        self._ahead = (rows or self._batch_size(step), batch, self.cursor, self._seen)
-        self.cursor, self._seen = before
+        self._ahead = (rows or self._batch_size(step), batch, self.cursor, self._totals)
+        self.cursor, self._totals = before
         return batch
 
     def next(self, step: int, rows: int | None = None) -> T | None:
@@ -223,7 +223,7 @@ class BatchStream(ABC, Generic[S, T]):
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (rows or self._batch_size(step)) == ahead[0]:
-            _, batch, self.cursor, self._seen = ahead
+            _, batch, self.cursor, self._totals = ahead
             return batch
         while not self._is_done():
             size = rows or self._batch_size(step)
@@ -295,10 +295,10 @@ class BatchStream(ABC, Generic[S, T]):
             last = draw + (self._rows_for(goal - filled) if wrapped else goal - filled)
             before, tokens = draw, candidates.tokens
             draw = self._rows.round(draw, last if end is None else min(last, end), candidates)
-            self._seen = (self._seen[0] + draw - before, self._seen[1] + candidates.tokens - tokens)
+            self._totals = (self._totals[0] + draw - before, self._totals[1] + candidates.tokens - tokens)
             filled = candidates.tokens - cursor.offset if wrapped else candidates.rows
             end = self._pass_end()  # known as soon as a stream's end is
-        next_token, unused = Rest(draw, 0), None
+        next_token, unused = NextToken(draw, 0), None
         if self._cut is not None:
             candidates, unused = self._cut(candidates, cursor.offset, goal)
             next_token = unused or next_token
@@ -314,7 +314,7 @@ class BatchStream(ABC, Generic[S, T]):
 
     def _rows_for(self, tokens: int) -> int:
         """Guess how many rows give so many tokens. Rows read too early are read again; the result does not change."""
-        rows, tokens_read = self._seen
+        rows, tokens_read = self._totals
         return math.ceil(tokens * rows / tokens_read) if tokens_read else math.ceil(tokens / self._config.max_length)
 
     def _names(self) -> str:
@@ -396,5 +396,5 @@ class SampleStream(BatchStream[Example, MiniBatch]):
 
     def _windows(
         self, candidates: Candidates[Example], offset: int, goal: int
-    ) -> tuple[Candidates[Example], Rest | None]:
+    ) -> tuple[Candidates[Example], NextToken | None]:
         return cut_windows(candidates, self._ranks, offset=offset, goal=goal, window=self._config.max_length)

@@ -11,7 +11,7 @@ DROPPED_ROLES = {
     "tool": "a tool's result",
     "role": "a message of another role",
 }
-"""Whose messages are counted, as `ROLE_dropped`, where a chat template leaves them out."""
+"""Roles whose messages a chat template may leave out; such messages are counted as `ROLE_dropped`."""
 
 TEMPLATE = {
     "no_end_of_turn": "answers that the chat template does not close, so that a model does not learn to stop",

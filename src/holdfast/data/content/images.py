@@ -325,7 +325,7 @@ SAMPLED_ROWS = 32
 """Rows of a source whose images are read: spread evenly over a source with an index, the first ones of a stream."""
 
 IMAGES_OF_A_ROW = 8
-"""Of each of these rows, its first images or frames."""
+"""How many of a row's first images or frames are looked at."""
 
 
 def images_fingerprint(source: Source, files: ImageFiles) -> str | None:

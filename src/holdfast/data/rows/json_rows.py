@@ -281,12 +281,12 @@ def array_elements(opened: IO[bytes], path: Path) -> Generator[Any]:
     """
     decoded = io.TextIOWrapper(opened, encoding="utf-8-sig")
     try:
-        yield from _elements(_Text(decoded, path), path)
+        yield from _elements(_JsonWindow(decoded, path), path)
     finally:
         decoded.detach()
 
 
-def _elements(text: _Text, path: Path) -> Iterator[Any]:
+def _elements(text: _JsonWindow, path: Path) -> Iterator[Any]:
     text.expect("[", element=1)
     number = 0
     while text.peek() != "]":
@@ -299,7 +299,7 @@ def _elements(text: _Text, path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: there is text after the end of the JSON array. A .json file holds one array of rows.")
 
 
-class _Text:
+class _JsonWindow:
     """A window of the file that grows when a value does not fit, and moves on behind each value."""
 
     def __init__(self, opened: io.TextIOWrapper, path: Path) -> None:

@@ -25,7 +25,7 @@ DECK = 4096
 """Draws after which a weighted mixture has its exact proportions again."""
 
 _PERMUTATIONS_KEPT = 2
-"""Of each source: `packing: wrapped` goes back to the row it cut, which may lie before the end of a pass."""
+"""Permutations kept per source: `packing: wrapped` goes back to the row it cut, maybe of the previous pass."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ _HASHED_AT_ONCE = 65_536
 
 
 class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
-    """A stream has no row for this turn, met for the first time: the turn is its size."""
+    """Raised at the first turn for which a stream has no row: that turn is its size."""
 
     def __init__(self, source: int, size: int) -> None:
         super().__init__(source, size)
@@ -167,8 +167,8 @@ class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
         self.size = size
 
 
-class Found(NamedTuple):
-    """A row, and where it stands."""
+class SourceRow(NamedTuple):
+    """A row, with its source and its name."""
 
     source: Source
     name: str
@@ -256,7 +256,7 @@ class RowReader:
             index: _BlockStream(source, order, index) for index, source in enumerate(sources) if source.size is None
         }
 
-    def read(self, draw: int) -> Found:
+    def read(self, draw: int) -> SourceRow:
         """Return the row of a draw.
 
         Raises:
@@ -272,7 +272,7 @@ class RowReader:
         name = f"{source.name} row {number}"
         if isinstance(row, BadRow):
             raise DataError(f"{name}: {row.reason}")
-        return Found(source, name, row)
+        return SourceRow(source, name, row)
 
     def learn_size(self, source: int, size: int) -> None:
         """Note the size of a stream whose end was met; from there on it is passed over again and again.
@@ -285,9 +285,9 @@ class RowReader:
         self.order.sizes[source] = size
 
 
-def _at(source: Source, index: int) -> Found:
+def _at(source: Source, index: int) -> SourceRow:
     number = source.number(index) if isinstance(source, HeldOut) else index
-    return Found(source, f"{source.name} row {number}", source.row(index))
+    return SourceRow(source, f"{source.name} row {number}", source.row(index))
 
 
 class _BlockStream:

@@ -255,13 +255,13 @@ def _shapes(draws: Draws, length: int) -> Question:
         mistaken_figures = [
             pair if index != wrong else (guess.choice(colours), pair[1]) for index, pair in enumerate(figures)
         ]
-        return _said(mistaken_figures)
+        return _description(mistaken_figures)
 
     facts = {"images": [paint(figures, draws.below)], "shapes": [" ".join(pair) for pair in figures]}
-    return Question("<image>shapes:", _said(figures), mistaken, facts)
+    return Question("<image>shapes:", _description(figures), mistaken, facts)
 
 
-def _said(figures: Sequence[tuple[str, str]]) -> str:
+def _description(figures: Sequence[tuple[str, str]]) -> str:
     return ", ".join(" ".join(pair) for pair in figures)
 
 

@@ -240,15 +240,16 @@ class RowTokeniser:
         counts.update(self._dropped(conversation))
         if masked.drops_reasoning:
             counts["reasoning_dropped"] += 1
-        if len(masked.parts) > 1:
+        if len(masked.sequences) > 1:
             counts["split_by_turn"] += 1
         open_ended = sum(
-            sequence.tokens[sequence.spans[-1][1] - 1] not in self._template.special_ids for sequence in masked.parts
+            sequence.tokens[sequence.spans[-1][1] - 1] not in self._template.special_ids
+            for sequence in masked.sequences
         )
         if open_ended:
             counts["no_end_of_turn"] += open_ended
         trains_prompt = self._text.train_on_prompt and conversation.first_trained > 0
-        return [_stretch(sequence, trains_prompt=trains_prompt) for sequence in masked.parts]
+        return [_stretch(sequence, trains_prompt=trains_prompt) for sequence in masked.sequences]
 
     def _prepared(self, conversation: Conversation, row_name: str) -> Conversation:
         """Add the system message of `data.system`, and see that there is a template at all."""

@@ -72,7 +72,7 @@ class Masked:
 class MaskedConversation:
     """The sequences a conversation gives."""
 
-    parts: list[Masked]
+    sequences: list[Masked]
     drops_reasoning: bool
     """The template writes no reasoning, though the messages hold some in a field of its own."""
 

@@ -37,7 +37,7 @@ class PreparedImage:
     """What stands in the place of its placeholder: image tokens, and between tiles what tells them apart."""
     inputs: Inputs
     grids: tuple[Grid, ...] = ()
-    """Of a video."""
+    """Grids of a video; empty for an image."""
 
 
 class ImageSide:

@@ -77,7 +77,7 @@ class AdapterFile:
 
     path: Path
     headers: Mapping[str, Header]
-    """By canonical name."""
+    """Headers of the tensors by canonical name."""
     stored_names: Mapping[str, str]
     """Canonical name -> that in the file."""
     base: str | None
@@ -128,14 +128,14 @@ class AdapterSource:
 
     base: WeightSource
     headers: Mapping[str, Header]
-    """Of what is not made of the base."""
+    """Headers of the tensors that are not made of the base's."""
     seed: int
     stored: AdapterFile | None
     lengths_of: Mapping[str, Adapter]
     """Matrix to the adapter whose magnitude starts at its lengths."""
     packed: Mapping[str, FourBitLinear]
     storage: torch.dtype
-    """Of frozen matrices."""
+    """Dtype in which frozen matrices are stored."""
 
     @classmethod
     def of(  # noqa: PLR0913 - what adapters start from

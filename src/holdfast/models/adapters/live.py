@@ -31,7 +31,7 @@ class Adapter:
     """[out, rank]; of a stack, [out, rank * experts], the ranks one after the other."""
     rank: int
     scale: float
-    """Of the product."""
+    """Factor of the product B A."""
     magnitude: str | None = None
     """[out], DoRA's length of each row (Liu et al., arXiv:2402.09353)."""
     experts: int = 0
@@ -41,7 +41,7 @@ class Adapter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its parts, in the order `merged` takes them."""
+        """Names of its parameters, in the order `merged` takes them."""
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
     def merged(self, base: Tensor, factors: Sequence[Tensor]) -> Tensor:
@@ -174,7 +174,7 @@ class Join:
     run: Callable[[Sequence[Tensor]], Tensor]
     """Whole parts in that order -> the matrix."""
     header: Header | None
-    """Of the matrix, where it is stored in another shape."""
+    """Header of the matrix, where it is stored in another shape."""
 
 
 def joins_of(model: nn.Module) -> dict[str, Join]:

@@ -22,17 +22,17 @@ _LONGEST = 16_384
 _PRODUCTS = {"cpu": 2e11, "cuda": 2e13}
 """Numbers multiplied with a weight in one pass: some ten seconds of one core, or of a device."""
 _WRITTEN_OUT_BYTES = 2**31
-"""Of attention weights, where they are written out."""
+"""Most bytes of attention weights, in models whose attention forms them all."""
 
 
 class LengthBoundaries(NamedTuple):
     """Boundaries of a model; texts of so many tokens and of one more are computed differently."""
 
-    seen: tuple[int, ...]
-    """Those that can be looked at before a run."""
+    checked: tuple[int, ...]
+    """Those that the check before a run computes."""
     too_long: tuple[int, ...]
     layers: int
-    """How many of the first layers are looked at."""
+    """How many of the first layers that check computes."""
 
 
 def boundaries_of(config: Any) -> tuple[int, ...]:

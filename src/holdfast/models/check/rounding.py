@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
-class _Moved(torch.autograd.Function):
+class _Perturb(torch.autograd.Function):
     """Move values forwards, and their gradient backwards, each by random parts of at most `relative_change`."""
 
     @staticmethod
@@ -45,7 +45,7 @@ def rounded_otherwise(model: nn.Module, relative_change: float) -> Iterator[None
     """
 
     def moved(values: Tensor) -> Any:
-        return _Moved.apply(values, relative_change) if values.is_floating_point() else values  # type: ignore[no-untyped-call]
+        return _Perturb.apply(values, relative_change) if values.is_floating_point() else values  # type: ignore[no-untyped-call]
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
         return tree_map_only(Tensor, moved, output)

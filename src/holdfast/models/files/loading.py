@@ -33,7 +33,7 @@ class WeightGroup:
     """Tensors that come into being together."""
 
     targets: Mapping[str, Header]
-    """What the group yields, whole."""
+    """Headers of the whole tensors that the group yields."""
     load: Callable[[RowSlices], dict[str, Tensor]]
     """Returns the wanted rows of each tensor named in its argument, on the CPU."""
 
@@ -124,7 +124,9 @@ class RandomSource:
             new_parameters = {name: value for name, value in parameters.items() if id(value) not in yielded}
             yielded |= {id(value) for value in new_parameters.values()}
             if new_parameters:
-                module_group = _Part(module, owner, canonical_name(path), recursive, tuple(new_parameters), self.seed)
+                module_group = _RandomModule(
+                    module, owner, canonical_name(path), recursive, tuple(new_parameters), self.seed
+                )
                 headers = {
                     module_group.full(name): Header(tuple(value.shape), torch.float32)
                     for name, value in new_parameters.items()
@@ -154,11 +156,11 @@ def _owner(module: nn.Module, owner: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RandomModule:
     module: nn.Module
     owner: Any
     path: str
-    whole: bool
+    recursive: bool
     names: tuple[str, ...]
     seed: int
 
@@ -168,13 +170,13 @@ class _Part:
         Raises:
             ModelError: The architecture leaves a tensor undrawn.
         """
-        twin = copy.deepcopy(self.module) if self.whole else copy.copy(self.module)
-        for module in twin.modules() if self.whole else [twin]:
+        twin = copy.deepcopy(self.module) if self.recursive else copy.copy(self.module)
+        for module in twin.modules() if self.recursive else [twin]:
             _empty(module)
         digest = hashlib.sha256(f"{self.seed}:{self.path}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            _initialise(twin, self.owner, below=self.whole)
+            _initialise(twin, self.owner, below=self.recursive)
         drawn = {self.full(name): twin.get_parameter(name).detach() for name in self.names}
         undrawn = [name for name, value in drawn.items() if torch.isnan(value).any()]
         if undrawn:

@@ -20,7 +20,7 @@ TOKENIZER_PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) 
 """Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
 
 _ENDINGS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
-"""Of what is opened as a file."""
+"""Suffixes of names that are opened as files."""
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
 
 

@@ -140,7 +140,7 @@ def _checked_end(path: Path, entries: Mapping[str, _Entry]) -> int:
 
 
 _MOST_NAME_BYTES = 255
-"""Of a file; file systems take no more."""
+"""Longest file name that file systems take."""
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
@@ -293,8 +293,8 @@ def write_file(
         ValueError: A tensor has another name, size or dtype than planned.
     """
     text = _header_text(headers, notes)
-    with _Behind(file) as behind:
-        behind.write(len(text).to_bytes(8, "little") + text)
+    with _BackgroundWriter(file) as writer:
+        writer.write(len(text).to_bytes(8, "little") + text)
         for name, header in headers.items():
             tensor_name, pieces = next(tensors)
             remaining = tensor_bytes(header)
@@ -302,13 +302,13 @@ def write_file(
                 remaining -= piece.numel() * piece.element_size()
                 if tensor_name != name or piece.dtype != header.dtype or remaining < 0:
                     raise ValueError(f"planned {name} {header}, got {tensor_name} {tuple(piece.shape)} {piece.dtype}")
-                behind.write(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                writer.write(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
                 del piece  # the next one is gathered while it has a name
             if remaining:
                 raise ValueError(f"planned {name} {header}, and {remaining} bytes of {tensor_name} are missing")
 
 
-class _Behind:
+class _BackgroundWriter:
     """Writes one piece in a thread of its own while the next is gathered, and asks the disk to begin at once."""
 
     def __init__(self, file: IO[bytes] | RawIOBase) -> None:

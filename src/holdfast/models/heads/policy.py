@@ -21,7 +21,7 @@ from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
 from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
 from holdfast.models.layers.rotary import RotaryAngles
-from holdfast.models.layers.routers import Routed, RouterLoss, Routers, Tally, routers_of
+from holdfast.models.layers.routers import RouterLoss, RouterOutput, Routers, Tally, routers_of
 from holdfast.models.names import POLICY_MODULE
 from holdfast.models.scores import HeadWeights, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
@@ -200,7 +200,7 @@ class PolicyModel(nn.Module):
         return LossSum(loss, scores, objective.sums(scores, tokens))
 
     def _with_routers(
-        self, output: LossSum, router_outputs: list[Routed], batch: Batch, router_loads: Tensor | None
+        self, output: LossSum, router_outputs: list[RouterOutput], batch: Batch, router_loads: Tensor | None
     ) -> LossSum:
         assert self.routers is not None
         tally = self.routers.tally(router_outputs, batch)

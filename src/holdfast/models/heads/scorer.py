@@ -195,7 +195,7 @@ def weight_bytes(section: ModelRewardConfig, base: Path) -> int:
     return sum(prod(header.shape) for file_headers in headers for header in file_headers) * dtype.itemsize
 
 
-class Reading:
+class RewardFormat:
     """How a reward model reads: which tokens, and which of its numbers is the reward.
 
     Args:
@@ -218,7 +218,7 @@ class Reading:
         pad = config.get_text_config().pad_token_id
         self.pad: int | None = None if pad is None or pad < 0 else pad  # below 0 in old LLaMA configurations: no token
         self.batch_size = section.batch_size
-        self._known = int(config.get_text_config().vocab_size)
+        self._vocabulary_size = int(config.get_text_config().vocab_size)
         self._section, self._tokenizer = section, tokenizer
         self._tokenizer.truncation_side = "left"
 
@@ -251,8 +251,10 @@ class Reading:
         """
         read = self._tokenizer(text, truncation=True, max_length=self._section.max_length, add_special_tokens=False)
         tokens = [int(token) for token in read["input_ids"]]
-        if max(tokens, default=0) >= self._known:
-            raise ValueError(f"its tokenizer makes token {max(tokens)} of the text, and it knows {self._known}")
+        if max(tokens, default=0) >= self._vocabulary_size:
+            raise ValueError(
+                f"its tokenizer makes token {max(tokens)} of the text, and it knows {self._vocabulary_size}"
+            )
         return tokens
 
     def numbers(self, outputs: Tensor) -> list[float]:
@@ -265,7 +267,7 @@ class Reading:
 class TextScorer(Protocol):
     """A model that scores texts, wherever it lies."""
 
-    reading: Reading
+    reading: RewardFormat
 
     def scores(self, rows: Sequence[TextTokens]) -> list[float]:
         """Return one number per row of tokens, none of which is empty; all ranks call this, each with its own."""
@@ -315,7 +317,7 @@ class RewardModel:
         absent = sorted({*loading_info["missing_keys"], *(name for name, *_ in loading_info["mismatched_keys"])})
         if absent:  # transformers draws them at random, on every rank others, and only says so
             raise not_trained_to_score(directory, absent[0])
-        self.reading = Reading(section, tokenizer, self._model.config, directory)
+        self.reading = RewardFormat(section, tokenizer, self._model.config, directory)
         self._rotary = RotaryAngles(self._model)
         self._model.to(device).eval().requires_grad_(False)  # noqa: FBT003 - torch's own form
         self._device = device

@@ -35,7 +35,7 @@ _BLOCK_ELEMENTS_ON_DEVICE = 2**24
 """Logits compared at once on a device."""
 
 
-class Taught:
+class TeacherComparison:
     """A comparison with a teacher: an objective of a `StudentModel`, which alone sees whole distributions.
 
     Args:
@@ -66,7 +66,7 @@ class StudentModel(PolicyModel):
     def _scored(
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
     ) -> LossSum | Scores:
-        if not isinstance(objective, Taught):
+        if not isinstance(objective, TeacherComparison):
             return super()._scored(hidden, batch, objective, temperature, entropy)
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
         targets, tokens, teacher = batch.tokens.flatten()[batch.scored], scored_tokens(batch), objective.teacher

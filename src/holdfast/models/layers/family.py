@@ -49,7 +49,7 @@ class Family:
     image_token_id: int | None = None
     """The token that features of images take the place of, where images of the family are known."""
     video_token_id: int | None = None
-    """Likewise of videos."""
+    """The token that features of videos take the place of."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 

@@ -126,11 +126,11 @@ def _own_angles(module: nn.Module, *args: Any, **options: Any) -> Any:
 
 
 class _Stretch(NamedTuple):
-    """A stretch of a row."""
+    """Consecutive tokens of a row that share their rotary angles."""
 
     tokens: int
     length: int
-    """Of the text that its tokens belong to; of any one of them where texts share a head."""
+    """Length of the text that the tokens belong to; of any of the texts if several share a head."""
 
 
 class RotaryAngles:

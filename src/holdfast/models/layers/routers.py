@@ -38,12 +38,12 @@ class RouterLoss:
     coefficient: float
 
 
-class Routed(NamedTuple):
-    """What one router said of T tokens."""
+class RouterOutput(NamedTuple):
+    """Output of one router for T tokens."""
 
     logits: Tensor
     """[T, E]"""
-    chosen: Tensor | None
+    experts: Tensor | None
     """[T, k] int64, the experts it chose; None where it does not tell"""
 
 
@@ -58,8 +58,8 @@ class Routers:
         config: Any = model.config
         self.name = str(config.model_type)
         self.top_k = int(getattr(config.get_text_config(), "num_experts_per_tok", None) or 1)
-        self._seen: list[Routed] | None = None
-        self._chosen: list[Tensor] | None = None
+        self._outputs: list[RouterOutput] | None = None
+        self._experts: list[Tensor] | None = None
         routers = routers_of(model)
         self.layers = len(routers)
         for router, index in routers:
@@ -68,32 +68,32 @@ class Routers:
     def _hook(self, index: int) -> Any:
         # A closure, so that a model copied with its hooks reports nowhere else.
         def report(_: nn.Module, __: object, output: Any) -> None:
-            if self._seen is not None:
-                self._seen.append(_routed(output, index))
-            if self._chosen is not None:
-                self._chosen.append(_told(_routed(output, index), self.name))
+            if self._outputs is not None:
+                self._outputs.append(_router_output(output, index))
+            if self._experts is not None:
+                self._experts.append(_expert_numbers(_router_output(output, index), self.name))
 
         return report
 
     @contextmanager
-    def watched(self) -> Iterator[list[Routed]]:
+    def watched(self) -> Iterator[list[RouterOutput]]:
         """Collect what the routers say inside the block, one entry per layer."""
-        outputs: list[Routed] = []
-        self._seen = outputs
+        outputs: list[RouterOutput] = []
+        self._outputs = outputs
         try:
             yield outputs
         finally:
-            self._seen = None
+            self._outputs = None
 
     @contextmanager
     def choices(self) -> Iterator[list[Tensor]]:
         """Collect [T, k] int16 of each router that runs inside the block: the experts its tokens met, by index + 1."""
         experts: list[Tensor] = []
-        self._chosen = experts
+        self._experts = experts
         try:
             yield experts
         finally:
-            self._chosen = None
+            self._experts = None
 
     def unused(self, name: str, shape: Sequence[int]) -> float:
         """Return how many elements of a parameter a token does not meet: those of experts it is not sent to.
@@ -104,7 +104,7 @@ class Routers:
             return 0.0
         return prod(shape) * max(0.0, 1 - self.top_k / shape[0])
 
-    def tally(self, outputs: Sequence[Routed], batch: Batch) -> Tally:
+    def tally(self, outputs: Sequence[RouterOutput], batch: Batch) -> Tally:
         """Add up what was seen, sequence by sequence; padding belongs to none.
 
         Raises:
@@ -126,7 +126,7 @@ class Routers:
             logits = routed.logits.reshape(-1, shape[1])
             share = logits.to(wide).softmax(-1)
             likely = _marks(share.detach().topk(self.top_k, -1).indices, share)
-            taken = likely if routed.chosen is None else _marks(routed.chosen, share)
+            taken = likely if routed.experts is None else _marks(routed.experts, share)
             probabilities = probabilities.index_add(0, owner, share.index_select(0, positions))
             choices.index_add_(0, owner, likely.index_select(0, positions))
             loads.append(taken.index_select(0, positions).sum(0, dtype=torch.float64))
@@ -227,7 +227,7 @@ def choose_router_loss(section: RouterLossConfig, model: nn.Module) -> tuple[Rou
     return RouterLoss(section.kind, coefficient), f"router loss: {section.kind}, coefficient {coefficient:g}"
 
 
-def _routed(output: Any, index: int) -> Routed:
+def _router_output(output: Any, index: int) -> RouterOutput:
     outputs = output if isinstance(output, tuple) else (output,)
     logits = outputs[index]
     experts = [
@@ -235,13 +235,13 @@ def _routed(output: Any, index: int) -> Routed:
         for tensor in outputs
         if isinstance(tensor, Tensor) and tensor.dtype == torch.int64 and tensor.shape[:-1] == logits.shape[:-1]
     ]
-    return Routed(logits, experts[0] if experts else None)
+    return RouterOutput(logits, experts[0] if experts else None)
 
 
-def _told(routed: Routed, name: str) -> Tensor:
-    if routed.chosen is None:
+def _expert_numbers(routed: RouterOutput, name: str) -> Tensor:
+    if routed.experts is None:
         raise ModelError(f"A router of {name} does not say which experts it chose. Set rollout.replay_routing: false.")
-    return (routed.chosen + 1).to(torch.int16)
+    return (routed.experts + 1).to(torch.int16)
 
 
 def _marks(experts: Tensor, like: Tensor) -> Tensor:

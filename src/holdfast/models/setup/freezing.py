@@ -22,7 +22,7 @@ class Stage:
 
     at_step: int
     patterns: tuple[str, ...]
-    """As the configuration has them."""
+    """Patterns as the configuration writes them."""
     names: tuple[str, ...]
     """Canonical."""
 

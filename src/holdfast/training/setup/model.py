@@ -311,8 +311,8 @@ def _forward_words(result: CheckResult, seconds: float) -> str:
     words = "forward passes"
     if not result.head_seen:
         words += " (not the rule of the head apart from them, which this model does not show)"
-    if result.lengths.seen:
-        words += f", lengths up to and beyond {', '.join(map(str, result.lengths.seen))}"
+    if result.lengths.checked:
+        words += f", lengths up to and beyond {', '.join(map(str, result.lengths.checked))}"
     if result.lengths.too_long:
         words += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
     return f"{words} {seconds:.1f} s"
