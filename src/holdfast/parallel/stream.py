@@ -52,9 +52,9 @@ def held_tensors(policy: nn.Module) -> dict[str, Holding]:
     parameters = sharded_parameters(policy)
     holdings: dict[str, Holding] = dict(parameters)
     for name, join in joins_of(policy).items():
-        for part in join.parts:
+        for part in join.inputs:
             holdings.pop(part, None)
-        holdings[name] = Merged(tuple(parameters[part] for part in join.parts), join)
+        holdings[name] = Merged(tuple(parameters[part] for part in join.inputs), join)
     stored = {canonical_name(name) for name in policy.state_dict()}
     for name, buffer in policy.named_buffers():
         if canonical_name(name) in stored:

@@ -167,12 +167,12 @@ def _stored_buffers(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Join:
-    """How one matrix, or stack of them, comes out of a model's parameters."""
+    """Computes one matrix, or a stack of them, from a model's parameters."""
 
-    parts: tuple[str, ...]
-    """Canonical names; first the matrix as it is stored."""
+    inputs: tuple[str, ...]
+    """Canonical names of its parameters; first the matrix as it is stored."""
     run: Callable[[Sequence[Tensor]], Tensor]
-    """Whole parts in that order -> the matrix."""
+    """(the whole `inputs`, in their order) -> the matrix"""
     header: Header | None
     """Header of the matrix, where it is stored in another shape."""
 
