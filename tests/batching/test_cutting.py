@@ -6,30 +6,31 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.batches.candidates import Candidates, Known, Rest, cut_windows, pieces_of
+from holdfast.data.batches.candidates import Candidates, NextToken, SequenceInfo, cut_windows, pieces_of
 from tests.batching.examples import example
 from tests.batching.streams import Alone
 
 
-def documents(lengths: list[int], *, parts: list[int] | None = None) -> list[Known]:
+def documents(lengths: list[int], *, parts: list[int] | None = None) -> list[SequenceInfo]:
     """Return documents of these lengths; `parts` says how many belong to each row."""
     rows = np.repeat(np.arange(len(parts)), parts).tolist() if parts else list(range(len(lengths)))
     return [
-        Known(row, index, length, length - 1, 0) for index, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        SequenceInfo(row, index, length, length - 1, 0)
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True))
     ]
 
 
 def cut(lengths: list[int], **how: int) -> list[tuple[int, int, int]]:
-    return [(piece.document.part, piece.start, piece.end) for piece in pieces_of(documents(lengths), **how)[0]]
+    return [(piece.document.index_in_row, piece.start, piece.end) for piece in pieces_of(documents(lengths), **how)[0]]
 
 
 def test_documents_are_cut_where_windows_end() -> None:
     pieces, rest = pieces_of(documents([7, 2, 6]), offset=0, goal=12, window=4)
 
-    assert [(piece.document.part, piece.start, piece.end) for piece in pieces] == [
+    assert [(piece.document.index_in_row, piece.start, piece.end) for piece in pieces] == [
         (0, 0, 4), (0, 4, 7), (1, 0, 1), (1, 1, 2), (2, 0, 3),
     ]  # fmt: skip
-    assert rest == Rest(2, 3)
+    assert rest == NextToken(2, 3)
 
 
 def test_what_was_used_before_is_left_out() -> None:
@@ -45,11 +46,11 @@ def test_nothing_is_left_when_documents_end_with_the_goal_or_before() -> None:
 def test_several_documents_of_one_row_count_as_one_place() -> None:
     pieces, rest = pieces_of(documents([3, 4, 5], parts=[2, 1]), offset=0, goal=5, window=5)
 
-    assert [(piece.document.part, piece.start, piece.end) for piece in pieces] == [(0, 0, 3), (1, 0, 2)]
-    assert rest == Rest(0, 5)
+    assert [(piece.document.index_in_row, piece.start, piece.end) for piece in pieces] == [(0, 0, 3), (1, 0, 2)]
+    assert rest == NextToken(0, 5)
     resumed = pieces_of(documents([3, 4, 5], parts=[2, 1]), offset=5, goal=5, window=5)
-    assert [(piece.document.part, piece.start, piece.end) for piece in resumed[0]] == [(1, 2, 4), (2, 0, 3)]
-    assert resumed[1] == Rest(1, 3)
+    assert [(piece.document.index_in_row, piece.start, piece.end) for piece in resumed[0]] == [(1, 2, 4), (2, 0, 3)]
+    assert resumed[1] == NextToken(1, 3)
 
 
 ROWS = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3), min_size=1, max_size=12)
@@ -64,12 +65,12 @@ def test_windows_are_full_and_every_token_is_used_once_however_often_one_stops(
     used: dict[int, list[int]] = {part: [] for part in range(len(lengths))}
     sizes: list[int] = []
 
-    rest: Rest | None = Rest(0, 0)
+    rest: NextToken | None = NextToken(0, 0)
     while rest is not None:
         left = [document for document in everything if document.draw >= rest.draw]
         pieces, rest = pieces_of(left, offset=rest.offset, goal=window * windows_per_batch, window=window)
         for piece in pieces:
-            used[piece.document.part] += range(piece.start, piece.end)
+            used[piece.document.index_in_row] += range(piece.start, piece.end)
             sizes.append(piece.end - piece.start)
 
     assert used == {part: list(range(length)) for part, length in enumerate(lengths)}
@@ -79,7 +80,9 @@ def test_windows_are_full_and_every_token_is_used_once_however_often_one_stops(
 
 def test_a_piece_keeps_its_tokens_and_loses_the_loss_of_its_first() -> None:
     whole = example(3, [False, True, True, False, True], per_token={"values": np.arange(5)})
-    found = Candidates(own_sequences={(0, 0): whole}, sequences=[Known(0, 0, 5, 3, 0)], counted=[(0, {"seen": 1})])
+    found = Candidates(
+        own_sequences={(0, 0): whole}, sequences=[SequenceInfo(0, 0, 5, 3, 0)], counted=[(0, {"seen": 1})]
+    )
 
     cut, rest = cut_windows(found, Alone(), offset=0, goal=5, window=2)
 
@@ -94,7 +97,7 @@ def test_a_piece_keeps_its_tokens_and_loses_the_loss_of_its_first() -> None:
 
 def test_what_was_counted_on_a_row_counts_where_the_row_begins() -> None:
     def found() -> Candidates:
-        known = [Known(draw, 0, 6, 5, 0) for draw in (3, 5, 6)]
+        known = [SequenceInfo(draw, 0, 6, 5, 0) for draw in (3, 5, 6)]
         mine = {(draw, 0): example(draw, [False] + [True] * 5) for draw in (3, 5, 6)}
         return Candidates(mine, known, [(3, {"a": 1}), (4, {"filtered": 1}), (5, {"b": 1}), (6, {"c": 1})])
 
@@ -102,7 +105,7 @@ def test_what_was_counted_on_a_row_counts_where_the_row_begins() -> None:
     read_ahead, _ = cut_windows(found(), Alone(), offset=0, goal=6, window=3)
     continued, _ = cut_windows(found(), Alone(), offset=2, goal=99, window=4)
 
-    assert rest == Rest(5, 2)
+    assert rest == NextToken(5, 2)
     assert first.counts == {"a": 1, "filtered": 1, "b": 1}
     assert read_ahead.counts == {"a": 1, "filtered": 1}
     assert continued.counts == {"filtered": 1, "b": 1, "c": 1}

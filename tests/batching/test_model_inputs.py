@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, SequenceInfo
 from holdfast.data.batches.packing import CommonStart, pack, unpack
 from holdfast.data.batches.weights import Share
 from holdfast.types import Example
@@ -130,7 +130,10 @@ def passes_of(ranks: Any) -> list[tuple[list[int], bool, bool]]:
     examples = [sequence(index, 8, rows=2 * (index == 0)) for index in range(4)]
     found = Candidates[Example](
         {(index, 0): example for index, example in enumerate(examples)},
-        [Known(index, 0, 8, 6, ranks.rank, 0, bool(example.model_inputs)) for index, example in enumerate(examples)],
+        [
+            SequenceInfo(index, 0, 8, 6, ranks.rank, 0, bool(example.model_inputs))
+            for index, example in enumerate(examples)
+        ],
     )
     config = DataConfig(path="rows", max_length=8, tokens_per_micro_batch=8)
     layout = Layout(stand_in={"patches": np.zeros((1, 2)), "grid": np.array([[1, 1, 1]])})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.config.verbs.dpo import PairDataConfig
 from holdfast.data.batches.assembly import Layout, assemble, plan_units
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, SequenceInfo
 from holdfast.data.batches.packing import unpack
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Example, MiniBatch
@@ -41,7 +41,7 @@ def mini_batch(sizes: Sizes, rank: int, ranks: int, budget: int, layout: Layout)
         for part, size in enumerate(answers):
             tokens = np.concatenate([prompt, generator.integers(2, 90, size)])
             mine[draw, part] = Example(draw, draw, tokens, np.arange(tokens.size) >= head, "s")
-            known.append(Known(draw, part, tokens.size, size, rank, head))
+            known.append(SequenceInfo(draw, part, tokens.size, size, rank, head))
     config = PairDataConfig(path="x", max_length=budget // 2, tokens_per_micro_batch=budget)
     return assemble(Candidates(mine, known), OneOf(rank, ranks), config, layout)
 
@@ -75,7 +75,7 @@ def test_every_pair_is_whole_in_one_micro_batch(layout: Layout, sizes: Sizes, ra
 
 
 def test_whole_draws_are_units_even_if_they_share_nothing() -> None:
-    units = plan_units([5, 6, 4, 4], [0, 0, 2, 2], [1, 1, 2, 2], 12, whole=True)
+    units = plan_units([5, 6, 4, 4], [0, 0, 2, 2], [1, 1, 2, 2], 12, whole_draws=True)
 
     assert [(unit.members, unit.head, unit.tokens) for unit in units] == [((0, 1), 0, 11), ((2, 3), 2, 6)]
 

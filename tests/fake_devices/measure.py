@@ -17,7 +17,7 @@ from holdfast.checkpoint.place.storage import open_storage
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.assembly import assemble
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, SequenceInfo
 from holdfast.features.plan.memory import plain_tensors
 from holdfast.features.plan.steps import sequence
 from holdfast.parallel.mesh import World
@@ -37,7 +37,7 @@ def peaks(world: World, values: dict[str, Any]) -> tuple[int, int]:
     trained, config = run.trained, run.setting.config
     examples = {(number, 0): sequence(config.data.max_length) for number in range(config.data.batch_size)}
     known = [
-        Known(number, 0, example.tokens.size, example.trained_tokens, number % world.size)
+        SequenceInfo(number, 0, example.tokens.size, example.trained_tokens, number % world.size)
         for (number, _), example in examples.items()
     ]
     own = {place: example for place, example in examples.items() if place[0] % world.size == world.rank}

@@ -145,7 +145,7 @@ def test_boundaries_are_windows_chunks_and_angles_and_a_long_one_is_named() -> N
 
     found = lengths_to_see(model, torch.device("cpu"))
 
-    assert found.seen == ()
+    assert found.checked == ()
     assert found.too_long == (20_000,)
     assert boundaries_of(tiny_model("llama:dynamic", **settings_of("llama:dynamic")).config) == (20,)
     assert boundaries_of(tiny_model("qwen2", use_sliding_window=False, sliding_window=6).config) == ()

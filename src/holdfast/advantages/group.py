@@ -39,7 +39,7 @@ Mask = NDArray[np.bool_]
 def advantages(
     config: AdvantageConfig,
     rewards: RewardMatrix,
-    parts: Mapping[str, RewardMatrix] | None = None,
+    rewards_by_name: Mapping[str, RewardMatrix] | None = None,
     weights: Mapping[str, float] | None = None,
     greedy: NDArray[np.float64] | None = None,
     lengths: RewardMatrix | None = None,
@@ -63,7 +63,7 @@ def advantages(
     Args:
         config: Which of them.
         rewards: [P, G], the weighted sum of all rewards.
-        parts: Each reward by its name, [P, G]; needed for combine: normalise_then_sum.
+        rewards_by_name: Each reward by its name, [P, G]; needed for combine: normalise_then_sum.
         weights: The factor of each reward by its name; likewise. Parts without a weight are left out.
         greedy: [P], the reward of the greedy completion of each prompt, needed for remax; NaN where it was not scored.
         lengths: [P, G], tokens of each completion, needed for opo.
@@ -72,9 +72,9 @@ def advantages(
         ValueError: What the configuration needs was not given.
     """
     if isinstance(config, ScaledAdvantageConfig) and config.combine == "normalise_then_sum":
-        if parts is None or weights is None:
+        if rewards_by_name is None or weights is None:
             raise ValueError("combine: normalise_then_sum needs each reward and its weight by name")
-        return _summed_after(config, np.isfinite(rewards), parts, weights)
+        return _summed_after(config, np.isfinite(rewards), rewards_by_name, weights)
     scored = np.isfinite(rewards) & ~without_baseline(config, rewards, greedy)[:, None]
     return np.where(scored, _compared(config, np.where(scored, rewards, np.nan), greedy, lengths), 0.0)
 
@@ -92,7 +92,7 @@ def flat_groups(rewards: RewardMatrix, tolerance: float) -> Mask:
 def without_advantages(
     config: AdvantageConfig,
     rewards: RewardMatrix,
-    parts: Mapping[str, RewardMatrix],
+    rewards_by_name: Mapping[str, RewardMatrix],
     weights: Mapping[str, float],
     trained: Mask,
     lengths: RewardMatrix | None = None,
@@ -110,7 +110,7 @@ def without_advantages(
         advantages(
             config,
             rewards[row],
-            {name: parts[name][row] for name in parts},
+            {name: rewards_by_name[name][row] for name in rewards_by_name},
             weights,
             lengths=None if lengths is None else lengths[row],
         )
@@ -172,8 +172,8 @@ def _compared(
         case DrGRPOAdvantageConfig():
             return _centred(rewards, config.tolerance)
         case RLOOAdvantageConfig():
-            others = np.maximum(np.isfinite(rewards).sum(axis=1, keepdims=True) - 1, 1)
-            return _scaled(_centred(rewards, config.tolerance), others / (others + 1))
+            peers = np.maximum(np.isfinite(rewards).sum(axis=1, keepdims=True) - 1, 1)
+            return _scaled(_centred(rewards, config.tolerance), peers / (peers + 1))
         case OPOAdvantageConfig():
             return _centred(rewards, config.tolerance, _lengths_at(rewards, lengths))
         case MaxRLAdvantageConfig():
@@ -182,8 +182,8 @@ def _compared(
             return np.where(right, _centred(rewards, config.tolerance) / np.where(right, mean, 1.0), 0.0)
         case ReinforcePPAdvantageConfig():
             batch = rewards.reshape(1, -1)
-            whole = _scaled(_centred(batch, config.tolerance), _deviations(batch) + config.epsilon)
-            return np.reshape(whole, rewards.shape)
+            scaled = _scaled(_centred(batch, config.tolerance), _deviations(batch) + config.epsilon)
+            return np.reshape(scaled, rewards.shape)
         case ReinforcePPBaselineAdvantageConfig() | BatchStdAdvantageConfig():
             return _over_batch(config, rewards)
         case ReMaxAdvantageConfig():
@@ -248,7 +248,10 @@ def _scaled(values: RewardMatrix, spread: RewardMatrix) -> RewardMatrix:
 
 
 def _summed_after(
-    config: ScaledAdvantageConfig, scored: Mask, parts: Mapping[str, RewardMatrix], weights: Mapping[str, float]
+    config: ScaledAdvantageConfig,
+    scored: Mask,
+    rewards_by_name: Mapping[str, RewardMatrix],
+    weights: Mapping[str, float],
 ) -> RewardMatrix:
     """Return the weighted sum of each reward's own advantages over the batch's standard deviation of that sum.
 
@@ -259,7 +262,7 @@ def _summed_after(
     alone = config.model_copy(update={"combine": "sum_then_normalise"})
     total = np.zeros(scored.shape)
     for name, weight in weights.items():
-        total += weight * advantages(alone, np.where(scored, parts[name], np.nan))
+        total += weight * advantages(alone, np.where(scored, rewards_by_name[name], np.nan))
     spread = _deviations(np.where(scored, total, np.nan).reshape(1, -1)) + config.epsilon
     return np.where(scored, _scaled(total, spread), 0.0)
 
@@ -311,7 +314,7 @@ class Spread(NamedTuple):
 
     mean: float
     variance: float
-    """Of a sample (divided by n - 1); 0 of fewer than two."""
+    """Sample variance (divided by n - 1); 0 for fewer than two numbers."""
 
     @property
     def deviation(self) -> float:
@@ -321,9 +324,9 @@ class Spread(NamedTuple):
 
 def spread_of(numbers: Values, gather: Gather[tuple[int, float]]) -> Spread:
     """Return mean and variance over all ranks, in two passes; all ranks call this together."""
-    parts = gather((numbers.size, math.fsum(numbers)))
-    count = sum(size for size, _ in parts)
-    mean = math.fsum(total for _, total in parts) / max(count, 1)
+    sums = gather((numbers.size, math.fsum(numbers)))
+    count = sum(size for size, _ in sums)
+    mean = math.fsum(total for _, total in sums) / max(count, 1)
     squares = gather((numbers.size, math.fsum((numbers - mean) ** 2)))
     return Spread(mean, math.fsum(total for _, total in squares) / max(count - 1, 1))
 

@@ -38,10 +38,12 @@ def user_advantages(function: Callable[[Groups], object], groups: Groups, name: 
     Raises:
         AdvantageFailed: It raises, gives another shape, or no finite number for a completion that was scored.
     """
-    own = Groups(groups.rewards.copy(), {key: part.copy() for key, part in groups.parts.items()}, groups.lengths.copy())
+    copied_groups = Groups(
+        groups.rewards.copy(), {key: rewards.copy() for key, rewards in groups.parts.items()}, groups.lengths.copy()
+    )
     prompts, size = groups.rewards.shape
     try:
-        values = np.asarray(function(own), dtype=np.float64)
+        values = np.asarray(function(copied_groups), dtype=np.float64)
     except Exception as error:  # the user's own code may raise anything, and return anything
         raise AdvantageFailed(
             f"advantage.path {name}, given the rewards of {prompts} prompts with {size} completions each, raises "
@@ -55,11 +57,11 @@ def user_advantages(function: Callable[[Groups], object], groups: Groups, name: 
     scored = np.isfinite(groups.rewards)
     wrong = np.argwhere(scored & ~np.isfinite(values))
     if wrong.size:
-        row, place = (int(number) for number in wrong[0])
+        row, column = (int(number) for number in wrong[0])
         raise AdvantageFailed(
-            f"advantage.path {name} gave {values[row, place]} for {len(wrong)} of {int(scored.sum())} scored "
-            f"completions, the first of them number {place} of prompt {row}, whose reward is "
-            f"{groups.rewards[row, place]:g}; the rewards of its group are {groups.rewards[row].tolist()}. Return "
+            f"advantage.path {name} gave {values[row, column]} for {len(wrong)} of {int(scored.sum())} scored "
+            f"completions, the first of them number {column} of prompt {row}, whose reward is "
+            f"{groups.rewards[row, column]:g}; the rewards of its group are {groups.rewards[row].tolist()}. Return "
             "finite numbers, such as 0 where there is nothing to learn."
         )
     return np.where(scored, values, 0.0)

@@ -39,7 +39,7 @@ class Survey:
     tokens: int = 0
     trained_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """As `Tokenised.counts`."""
+    """Sums of `Tokenised.counts`."""
     rows_with: Counter[str] = field(default_factory=Counter)
     """Rows that something of `counts` happened to; a row may be counted there several times."""
     mistakes: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Survey:
     _of_length: Counter[int] = field(default_factory=Counter)
     """How many sequences have a length, before anything is cut."""
     _fingerprints: array[int] = field(default_factory=lambda: array("Q"))
-    """Of each row's prompt, or of all its tokens."""
+    """Fingerprint of each row's prompt, or of all its tokens."""
 
     def add(self, tokenised: Tokenised[S], mistake: str = "") -> None:
         """Count what one row gives, and what is wrong with it if something is."""
@@ -186,9 +186,9 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str
         room_for: Tokens that are written after a prompt.
         limit: The key that bounds them.
     """
-    what = "prompts" if prompts else "sequences"
+    noun = "prompts" if prompts else "sequences"
     trained = "" if prompts else f", {survey.trained_tokens:,} of them trained"
-    yield f"{survey.source}: {_rows(survey.rows)}, {survey.sequences:,} {what} of {survey.tokens:,} tokens{trained}"
+    yield f"{survey.source}: {_rows(survey.rows)}, {survey.sequences:,} {noun} of {survey.tokens:,} tokens{trained}"
     if survey.filtered:
         yield f"  {_rows(survey.filtered)} left out by data.filter"
     bars = survey.histogram()
@@ -197,8 +197,8 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str
         yield from (f"  {bar}" for bar in _bars(bars))
     read = survey.rows - survey.filtered
     for name, number in survey.counts.items():
-        words = _SAYS.get(name, name).format(limit=survey.max_length)
-        yield f"  {number:,} ({survey.rows_with[name] / read:.1%} of rows): {words}"
+        description = _SAYS.get(name, name).format(limit=survey.max_length)
+        yield f"  {number:,} ({survey.rows_with[name] / read:.1%} of rows): {description}"
     if survey.cut:
         most, every = survey.length_for(0.99) + room_for, survey.length_for(1.0) + room_for
         yield f"  {limit}: {most} fits 99 % of them, {every} all"

@@ -13,6 +13,6 @@ def count_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return maximum, (logits == maximum[:, None]).count_nonzero(-1)
 
 
-def accuracy_of(chosen: Tensor, maximum: Tensor, largest: Tensor) -> Tensor:
+def accuracy_of(logits: Tensor, maximum: Tensor, largest: Tensor) -> Tensor:
     """Return [n]: 1/n for a logit among n largest ones, 0 for any other, from what `count_largest` returns."""
-    return torch.where(chosen >= maximum, 1.0 / largest, 0.0)
+    return torch.where(logits >= maximum, 1.0 / largest, 0.0)

@@ -16,14 +16,14 @@ class Support:
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def restrict(self, logits: Tensor, chosen: Tensor | None = None) -> Tensor:
+    def restrict(self, logits: Tensor, drawn: Tensor | None = None) -> Tensor:
         """Return logits with tokens that are left out at minus infinity.
 
         Args:
             logits: [n, V], already divided by the temperature.
-            chosen: [n] tokens that stay in whatever rounding says: they were drawn.
+            drawn: [n] tokens that stay in whatever rounding says: they were drawn.
         """
-        whole = logits
+        unrestricted = logits
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
@@ -37,4 +37,4 @@ class Support:
             probabilities = logits.softmax(-1)
             least = self.min_p * probabilities.amax(-1, keepdim=True)
             logits = logits.masked_fill(probabilities < least, float("-inf"))
-        return logits if chosen is None else logits.scatter(1, chosen[:, None], whole.gather(1, chosen[:, None]))
+        return logits if drawn is None else logits.scatter(1, drawn[:, None], unrestricted.gather(1, drawn[:, None]))

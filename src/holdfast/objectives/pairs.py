@@ -27,7 +27,7 @@ class Answers:
     logps: Tensor
     """Log-probability of the answer under the policy: the sum over its trained tokens."""
     log_ratios: Tensor
-    """The same less the reference's; `logps` where there is no reference."""
+    """`logps` less those under the reference; `logps` alone without a reference."""
     lengths: Tensor
     """Trained tokens."""
 
@@ -80,8 +80,8 @@ def of_sequences(name: str, tokens: Tokens) -> Tensor:
 
 def at_first_tokens(values: Tensor, tokens: Tokens, step: int = 1) -> Tensor:
     """Return [N] terms that are 0 but for the first token of every step-th sequence, which has its value."""
-    places = first_tokens(tokens)[::step]
-    return values.new_zeros(tokens.weights.numel()).index_add(0, places, values)
+    positions = first_tokens(tokens)[::step]
+    return values.new_zeros(tokens.weights.numel()).index_add(0, positions, values)
 
 
 ODDS_MARGIN = 1e-12
@@ -110,7 +110,7 @@ def _log_ratios(answers: Answers, lengths: Lengths) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _ReferenceLoss:
     """What losses with a reference have in common."""
 
     beta: float
@@ -126,7 +126,7 @@ class _Compared:
 
 
 @dataclass(frozen=True)
-class DPO(_Compared):
+class DPO(_ReferenceLoss):
     """Likelihood that the chosen answer wins, under the Bradley-Terry model of beta r.
 
     Rafailov et al. (arXiv:2305.18290), eq. 7. With smoothing e, cDPO: the expectation over labels of which a share e is
@@ -143,7 +143,7 @@ class DPO(_Compared):
 
 
 @dataclass(frozen=True)
-class Robust(_Compared):
+class Robust(_ReferenceLoss):
     """DPO's loss without the bias that a share e of swapped pairs gives it (Chowdhury et al., arXiv:2403.00409).
 
     It has no lower bound: a pair that is ordered very wrongly may have a negative loss.
@@ -158,7 +158,7 @@ class Robust(_Compared):
 
 
 @dataclass(frozen=True)
-class IPO(_Compared):
+class IPO(_ReferenceLoss):
     """Regression of the margin on 1 / (2 beta) (Azar et al., arXiv:2310.12036, eq. 17, whose tau is beta)."""
 
     def losses(self, pairs: Pairs) -> Tensor:
@@ -168,7 +168,7 @@ class IPO(_Compared):
 
 
 @dataclass(frozen=True)
-class Hinge(_Compared):
+class Hinge(_ReferenceLoss):
     """DPO's margin, raised to 1 and no further: the hinge of SLiC-HF (Zhao et al., arXiv:2305.10425).
 
     They compare log-probabilities; less the reference's it is the hinge-norm loss of Liu et al. (arXiv:2309.06657),
@@ -181,7 +181,7 @@ class Hinge(_Compared):
 
 
 @dataclass(frozen=True)
-class APOZero(_Compared):
+class APOZero(_ReferenceLoss):
     """Raise what was chosen and lower what was rejected, each on its own (APO-zero, arXiv:2408.06266, eq. 7)."""
 
     def losses(self, pairs: Pairs) -> Tensor:
@@ -190,7 +190,7 @@ class APOZero(_Compared):
 
 
 @dataclass(frozen=True)
-class APODown(_Compared):
+class APODown(_ReferenceLoss):
     """Lower both, the rejected more, where both are worse than the policy's own (APO-down, arXiv:2408.06266, eq. 8)."""
 
     def losses(self, pairs: Pairs) -> Tensor:
@@ -199,7 +199,7 @@ class APODown(_Compared):
 
 
 @dataclass(frozen=True)
-class _Alone:
+class _ReferenceFreeLoss:
     """What losses without a reference have in common."""
 
     beta: float
@@ -210,7 +210,7 @@ class _Alone:
 
 
 @dataclass(frozen=True)
-class SimPO(_Alone):
+class SimPO(_ReferenceFreeLoss):
     """Likelihood that the chosen answer wins by a margin, by log-probability per token (arXiv:2405.14734, eq. 6)."""
 
     gamma: float
@@ -221,7 +221,7 @@ class SimPO(_Alone):
 
 
 @dataclass(frozen=True)
-class ORPO(_Alone):
+class ORPO(_ReferenceFreeLoss):
     """Likelihood of the chosen answer, and the odds by which it wins (Hong et al., arXiv:2403.07691, eqs. 4 to 7).
 
     Both parts are per pair: the likelihood is the mean over the chosen answer's tokens, and not over a batch's.

@@ -165,7 +165,7 @@ class PolicyGradient:
     kl: KLConfig = KLConfig()
     """Its coefficient is the present one, see `with_coefficients`."""
     entropy: EntropyConfig = EntropyConfig()
-    """Likewise."""
+    """Its weight is the present one, see `with_coefficients`."""
     correction: CorrectionConfig = NoCorrectionConfig()
     off_policy_mask: OffPolicyMaskConfig = OffPolicyMaskConfig()
     shapes_advantages: bool = True
@@ -359,14 +359,14 @@ def some_between(values: Numbers, priorities: Numbers, share: float, low: float,
     if not count:
         return between
     last = np.partition(priorities[between], count - 1)[count - 1]
-    chosen: Chosen = between & (priorities <= last)
-    return chosen
+    selected: Chosen = between & (priorities <= last)
+    return selected
 
 
 def highest(values: Numbers, share: float) -> Chosen:
     """Return [N]: the tokens of the highest values, a share of all rounded down, at least one; ties stay together."""
     if not values.size:
         return np.zeros(0, dtype=np.bool_)
-    place = values.size - max(int(share * values.size), 1)
-    chosen: Chosen = values >= np.partition(values, place)[place]
-    return chosen
+    index = values.size - max(int(share * values.size), 1)
+    selected: Chosen = values >= np.partition(values, index)[index]
+    return selected

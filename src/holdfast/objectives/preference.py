@@ -47,7 +47,7 @@ class PairedPreference:
         """Return [N] terms: the loss of each pair, once."""
         pairs = self._pairs(logprobs, tokens)
         total = sum(
-            (part.weight * part.loss.losses(pairs) for part in self.losses), -self.sft * pairs.chosen.mean_logps
+            (term.weight * term.loss.losses(pairs) for term in self.losses), -self.sft * pairs.chosen.mean_logps
         )
         return at_first_tokens(total, tokens, step=2)
 
@@ -74,7 +74,7 @@ class PairedPreference:
             "nll_loss": -pairs.chosen.mean_logps,
         }
         if len(self.losses) > 1:
-            means |= {f"loss/{part.name}": part.loss.losses(pairs) for part in self.losses}
+            means |= {f"loss/{term.name}": term.loss.losses(pairs) for term in self.losses}
         return {name: ratio(values.sum(), count) for name, values in means.items()} | _entropy(scores)
 
     def _pairs(self, logprobs: Tensor, tokens: Tokens) -> Pairs:

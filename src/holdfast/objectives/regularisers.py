@@ -116,8 +116,8 @@ def entropy_threshold(entropies: NDArray[np.floating], top_quantile: float) -> f
         return -math.inf
     # 0.07 * 100 is a little more than 7 in floating point, and must not become 8.
     trained = max(1, math.ceil(round(top_quantile * entropies.size, 9)))
-    place = entropies.size - trained
-    return float(np.partition(entropies.ravel(), place)[place])
+    index = entropies.size - trained
+    return float(np.partition(entropies.ravel(), index)[index])
 
 
 def next_entropy_coefficient(config: EntropyConfig, coefficient: float, measured: float) -> float:

@@ -118,7 +118,7 @@ class Comparison(Objective, Protocol):
 
 
 class Divergence(NamedTuple):
-    """Of n tokens."""
+    """Divergence of n tokens, and its derivative."""
 
     values: Tensor
     """[n], in nats"""
@@ -156,7 +156,7 @@ class Distillation:
     """Divergence from a teacher, and perhaps the likelihood of the token, per token."""
 
     beta: float
-    """As `generalised_jsd` takes it."""
+    """Argument `beta` of `generalised_jsd`."""
     temperature: float = 1.0
     """Divides the logits of both."""
     sft_weight: float = 0.0

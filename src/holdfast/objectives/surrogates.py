@@ -122,8 +122,8 @@ class DPPO:
             moved = (p - q).abs()
         else:
             # Where a probability is 1 in floating point, nothing but its own digits is left of the other outcome.
-            others = [(-torch.expm1(value)).clamp(min=torch.finfo(value.dtype).eps) for value in (old, new)]
-            moved = q * (old - new) + others[0] * (others[0].log() - others[1].log())
+            complements = [(-torch.expm1(value)).clamp(min=torch.finfo(value.dtype).eps) for value in (old, new)]
+            moved = q * (old - new) + complements[0] * (complements[0].log() - complements[1].log())
         return (moved > self.low) & (p < q) & (actions.advantages <= 0), (moved > self.high) & (p > q) & (
             actions.advantages > 0
         )
@@ -219,11 +219,11 @@ class ClipCov(Clip):
 
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms."""
-        return torch.where(_chosen(actions), 0.0, super().terms(actions))
+        return torch.where(_selected_tokens(actions), 0.0, super().terms(actions))
 
     def sums(self, actions: Actions) -> dict[str, Tensor]:
         """Return the clipped shares, and the share of tokens that were chosen."""
-        return super().sums(actions) | _share_chosen(actions)
+        return super().sums(actions) | _share_of_selected(actions)
 
 
 @dataclass(frozen=True)
@@ -238,21 +238,21 @@ class KLCov:
 
     def terms(self, actions: Actions) -> Tensor:
         """Return [N] terms."""
-        penalty = torch.where(_chosen(actions), self.coefficient * actions.log_ratio.abs(), 0.0)
+        penalty = torch.where(_selected_tokens(actions), self.coefficient * actions.log_ratio.abs(), 0.0)
         return penalty - bounded_exp(actions.log_ratio) * actions.advantages
 
     def sums(self, actions: Actions) -> dict[str, Tensor]:
         """Return the share of tokens that were chosen."""
-        return _share_chosen(actions)
+        return _share_of_selected(actions)
 
 
-def _chosen(actions: Actions) -> Tensor:
+def _selected_tokens(actions: Actions) -> Tensor:
     return carried(COVARIANCE_MASK, actions.logprobs, actions.tokens) > 0
 
 
-def _share_chosen(actions: Actions) -> dict[str, Tensor]:
-    chosen = _chosen(actions)
-    return {"covariance/chosen_mean": ratio(chosen.sum(), float(chosen.numel()))}
+def _share_of_selected(actions: Actions) -> dict[str, Tensor]:
+    selected = _selected_tokens(actions)
+    return {"covariance/chosen_mean": ratio(selected.sum(), float(selected.numel()))}
 
 
 @dataclass(frozen=True)
@@ -295,5 +295,5 @@ class GSPOToken(GSPO):
         """Return [N] terms."""
         of_sequence = sequence_mean(actions.log_ratio.detach(), actions.tokens)
         # A sum, and bounded as one: a factor of its own would bring the gradient of a bounded ratio back.
-        own = actions.logprobs - actions.logprobs.detach()
-        return clipped(bounded_exp(of_sequence + own), actions.advantages, self.low, self.high)
+        zero_with_gradient = actions.logprobs - actions.logprobs.detach()
+        return clipped(bounded_exp(of_sequence + zero_with_gradient), actions.advantages, self.low, self.high)

@@ -52,9 +52,9 @@ def held_tensors(policy: nn.Module) -> dict[str, Holding]:
     parameters = sharded_parameters(policy)
     holdings: dict[str, Holding] = dict(parameters)
     for name, join in joins_of(policy).items():
-        for part_name in join.parts:
+        for part_name in join.inputs:
             holdings.pop(part_name, None)
-        holdings[name] = MergedWeight(tuple(parameters[part_name] for part_name in join.parts), join)
+        holdings[name] = MergedWeight(tuple(parameters[part_name] for part_name in join.inputs), join)
     stored = {canonical_name(name) for name in policy.state_dict()}
     for name, buffer in policy.named_buffers():
         if canonical_name(name) in stored:

@@ -235,7 +235,7 @@ def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
 def _merge(headers: dict[str, Header], joins: Mapping[str, Join], dtype: torch.dtype | None) -> None:
     """Put the matrix of each join in the place of its parts."""
     for name, join in joins.items():
-        for part in join.parts[1:]:
+        for part in join.inputs[1:]:
             del headers[part]
         if join.header is not None:
             headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
@@ -243,7 +243,7 @@ def _merge(headers: dict[str, Header], joins: Mapping[str, Join], dtype: torch.d
 
 def _joined(join: Join, each: Sequence[ModelTensors]) -> Tensor:
     """Return a matrix with its adapter merged; of several checkpoints the mean of what each one computes with."""
-    wholes = [join.run([tensors[part] for part in join.parts]) for tensors in each]
+    wholes = [join.run([tensors[part] for part in join.inputs]) for tensors in each]
     total = sum(whole.to(torch.float64) for whole in wholes)
     assert isinstance(total, Tensor)
     return (total / len(wholes)).to(wholes[-1].dtype)

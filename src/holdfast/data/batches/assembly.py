@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from holdfast.config.sections.data import DataConfig
-from holdfast.data.batches.candidates import Candidates, Known, Ranks
+from holdfast.data.batches.candidates import Candidates, Ranks, SequenceInfo
 from holdfast.data.batches.packing import CommonStart, pack
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
@@ -37,7 +37,7 @@ class Unit(NamedTuple):
 
 
 def plan_units(
-    lengths: Sequence[int], heads: Sequence[int], draws: Sequence[int], budget: int, *, whole: bool = False
+    lengths: Sequence[int], heads: Sequence[int], draws: Sequence[int], budget: int, *, whole_draws: bool = False
 ) -> list[Unit]:
     """Put neighbours of one draw into units of at most `budget` tokens, each head counted once per unit.
 
@@ -46,13 +46,13 @@ def plan_units(
         heads: Tokens it shares with the others of its draw; 0 where nothing is shared.
         draws: Its draw; sequences of one draw follow each other.
         budget: Most tokens of a unit; no sequence is longer.
-        whole: Keep all sequences of a draw together, whatever they share; together they are no longer than the budget.
+        whole_draws: Keep all sequences of a draw in one unit, which is no longer than the budget, whatever they share.
     """
     units: list[Unit] = []
     last: int | None = None
     for index, (length, head, draw) in enumerate(zip(lengths, heads, draws, strict=True)):
-        open_unit = units[-1] if units and draw == last and (head or whole) else None
-        if open_unit is not None and (whole or open_unit.tokens + length - head <= budget):
+        open_unit = units[-1] if units and draw == last and (head or whole_draws) else None
+        if open_unit is not None and (whole_draws or open_unit.tokens + length - head <= budget):
             units[-1] = Unit((*open_unit.members, index), head, open_unit.tokens + length - head)
         else:
             units.append(Unit((index,), head, length))
@@ -71,9 +71,9 @@ def saves_work(unit: Unit, lengths: Sequence[int], attention_share: float) -> bo
         lengths: Tokens of each sequence.
         attention_share: As in `plan_packs`.
     """
-    count, whole = len(unit.members), [lengths[index] for index in unit.members]
-    longest = max(whole) - unit.head
-    alone = sum(length * length for length in whole) / 2
+    count, sizes = len(unit.members), [lengths[index] for index in unit.members]
+    longest = max(sizes) - unit.head
+    alone = sum(length * length for length in sizes) / 2
     shared = unit.head * unit.head / 2 + count * longest * (unit.head + longest)
     return (count - 1) * unit.head + 2 * attention_share * (alone - shared) > 0
 
@@ -142,9 +142,9 @@ def best_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
         else:
             target, room = len(bins), budget
             bins.append([item])
-        left = room - length
-        with_room.setdefault(left, []).append(target)
-        free |= 1 << left
+        remaining = room - length
+        with_room.setdefault(remaining, []).append(target)
+        free |= 1 << remaining
     return bins
 
 
@@ -255,7 +255,7 @@ def assemble(candidates: Candidates[Example], ranks: Ranks, config: DataConfig, 
     counted = {f"data/{name}": float(number) for name, number in candidates.counts.items()}
     return MiniBatch(
         micro_batches=micro_batches,
-        count=sum(part.count for part in share),
+        count=sum(sequence_share.count for sequence_share in share),
         samples=len(sequences),
         tokens=tokens,
         trained_tokens=sum(trained),
@@ -272,7 +272,7 @@ def assemble(candidates: Candidates[Example], ranks: Ranks, config: DataConfig, 
 
 
 def _plan(
-    sequences: Sequence[Known], draws: Sequence[int], ranks: int, budget: int, layout: Layout
+    sequences: Sequence[SequenceInfo], draws: Sequence[int], ranks: int, budget: int, layout: Layout
 ) -> list[list[list[Unit]]]:
     """Return the units of every micro-batch of every rank."""
     units = _units(sequences, draws, budget, layout)
@@ -287,17 +287,19 @@ def _plan(
     return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in packs]
 
 
-def _units(sequences: Sequence[Known], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
+def _units(sequences: Sequence[SequenceInfo], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
     lengths = [sequence.tokens for sequence in sequences]
     apart = _drawn_apart(lengths, draws, layout)
     heads = [
         0 if draw in apart or not layout.shares_heads else sequence.head
         for sequence, draw in zip(sequences, draws, strict=True)
     ]
-    units = plan_units(lengths, heads, draws, budget, whole=layout.whole_draws)
+    units = plan_units(lengths, heads, draws, budget, whole_draws=layout.whole_draws)
     if not layout.weighs_heads:
         return units
-    return [part for unit in units for part in _weighed(unit, lengths, sequences, layout.attention_share)]
+    return [
+        weighed_unit for unit in units for weighed_unit in _weighed(unit, lengths, sequences, layout.attention_share)
+    ]
 
 
 def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -> set[int]:
@@ -310,7 +312,9 @@ def _drawn_apart(lengths: Sequence[int], draws: Sequence[int], layout: Layout) -
     return {draw for draw, several in angles.items() if len(several) > 1}
 
 
-def _weighed(unit: Unit, lengths: Sequence[int], sequences: Sequence[Known], attention_share: float) -> list[Unit]:
+def _weighed(
+    unit: Unit, lengths: Sequence[int], sequences: Sequence[SequenceInfo], attention_share: float
+) -> list[Unit]:
     """Return a unit, or its members alone where that is less work; a tower that runs once for all always pays."""
     if sequences[unit.members[0]].has_inputs or saves_work(unit, lengths, attention_share):
         return [unit]
@@ -318,15 +322,15 @@ def _weighed(unit: Unit, lengths: Sequence[int], sequences: Sequence[Known], att
 
 
 def _stand_ins(
-    packs: Sequence[Sequence[Sequence[Unit]]], sequences: Sequence[Known], layout: Layout
+    packs: Sequence[Sequence[Sequence[Unit]]], sequences: Sequence[SequenceInfo], layout: Layout
 ) -> list[Mapping[str, Any]]:
     """Return, for each forward pass, what a rank without model inputs takes instead: nothing where no rank has any."""
     of_pass = list(zip(*packs, strict=True))
-    seen = [
+    has_inputs = [
         any(sequences[index].has_inputs for units in of_ranks for unit in units for index in unit.members)
         for of_ranks in of_pass
     ]
-    return [layout.stand_in if some else {} for some in seen]
+    return [layout.stand_in if some else {} for some in has_inputs]
 
 
 def _pack(
@@ -354,10 +358,10 @@ def _heads(unit: Unit) -> list[CommonStart]:
     return [CommonStart(len(unit.members), unit.head)] if unit.head else [CommonStart(1, 0)] * len(unit.members)
 
 
-def _order_hash(sequences: Sequence[Known]) -> float:
+def _order_hash(sequences: Sequence[SequenceInfo]) -> float:
     """Return a number below 2**52 that two updates share only if they hold the same sequences in the same order."""
-    places = np.array([(sequence.draw, sequence.part) for sequence in sequences], dtype=np.int64)
-    return float(xxhash.xxh3_64_intdigest(places.tobytes()) >> 12)
+    indices = np.array([(sequence.draw, sequence.index_in_row) for sequence in sequences], dtype=np.int64)
+    return float(xxhash.xxh3_64_intdigest(indices.tobytes()) >> 12)
 
 
 def _move(
@@ -370,8 +374,8 @@ def _move(
         local = [index for index in indices if candidates.sequences[index].owner == ranks.rank]
         outgoing.append(
             {
-                index: candidates.own_sequences[(candidates.sequences[index].draw, candidates.sequences[index].part)]
-                for index in local
+                index: candidates.own_sequences[(sequence.draw, sequence.index_in_row)]
+                for index, sequence in ((index, candidates.sequences[index]) for index in local)
             }
         )
     examples: dict[int, Example] = {}

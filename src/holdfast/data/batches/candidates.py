@@ -47,12 +47,11 @@ Tokenise = Callable[[Row, int, str, str], Tokenised[S]]
 """(row, sample id, source name, the row's name for messages) -> its sequences"""
 
 
-class Known(NamedTuple):
-    """What every rank knows of one sequence."""
+class SequenceInfo(NamedTuple):
+    """Description of one sequence, the same on every rank."""
 
     draw: int
-    part: int
-    """Which sequence of its row."""
+    index_in_row: int
     tokens: int
     trained: int
     owner: int
@@ -68,8 +67,8 @@ class Candidates(Generic[S]):
     """The candidates of one mini-batch: what this rank holds, and what all ranks know."""
 
     own_sequences: dict[tuple[int, int], S] = field(default_factory=dict)
-    """(draw, part) -> sequence, for the rows this rank read"""
-    sequences: list[Known] = field(default_factory=list)
+    """(draw, index in its row) -> sequence, for the rows this rank read"""
+    sequences: list[SequenceInfo] = field(default_factory=list)
     """All sequences in draw order, the same on every rank."""
     counted: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
     """(draw, what was counted on it), where something was."""
@@ -93,7 +92,7 @@ class Candidates(Generic[S]):
         return total
 
 
-class _Fact(NamedTuple):
+class _RowSummary(NamedTuple):
     lengths: list[tuple[int, int, bool]]
     """(tokens, trained tokens, whether it brings model inputs) of each sequence"""
     counts: Mapping[str, int]
@@ -102,7 +101,7 @@ class _Fact(NamedTuple):
     """What is wrong with the row, where bad rows are left out."""
 
 
-_Outcome = _Fact | UserError | EndOfStream
+_Outcome = _RowSummary | UserError | EndOfStream
 
 
 class CandidateReader(Generic[S]):
@@ -126,7 +125,7 @@ class CandidateReader(Generic[S]):
     ) -> None:
         self.reader = reader
         self.rows_tokenised = 0
-        """By this rank."""
+        """Rows that this rank has tokenised."""
         self._tokenise: Tokenise[S] = tokenise
         self._ranks = ranks
         self._accept = accept
@@ -154,15 +153,15 @@ class CandidateReader(Generic[S]):
                     return draw
                 case UserError() as error:
                     raise error
-                case _Fact(lengths, counts, head, bad):
+                case _RowSummary(lengths, counts, head, bad):
                     if bad and self._skip is not None:
                         self.first_bad = self.first_bad or bad
                         self._skip(bad)
                     if counts:
                         candidates.counted.append((draw, counts))
                     candidates.sequences.extend(
-                        Known(draw, part, tokens, trained, owner, head, has_inputs)
-                        for part, (tokens, trained, has_inputs) in enumerate(lengths)
+                        SequenceInfo(draw, index, tokens, trained, owner, head, has_inputs)
+                        for index, (tokens, trained, has_inputs) in enumerate(lengths)
                     )
         return last
 
@@ -214,22 +213,22 @@ class CandidateReader(Generic[S]):
             try:
                 source, name, row = self.reader.read(draw)
             except left_out as error:
-                return _Fact([], {BAD_ROWS: 1}, bad=str(error))
+                return _RowSummary([], {BAD_ROWS: 1}, bad=str(error))
             if self._accept is not None and not self._accept(row):
-                return _Fact([], {"filtered": 1})
+                return _RowSummary([], {"filtered": 1})
             self.rows_tokenised += 1
             try:
                 with broken_text_named(row, name):
                     sequences = self._tokenise(row, draw, source.name, name)
             except left_out as error:
-                return _Fact([], {BAD_ROWS: 1}, bad=str(error))
+                return _RowSummary([], {BAD_ROWS: 1}, bad=str(error))
         except (EndOfStream, UserError) as outcome:
             return outcome
-        candidates.own_sequences |= {(draw, part): example for part, example in enumerate(sequences.examples)}
+        candidates.own_sequences |= {(draw, index): example for index, example in enumerate(sequences.examples)}
         lengths = [
             (example.tokens.size, example.trained_tokens, bool(example.model_inputs)) for example in sequences.examples
         ]
-        return _Fact(lengths, sequences.counts, sequences.head)
+        return _RowSummary(lengths, sequences.counts, sequences.head)
 
 
 @contextmanager
@@ -261,7 +260,7 @@ def _unwritable(row: Row) -> str | None:
 
 
 @dataclass(frozen=True)
-class Rest:
+class NextToken:
     """The first token that no window has used."""
 
     draw: int
@@ -273,7 +272,7 @@ class Rest:
 class Piece:
     """Tokens start..end-1 of one document; it never crosses a window's edge."""
 
-    document: Known
+    document: SequenceInfo
     start: int
     end: int
 
@@ -285,7 +284,9 @@ class Piece:
         return replace(example, tokens=example.tokens[self.start : self.end], loss_mask=loss_mask, per_token=per_token)
 
 
-def pieces_of(documents: Sequence[Known], *, offset: int, goal: int, window: int) -> tuple[list[Piece], Rest | None]:
+def pieces_of(
+    documents: Sequence[SequenceInfo], *, offset: int, goal: int, window: int
+) -> tuple[list[Piece], NextToken | None]:
     """Cut documents into pieces that fill windows exactly.
 
     Args:
@@ -306,7 +307,7 @@ def pieces_of(documents: Sequence[Known], *, offset: int, goal: int, window: int
         start = min(max(used_before - before, 0), document.tokens)
         while start < document.tokens:
             if used == goal:
-                return pieces, Rest(row, before + start)
+                return pieces, NextToken(row, before + start)
             end = min(document.tokens, start + window - used % window)
             pieces.append(Piece(document, start, end))
             used += end - start
@@ -317,31 +318,43 @@ def pieces_of(documents: Sequence[Known], *, offset: int, goal: int, window: int
 
 def cut_windows(
     candidates: Candidates[Example], ranks: Ranks, *, offset: int, goal: int, window: int
-) -> tuple[Candidates[Example], Rest | None]:
+) -> tuple[Candidates[Example], NextToken | None]:
     """Replace documents by the pieces of their windows; arguments as in `pieces_of`."""
-    pieces, rest = pieces_of(candidates.sequences, offset=offset, goal=goal, window=window)
-    own: dict[tuple[int, int], Example] = {}
+    pieces, next_token = pieces_of(candidates.sequences, offset=offset, goal=goal, window=window)
+    local_examples: dict[tuple[int, int], Example] = {}
     for number, piece in enumerate(pieces):
         if piece.document.owner == ranks.rank:
-            own[(piece.document.draw, number)] = piece.of(
-                candidates.own_sequences[(piece.document.draw, piece.document.part)]
+            local_examples[(piece.document.draw, number)] = piece.of(
+                candidates.own_sequences[(piece.document.draw, piece.document.index_in_row)]
             )
     trained: dict[tuple[int, int], int] = {}
-    for theirs in ranks.gather({key: example.trained_tokens for key, example in own.items()}):
+    for theirs in ranks.gather({key: example.trained_tokens for key, example in local_examples.items()}):
         trained |= theirs
     sequences = [
-        Known(piece.document.draw, number, piece.end - piece.start, trained[(piece.document.draw, number)],
-              piece.document.owner)
+        SequenceInfo(
+            piece.document.draw,
+            number,
+            piece.end - piece.start,
+            trained[(piece.document.draw, number)],
+            piece.document.owner,
+        )
         for number, piece in enumerate(pieces)
-    ]  # fmt: skip
-    return replace(candidates, own_sequences=own, sequences=sequences, counted=_begun(candidates, offset, rest)), rest
+    ]
+    return replace(
+        candidates,
+        own_sequences=local_examples,
+        sequences=sequences,
+        counted=_counts_of_begun_rows(candidates, offset, next_token),
+    ), next_token
 
 
-def _begun(candidates: Candidates[Example], offset: int, rest: Rest | None) -> list[tuple[int, Mapping[str, int]]]:
+def _counts_of_begun_rows(
+    candidates: Candidates[Example], offset: int, next_token: NextToken | None
+) -> list[tuple[int, Mapping[str, int]]]:
     """Return what was counted on rows whose first token is used here: rows read ahead or cut are counted once."""
     first = candidates.sequences[0].draw if candidates.sequences and offset > 0 else -1
     return [
         (draw, counts)
         for draw, counts in candidates.counted
-        if draw != first and (rest is None or (draw, 0) < (rest.draw, rest.offset))
+        if draw != first and (next_token is None or (draw, 0) < (next_token.draw, next_token.offset))
     ]

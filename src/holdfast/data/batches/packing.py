@@ -94,8 +94,8 @@ def _pack_branches(
     for head in heads:
         documents.append((head.tokens if head.members > 1 else 0, range(first, first + head.members)))
         first += head.members
-    own = [[examples[index].tokens.size - size for index in members] for size, members in documents]
-    lengths = tuple(size + sum(parts) for (size, _), parts in zip(documents, own, strict=True))
+    branch_lengths = [[examples[index].tokens.size - size for index in members] for size, members in documents]
+    lengths = tuple(size + sum(branch) for (size, _), branch in zip(documents, branch_lengths, strict=True))
     filled = _Columns.empty(1, sum(lengths), pad_token, examples, {})
     start = 0
     for (size, members), length in zip(documents, lengths, strict=True):
@@ -109,7 +109,7 @@ def _pack_branches(
                 filled.put_branch(slice(after, end), start, index, examples[index], shares[index])
             after = end
         start += length
-    branches = tuple(tuple(parts) if size else () for (size, _), parts in zip(documents, own, strict=True))
+    branches = tuple(tuple(branch) if size else () for (size, _), branch in zip(documents, branch_lengths, strict=True))
     return _batch(filled, examples, shares, dtype, (lengths,), branches)
 
 
@@ -126,13 +126,15 @@ def _refuse_other_heads(members: Sequence[Example], size: int) -> None:
             raise ValueError(f"sample {example.sample_id}: a token of the shared head would be trained")
 
 
-def _same_inputs(one: Example, other: Example, size: int) -> bool:
+def _same_inputs(example: Example, reference: Example, size: int) -> bool:
     """Say whether two sequences bring the same inputs, and begin at the same positions."""
-    if one.model_inputs.keys() != other.model_inputs.keys() or (one.positions is None) != (other.positions is None):
+    if example.model_inputs.keys() != reference.model_inputs.keys() or (example.positions is None) != (
+        reference.positions is None
+    ):
         return False
-    pairs = [(values, other.model_inputs[name]) for name, values in one.model_inputs.items()]
-    if one.positions is not None and other.positions is not None:
-        pairs.append((one.positions[:, :size], other.positions[:, :size]))
+    pairs = [(values, reference.model_inputs[name]) for name, values in example.model_inputs.items()]
+    if example.positions is not None and reference.positions is not None:
+        pairs.append((example.positions[:, :size], reference.positions[:, :size]))
     return all(first is second or np.array_equal(first, second) for first, second in pairs)
 
 
@@ -167,8 +169,8 @@ def _batch(
 def _after_a_head(branches: Sequence[Sequence[int]]) -> Iterator[int]:
     """Yield the index of each sequence whose head an earlier one has brought."""
     index = 0
-    for own in branches:
-        members = max(1, len(own))
+    for branch_lengths in branches:
+        members = max(1, len(branch_lengths))
         yield from range(index + 1, index + members)
         index += members
 
@@ -176,17 +178,17 @@ def _after_a_head(branches: Sequence[Sequence[int]]) -> Iterator[int]:
 def _joined(examples: Sequence[Example], without: Collection[int]) -> dict[str, Any]:
     """Return the model inputs of all sequences but some, and how many rows are each one's."""
     names = sorted({name for example in examples for name in example.model_inputs})
-    parts = {
+    by_name = {
         name: [None if index in without else example.model_inputs.get(name) for index, example in enumerate(examples)]
         for name in names
     }
     return {
         "model_inputs": {
-            name: _tensor(np.concatenate([part for part in arrays if part is not None]))
-            for name, arrays in parts.items()
+            name: _tensor(np.concatenate([array for array in arrays if array is not None]))
+            for name, arrays in by_name.items()
         },
         "model_input_rows": {
-            name: tuple(0 if part is None else len(part) for part in arrays) for name, arrays in parts.items()
+            name: tuple(0 if array is None else len(array) for array in arrays) for name, arrays in by_name.items()
         },
     }
 
@@ -230,13 +232,13 @@ def unpack(batch: Batch) -> list[Example]:
             sample_id=batch.sample_ids[index],
             prompt_id=batch.prompt_ids[index],
             source=batch.sources[index],
-            tokens=batch.tokens[row, place].numpy(),
-            loss_mask=batch.loss_mask[row, place].numpy(),
-            per_token={name: values[row, place].numpy() for name, values in batch.per_token.items()},
+            tokens=batch.tokens[row, columns].numpy(),
+            loss_mask=batch.loss_mask[row, columns].numpy(),
+            per_token={name: values[row, columns].numpy() for name, values in batch.per_token.items()},
             model_inputs=_own_inputs(batch, index),
-            positions=_own_positions(batch.position_ids[:, row, place].numpy()),
+            positions=_own_positions(batch.position_ids[:, row, columns].numpy()),
         )
-        for index, (row, place) in enumerate(places(batch))
+        for index, (row, columns) in enumerate(places(batch))
     ]
 
 
@@ -259,13 +261,13 @@ def _own_positions(positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
 
 def split_tokens(batch: Batch, values: Tensor) -> list[Tensor]:
     """Cut a [B, T] tensor into one [L] tensor per sequence, in packing order; a view where the sequence is whole."""
-    return [values[row, place] for row, place in places(batch)]
+    return [values[row, columns] for row, columns in places(batch)]
 
 
 def places(batch: Batch) -> list[tuple[int, slice | NDArray[np.int64]]]:
     """Return (row, places in it) of every sequence; padding is left out."""
     if any(batch.branches):
-        return [(0, place) for place in _branch_places(batch)]
+        return [(0, columns) for columns in _branch_places(batch)]
     result: list[tuple[int, slice | NDArray[np.int64]]] = []
     remaining = len(batch.sample_ids)
     for row, lengths in enumerate(batch.lengths):
@@ -280,14 +282,14 @@ def places(batch: Batch) -> list[tuple[int, slice | NDArray[np.int64]]]:
 
 def _branch_places(batch: Batch) -> Iterator[slice | NDArray[np.int64]]:
     start = 0
-    for length, own in zip(batch.lengths[0], batch.branches, strict=True):
-        if not own:
+    for length, branch_lengths in zip(batch.lengths[0], batch.branches, strict=True):
+        if not branch_lengths:
             yield slice(start, start + length)
-        head = np.arange(start, start + length - sum(own))
+        head = np.arange(start, start + length - sum(branch_lengths))
         after = start + head.size
-        for part in own:
-            yield np.concatenate([head, np.arange(after, after + part)])
-            after += part
+        for size in branch_lengths:
+            yield np.concatenate([head, np.arange(after, after + size)])
+            after += size
         start += length
 
 
@@ -339,27 +341,27 @@ class _Columns:
             },
         )
 
-    def put_branch(self, own: slice, head: int, index: int, example: Example, share: Share) -> None:
+    def put_branch(self, columns: slice, head: int, index: int, example: Example, share: Share) -> None:
         """Write what a sequence has of its own; its head stands at `head` already."""
-        size = example.tokens.size - (own.stop - own.start)
-        self.put((0, own), index, _tail(example, size), share.weight)
+        size = example.tokens.size - (columns.stop - columns.start)
+        self.put((0, columns), index, _tail(example, size), share.weight)
         if example.positions is None:
-            self.position_ids[:, 0, own] += size
-        self.predictor_index[0, own.start] = head + size - 1
+            self.position_ids[:, 0, columns] += size
+        self.predictor_index[0, columns.start] = head + size - 1
 
-    def put(self, where: tuple[int, slice], index: int, example: Example, weight: float) -> None:
+    def put(self, region: tuple[int, slice], index: int, example: Example, weight: float) -> None:
         """Write one sequence to a stretch of a row."""
-        row, stretch = where
+        row, stretch = region
         positions = np.arange(stretch.start, stretch.stop)
-        self.tokens[where] = example.tokens
-        own = example.positions
-        self.position_ids[:, row, stretch] = positions - stretch.start if own is None else own
-        self.sequence_ids[where] = index
+        self.tokens[region] = example.tokens
+        model_positions = example.positions
+        self.position_ids[:, row, stretch] = positions - stretch.start if model_positions is None else model_positions
+        self.sequence_ids[region] = index
         self.predictor_index[row, stretch.start + 1 : stretch.stop] = positions[:-1]
-        self.loss_mask[where] = example.loss_mask
-        self.weights[where] = weight * example.loss_mask
+        self.loss_mask[region] = example.loss_mask
+        self.weights[region] = weight * example.loss_mask
         for name, values in example.per_token.items():
-            self.per_token[name][where] = values
+            self.per_token[name][region] = values
 
 
 def _tail(example: Example, start: int) -> Example:

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, Ranks, Rest, cut_windows
+from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, NextToken, Ranks, cut_windows
 from holdfast.data.content.counted import lost_rows
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
@@ -56,9 +56,9 @@ class StreamState:
 
     cursor: Cursor
     sizes: list[SavedCount | None]
-    """Of each source; None while the end of a stream is not known."""
+    """Number of rows of each source; None while the end of a stream is not known."""
     seen: Annotated[list[SavedCount], Field(min_length=2, max_length=2)]
-    """Rows and tokens."""
+    """Number of rows read, and of the tokens of all their sequences."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StreamLimits:
     """Part of a pass is a part of its rows: batches have another size than was configured."""
 
 
-Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], Rest | None]]
+Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], NextToken | None]]
 """Cuts candidates into windows of `goal` tokens together: function(found, tokens of its first row used, goal)."""
 
 
@@ -113,7 +113,7 @@ class BatchStream(ABC, Generic[S, T]):
         self._counts: Counter[str] = Counter()
         self._kept: int | None = None
         """Rows of a pass that are trained on, where somebody counted."""
-        self._seen = (0, 0)
+        self._totals = (0, 0)
         """Rows and tokens of all their sequences, read so far: how many tokens a row brings on average."""
         self._ahead: tuple[int, T | None, Cursor, tuple[int, int]] | None = None
         """Rows that a batch was read early with, the batch, and where the stream stands after it."""
@@ -145,14 +145,14 @@ class BatchStream(ABC, Generic[S, T]):
 
     def state(self) -> dict[str, Any]:
         """Return where the stream stands, as JSON-ready values."""
-        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes), "seen": list(self._seen)}
+        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes), "seen": list(self._totals)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream of the same data and seed stood, at any number of ranks."""
         self.cursor = Cursor(**state["cursor"])
         self._ahead = None
         # How far windows look ahead decides when a stream's end is learned.
-        self._seen = (state["seen"][0], state["seen"][1])
+        self._totals = (state["seen"][0], state["seen"][1])
         # Only streams: the size of other sources is what it is, and whether it may change is the caller's to judge.
         for index, source in enumerate(self._rows.reader.sources):
             if source.size is None:
@@ -205,10 +205,10 @@ class BatchStream(ABC, Generic[S, T]):
         Raises:
             DataError: As `next`.
         """
-        before = self.cursor, self._seen
+        before = self.cursor, self._totals
         batch = self.next(step, rows)
-        self._ahead = (rows or self._batch_size(step), batch, self.cursor, self._seen)
-        self.cursor, self._seen = before
+        self._ahead = (rows or self._batch_size(step), batch, self.cursor, self._totals)
+        self.cursor, self._totals = before
         return batch
 
     def next(self, step: int, rows: int | None = None) -> T | None:
@@ -223,7 +223,7 @@ class BatchStream(ABC, Generic[S, T]):
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (rows or self._batch_size(step)) == ahead[0]:
-            _, batch, self.cursor, self._seen = ahead
+            _, batch, self.cursor, self._totals = ahead
             return batch
         while not self._is_done():
             size = rows or self._batch_size(step)
@@ -252,33 +252,33 @@ class BatchStream(ABC, Generic[S, T]):
 
     def _pass_end(self) -> int | None:
         """Return the draw at which the current pass ends; the last one may end early."""
-        draws, left = self._pass_draws(), self._left()
+        draws, remaining = self._pass_draws(), self._left()
         if draws is None:
             return None
-        if left < 1 and self._pass_batches() is None:
-            draws = min(draws, math.ceil(round(left * draws, 6)))
+        if remaining < 1 and self._pass_batches() is None:
+            draws = min(draws, math.ceil(round(remaining * draws, 6)))
         return self.cursor.epoch_first_draw + draws
 
     def _pass_batches(self) -> int | None:
         """Return how many batches the current pass has at most; the last pass may have a part of them."""
-        left, whole = self._left(), self.steps_per_epoch()
-        if left >= 1 or whole is None or self._limits.by_rows:
+        remaining, pass_steps = self._left(), self.steps_per_epoch()
+        if remaining >= 1 or pass_steps is None or self._limits.by_rows:
             return self._limits.batches
-        return math.ceil(round(left * whole, 6))  # 0.3 * 10 is a little more than 3 in floating point
+        return math.ceil(round(remaining * pass_steps, 6))  # 0.3 * 10 is a little more than 3 in floating point
 
     def _is_done(self) -> bool:
-        end, left, most = self._pass_end(), self._left(), self._pass_batches()
-        if left >= 1:
+        end, remaining, most = self._pass_end(), self._left(), self._pass_batches()
+        if remaining >= 1:
             return False
         served = most is not None and self.cursor.batches_in_epoch >= most
-        return left <= 0 or served or (end is not None and self.cursor.draw >= end)
+        return remaining <= 0 or served or (end is not None and self.cursor.draw >= end)
 
     def _after_pass(self, cursor: Cursor) -> Cursor:
         """Return the cursor at the start of the next pass; after a part of a pass, nothing follows."""
         if self._left() < 1:
             return cursor
-        whole = self._order.epoch_draws
-        first = cursor.draw if whole is None else max(cursor.draw, cursor.epoch_first_draw + whole)
+        epoch_draws = self._order.epoch_draws
+        first = cursor.draw if epoch_draws is None else max(cursor.draw, cursor.epoch_first_draw + epoch_draws)
         if self._limits.repeat:
             return Cursor(cursor.epoch_first_draw, cursor.epoch + 1, cursor.epoch_first_draw, 0, 0, 0)
         # A window may have cut the row that the next pass begins with.
@@ -295,27 +295,27 @@ class BatchStream(ABC, Generic[S, T]):
             last = draw + (self._rows_for(goal - filled) if wrapped else goal - filled)
             before, tokens = draw, candidates.tokens
             draw = self._rows.round(draw, last if end is None else min(last, end), candidates)
-            self._seen = (self._seen[0] + draw - before, self._seen[1] + candidates.tokens - tokens)
+            self._totals = (self._totals[0] + draw - before, self._totals[1] + candidates.tokens - tokens)
             filled = candidates.tokens - cursor.offset if wrapped else candidates.rows
             end = self._pass_end()  # known as soon as a stream's end is
-        rest, left = Rest(draw, 0), None
+        next_token, unused = NextToken(draw, 0), None
         if self._cut is not None:
-            candidates, left = self._cut(candidates, cursor.offset, goal)
-            rest = left or rest
+            candidates, unused = self._cut(candidates, cursor.offset, goal)
+            next_token = unused or next_token
         self._counts.update(candidates.counts)
         after = replace(
             cursor,
-            draw=rest.draw,
-            offset=rest.offset,
+            draw=next_token.draw,
+            offset=next_token.offset,
             batches_in_epoch=cursor.batches_in_epoch + 1,
             sequences_in_epoch=cursor.sequences_in_epoch + len(candidates.sequences),
         )
-        return candidates, after, end is not None and draw >= end and left is None
+        return candidates, after, end is not None and draw >= end and unused is None
 
     def _rows_for(self, tokens: int) -> int:
         """Guess how many rows give so many tokens. Rows read too early are read again; the result does not change."""
-        rows, seen = self._seen
-        return math.ceil(tokens * rows / seen) if seen else math.ceil(tokens / self._config.max_length)
+        rows, tokens_read = self._totals
+        return math.ceil(tokens * rows / tokens_read) if tokens_read else math.ceil(tokens / self._config.max_length)
 
     def _names(self) -> str:
         return ", ".join(source.name for source in self._rows.reader.sources)
@@ -396,5 +396,5 @@ class SampleStream(BatchStream[Example, MiniBatch]):
 
     def _windows(
         self, candidates: Candidates[Example], offset: int, goal: int
-    ) -> tuple[Candidates[Example], Rest | None]:
+    ) -> tuple[Candidates[Example], NextToken | None]:
         return cut_windows(candidates, self._ranks, offset=offset, goal=goal, window=self._config.max_length)

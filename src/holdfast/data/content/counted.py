@@ -11,12 +11,13 @@ DROPPED_ROLES = {
     "tool": "a tool's result",
     "role": "a message of another role",
 }
-"""Whose messages are counted, as `ROLE_dropped`, where a chat template leaves them out."""
+"""Roles whose messages a chat template may leave out; such messages are counted as `ROLE_dropped`."""
 
 TEMPLATE = {
     "no_end_of_turn": "answers that the chat template does not close, so that a model does not learn to stop",
     **{
-        f"{role}_dropped": f"rows with {what} that the chat template leaves out" for role, what in DROPPED_ROLES.items()
+        f"{role}_dropped": f"rows with {description} that the chat template leaves out"
+        for role, description in DROPPED_ROLES.items()
     },
 }
 """What a chat template does that nobody expects of it."""
@@ -30,9 +31,11 @@ _LOST = {
 
 def unexpected(counts: Mapping[str, float]) -> list[str]:
     """Return what a chat template does to rows and nobody expects, a sentence for each."""
-    return [f"{counts[name]:.0f} {words}" for name, words in TEMPLATE.items() if counts.get(name)]
+    return [f"{counts[name]:.0f} {sentence}" for name, sentence in TEMPLATE.items() if counts.get(name)]
 
 
 def lost_rows(counts: Mapping[str, int], limit: int) -> str:
     """Return how many rows are not trained on, and why; "" where none was lost."""
-    return ", ".join(f"{counts[name]} {words.format(limit=limit)}" for name, words in _LOST.items() if counts.get(name))
+    return ", ".join(
+        f"{counts[name]} {reason.format(limit=limit)}" for name, reason in _LOST.items() if counts.get(name)
+    )

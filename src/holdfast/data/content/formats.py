@@ -155,8 +155,8 @@ def prompt_of(row: Row, row_name: str) -> str | Conversation:
 def _require(row: Row, column: str, row_name: str) -> Any:
     value = row.get(column)
     if value is None:
-        what = f"an empty (null) column {column!r}" if column in row else f"no column {column!r}"
-        raise DataError(f"{row_name} has {what}. Its columns are: {', '.join(row)}.")
+        problem = f"an empty (null) column {column!r}" if column in row else f"no column {column!r}"
+        raise DataError(f"{row_name} has {problem}. Its columns are: {', '.join(row)}.")
     return value
 
 
@@ -193,9 +193,9 @@ def _prompt_completion(row: Row, row_name: str) -> Conversation | PromptCompleti
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return PromptCompletion(prompt, completion)
-    asked = as_messages(prompt, "user", "prompt", row_name)
+    prompt_messages = as_messages(prompt, "user", "prompt", row_name)
     answered = as_messages(completion, "assistant", "completion", row_name)
-    return Conversation([*asked, *answered], parse_tools(row, row_name), first_trained=len(asked))
+    return Conversation([*prompt_messages, *answered], parse_tools(row, row_name), first_trained=len(prompt_messages))
 
 
 Message = Mapping[str, Any]
@@ -232,29 +232,33 @@ def parse_messages(value: Any, row_name: str, column: str = "messages") -> list[
     """
     messages = []
     for number, message in enumerate(parse_list(value, column, row_name)):
-        where = f"{row_name}, message {number}"
+        message_name = f"{row_name}, message {number}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where}: a message needs `role` and `content`, but this is {_shortened(message)}.")
+            raise DataError(f"{message_name}: a message needs `role` and `content`, but this is {_shortened(message)}.")
         if message.get("content") is None and not message.get("tool_calls"):
-            raise DataError(f"{where}: a message of role {message['role']!r} has neither content nor tool_calls.")
-        _check_content(message, where)
-        messages.append(_with_parsed_arguments(message, where))
+            raise DataError(
+                f"{message_name}: a message of role {message['role']!r} has neither content nor tool_calls."
+            )
+        _check_content(message, message_name)
+        messages.append(_with_parsed_arguments(message, message_name))
     return messages
 
 
-def _check_content(message: Message, where: str) -> None:
+def _check_content(message: Message, message_name: str) -> None:
     """Refuse what no template can write: neither text nor a list of parts, nor the object that a tool returned."""
     content = message.get("content")
-    is_parts = isinstance(content, list | tuple) and all(isinstance(part, str | Mapping) for part in content)
+    is_parts = isinstance(content, list | tuple) and all(
+        isinstance(content_part, str | Mapping) for content_part in content
+    )
     is_result = message["role"] == "tool" and isinstance(content, Mapping)
     if not (content is None or isinstance(content, str) or is_parts or is_result):
         raise DataError(
-            f"{where}: content must be text, or a list of parts such as {{'type': 'text', 'text': ...}}, but it is "
-            f"{_shortened(content)}."
+            f"{message_name}: content must be text, or a list of parts such as {{'type': 'text', 'text': ...}}, but it "
+            f"is {_shortened(content)}."
         )
 
 
-def _with_parsed_arguments(message: Message, where: str) -> Message:
+def _with_parsed_arguments(message: Message, message_name: str) -> Message:
     """Turn tool-call arguments written as a JSON string (the OpenAI form) into the object that templates expect."""
     if not message.get("tool_calls"):
         return message
@@ -262,18 +266,18 @@ def _with_parsed_arguments(message: Message, where: str) -> Message:
     for call in message["tool_calls"]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"{where}: a tool call needs a function name, but this is {_shortened(call)}.")
+            raise DataError(f"{message_name}: a tool call needs a function name, but this is {_shortened(call)}.")
         if isinstance(function.get("arguments"), str):
-            function = {**function, "arguments": _from_json(function["arguments"], "tool-call arguments", where)}
+            function = {**function, "arguments": _from_json(function["arguments"], "tool-call arguments", message_name)}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
 
 
-def _from_json(text: str, what: str, where: str) -> Any:
+def _from_json(text: str, field: str, name: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: {what} are not valid JSON ({error}): {_shortened(text)}.") from None
+        raise DataError(f"{name}: {field} are not valid JSON ({error}): {_shortened(text)}.") from None
 
 
 def parse_tools(row: Mapping[str, Any], row_name: str) -> list[Mapping[str, Any]]:

@@ -43,84 +43,92 @@ Content = Conversation | PromptCompletion | PlainText
 C = TypeVar("C", bound=Content)
 
 
-def place_images(content: C, row: Row, where: str, blind: str | None = None) -> C:
+def place_images(content: C, row: Row, row_name: str, blind: str | None = None) -> C:
     """Return the content with its images and videos: one part, or one placeholder, for each.
 
     Args:
         content: Of the row.
         row: Its columns.
-        where: What an error calls it.
+        row_name: What an error calls it.
         blind: A sentence that says why no images can be trained on; None: they can.
 
     Raises:
         DataError: Placeholders and images do not match in number, a part is of another kind, or there are images and
             none can be trained on.
     """
-    in_columns: RowMedia = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
-    content, places, inside = _located(content, where, [kind for kind in PLACEHOLDERS if in_columns[kind]])
-    seen = [kind for kind in PLACEHOLDERS if in_columns[kind] or kind in places]
-    if blind is not None and seen:
+    in_columns: RowMedia = {kind: _column(row, kind, row_name) for kind in PLACEHOLDERS}
+    content, placeholders, inside = _located(content, row_name, [kind for kind in PLACEHOLDERS if in_columns[kind]])
+    kinds = [kind for kind in PLACEHOLDERS if in_columns[kind] or kind in placeholders]
+    if blind is not None and kinds:
         raise DataError(
-            f"{where} has {seen[0]}s. {blind}. Remove them; a column that holds none of the row's images can be given "
-            "another name, as in data.columns={other: image}."
+            f"{row_name} has {kinds[0]}s. {blind}. Remove them; a column that holds none of the row's images can be "
+            "given another name, as in data.columns={other: image}."
         )
     iterators = {}
     for kind in PLACEHOLDERS:
-        _refuse_mismatch(kind, in_columns[kind], inside[kind], places.count(kind), where)
-        iterators[kind] = iter(_opened_later(in_columns[kind] or inside[kind], kind, where))
-    return replace(content, images=tuple(next(iterators[kind]) for kind in places)) if places else content
+        _refuse_mismatch(kind, in_columns[kind], inside[kind], placeholders.count(kind), row_name)
+        iterators[kind] = iter(_opened_later(in_columns[kind] or inside[kind], kind, row_name))
+    return replace(content, images=tuple(next(iterators[kind]) for kind in placeholders)) if placeholders else content
 
 
-def _located(content: C, where: str, named: Sequence[str]) -> tuple[C, list[str], RowMedia]:
+def _located(content: C, row_name: str, column_kinds: Sequence[str]) -> tuple[C, list[str], RowMedia]:
     """Return the content with bare parts, the kinds of its places in their order, and what its parts held."""
     inside: RowMedia = {kind: [] for kind in PLACEHOLDERS}
     if not isinstance(content, Conversation):
-        return content, _marks(_text_of(content), named), inside
-    messages = _parsed(content.messages, where, inside, named)
-    places = [part["type"] for message in messages for part in _parts(message) if _is_image(part)]
-    return replace(content, messages=messages), places, inside
+        return content, _marks(_text_of(content), column_kinds), inside
+    messages = _parsed(content.messages, row_name, inside, column_kinds)
+    placeholders = [
+        content_part["type"] for message in messages for content_part in _parts(message) if _is_image(content_part)
+    ]
+    return replace(content, messages=messages), placeholders, inside
 
 
-def held_images(row: Row, where: str) -> Iterator[Any]:
+def held_images(row: Row, row_name: str) -> Iterator[Any]:
     """Yield what a row holds or names of images, then of the frames of videos: in its columns, and in messages.
 
     Raises:
         DataError: As `place_images`.
     """
-    contents: RowMedia = {kind: _column(row, kind, where) for kind in PLACEHOLDERS}
+    contents: RowMedia = {kind: _column(row, kind, row_name) for kind in PLACEHOLDERS}
     for value in row.values():
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            _parsed([each for each in value if isinstance(each, Mapping)], where, contents, ())
+            _parsed([message for message in value if isinstance(message, Mapping)], row_name, contents, ())
     yield from contents["image"]
-    for video in _opened_later(contents["video"], "video", where):
+    for video in _opened_later(contents["video"], "video", row_name):
         yield from video.frames
 
 
-def _opened_later(contents: Sequence[Any], kind: str, where: str) -> list[Any]:
+def _opened_later(contents: Sequence[Any], kind: str, row_name: str) -> list[Any]:
     if kind == "image":
         return list(contents)
     return [
-        each if isinstance(each, Video) else video_of(each, f"{where}, video {n}") for n, each in enumerate(contents)
+        content if isinstance(content, Video) else video_of(content, f"{row_name}, video {n}")
+        for n, content in enumerate(contents)
     ]
 
 
-def _refuse_mismatch(kind: str, in_columns: Sequence[Any], inside: Sequence[Any], places: int, where: str) -> None:
+def _refuse_mismatch(
+    kind: str, in_columns: Sequence[Any], inside: Sequence[Any], placeholder_count: int, row_name: str
+) -> None:
     if inside and in_columns:
         raise DataError(
-            f"{where} has a column of {len(in_columns)} {kind}s, and its messages hold {len(inside)} themselves. Keep "
-            "one of the two."
+            f"{row_name} has a column of {len(in_columns)} {kind}s, and its messages hold {len(inside)} themselves. "
+            "Keep one of the two."
         )
     count = len(in_columns or inside)
-    if places != count:
+    if placeholder_count != count:
         raise DataError(
-            f"{where} has {count} {kind}{'' if count == 1 else 's'} and places for {places}. Every {kind} needs one "
-            f"{PLACEHOLDERS[kind]} in the text, or one part {{type: {kind}}} in a message, in the {kind}s' order."
+            f"{row_name} has {count} {kind}{'' if count == 1 else 's'} and places for {placeholder_count}. Every "
+            f"{kind} needs one {PLACEHOLDERS[kind]} in the text, or one part {{type: {kind}}} in a message, in the "
+            f"{kind}s' order."
         )
 
 
 def images_up_to(conversation: Conversation, message: int) -> int:
     """Return how many images and videos the messages before this one hold."""
-    return sum(_is_image(part) for earlier in conversation.messages[:message] for part in _parts(earlier))
+    return sum(
+        _is_image(content_part) for earlier in conversation.messages[:message] for content_part in _parts(earlier)
+    )
 
 
 def _text_of(content: PromptCompletion | PlainText) -> str:
@@ -132,15 +140,15 @@ def _marks(text: str, kinds: Collection[str]) -> list[str]:
     return [mark["kind"] for mark in re.finditer("<(?P<kind>image|video)>", text) if mark["kind"] in kinds]
 
 
-def _column(row: Row, kind: str, where: str) -> list[Any]:
+def _column(row: Row, kind: str, row_name: str) -> list[Any]:
     """Return the images or videos of the row's own column."""
     names = ("images", "image") if kind == "image" else ("videos",)
-    named = [name for name in names if row.get(name) is not None]
-    if len(named) > 1:
-        raise DataError(f"{where} has both a column '{kind}s' and a column '{kind}'. Keep one of the two.")
-    if not named:
+    columns = [name for name in names if row.get(name) is not None]
+    if len(columns) > 1:
+        raise DataError(f"{row_name} has both a column '{kind}s' and a column '{kind}'. Keep one of the two.")
+    if not columns:
         return []
-    value = row[named[0]]
+    value = row[columns[0]]
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return list(value) if is_list else [value]
 
@@ -150,63 +158,73 @@ def _parts(message: Message) -> Sequence[Any]:
     return content if isinstance(content, list) else ()
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in PLACEHOLDERS
+def _is_image(content_part: Any) -> bool:
+    return isinstance(content_part, Mapping) and content_part.get("type") in PLACEHOLDERS
 
 
-def _parsed(messages: Sequence[Message], where: str, inside: RowMedia, named: Sequence[str]) -> list[Message]:
+def _parsed(messages: Sequence[Message], row_name: str, inside: RowMedia, column_kinds: Sequence[str]) -> list[Message]:
     """Return the messages with bare parts, after moving what those parts held to `inside`.
 
     Args:
         messages: Of the row.
-        where: What an error calls it.
+        row_name: What an error calls it.
         inside: By kind; filled.
-        named: Kinds that have a column, whose placeholders in texts become parts.
+        column_kinds: Kinds that have a column, whose placeholders in texts become parts.
     """
     parsed: list[Message] = []
     for number, message in enumerate(messages):
         content = message.get("content")
-        if isinstance(content, str) and _marks(content, named):
-            parsed.append({**message, "content": _split(content, named)})
+        if isinstance(content, str) and _marks(content, column_kinds):
+            parsed.append({**message, "content": _split(content, column_kinds)})
         elif isinstance(content, Sequence) and not isinstance(content, str):
-            parts = [_part(part, f"{where}, message {number}", inside) for part in content]
-            split = [piece for part in parts for piece in _divided(part, named)]
+            content_parts = [_part(content_part, f"{row_name}, message {number}", inside) for content_part in content]
+            split = [piece for content_part in content_parts for piece in _divided(content_part, column_kinds)]
             parsed.append({**message, "content": split})
         else:
             parsed.append(message)
     return parsed
 
 
-def _divided(part: Any, named: Sequence[str]) -> list[Any]:
-    is_text = isinstance(part, Mapping) and part.get("type") == "text" and _marks(str(part.get("text")), named)
-    return _split(part["text"], named) if is_text else [part]
+def _divided(content_part: Any, column_kinds: Sequence[str]) -> list[Any]:
+    is_text = (
+        isinstance(content_part, Mapping)
+        and content_part.get("type") == "text"
+        and _marks(str(content_part.get("text")), column_kinds)
+    )
+    return _split(content_part["text"], column_kinds) if is_text else [content_part]
 
 
-def _split(text: str, named: Sequence[str]) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for piece in re.split(f"(<(?:{'|'.join(named)})>)", text):
-        if piece[1:-1] in named and piece == PLACEHOLDERS[piece[1:-1]]:
-            parts.append({"type": piece[1:-1]})
+def _split(text: str, column_kinds: Sequence[str]) -> list[dict[str, Any]]:
+    content_parts: list[dict[str, Any]] = []
+    for piece in re.split(f"(<(?:{'|'.join(column_kinds)})>)", text):
+        if piece[1:-1] in column_kinds and piece == PLACEHOLDERS[piece[1:-1]]:
+            content_parts.append({"type": piece[1:-1]})
         elif piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
+            content_parts.append({"type": "text", "text": piece})
+    return content_parts
 
 
-def _part(part: Any, where: str, inside: RowMedia) -> Any:
+def _part(content_part: Any, message_name: str, inside: RowMedia) -> Any:
     """Return one part without the columns that other parts have, and without its image, which goes to `inside`."""
-    if not isinstance(part, Mapping):
-        return part
-    part = {key: value for key, value in part.items() if value is not None}
-    kind = {"image_url": "image"}.get(part.get("type", ""), part.get("type", "text" if "text" in part else None))
+    if not isinstance(content_part, Mapping):
+        return content_part
+    content_part = {key: value for key, value in content_part.items() if value is not None}
+    kind = {"image_url": "image"}.get(
+        content_part.get("type", ""), content_part.get("type", "text" if "text" in content_part else None)
+    )
     if kind in {"audio", "input_audio", "video_url"}:
-        raise DataError(f"{where}: a part of type {kind}; Holdfast trains on text, images and videos. Remove the row.")
+        raise DataError(
+            f"{message_name}: a part of type {kind}; Holdfast trains on text, images and videos. Remove the row."
+        )
     if kind not in PLACEHOLDERS:
-        return part
-    content = next((part[key] for key in _SOURCES[kind] if key in part), None)
+        return content_part
+    content = next((content_part[key] for key in _SOURCES[kind] if key in content_part), None)
     if isinstance(content, Mapping) and "url" in content:
         content = content["url"]
     if content is not None:
-        inside[kind].append(video_of(content, f"{where}, a video", part.get("fps")) if kind == "video" else content)
+        inside[kind].append(
+            video_of(content, f"{message_name}, a video", content_part.get("fps")) if kind == "video" else content
+        )
     return {"type": kind}
 
 
@@ -217,12 +235,12 @@ class ImageFiles:
     folder: str | None
     base: Path
 
-    def open(self, image: Any, where: str) -> Any:
+    def open(self, image: Any, name: str) -> Any:
         """Return a PIL image in RGB, turned upright as its camera says.
 
         Args:
             image: A path, the bytes of a file, a PIL image, or a mapping with `bytes` or `path`.
-            where: What an error calls it.
+            name: What an error calls it.
 
         Raises:
             DataError: There is no such file, it is not an image, or it is damaged.
@@ -230,14 +248,14 @@ class ImageFiles:
         try:
             from PIL import Image, ImageOps
         except ImportError:
-            raise DataError(f"{where}: reading images needs a package: pip install 'holdfast[vlm]'.") from None
+            raise DataError(f"{name}: reading images needs a package: pip install 'holdfast[vlm]'.") from None
         image = _named(image)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 if isinstance(image, Image.Image):
                     return image.convert("RGB")
-                opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.path(image, where))
+                opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name))
                 return ImageOps.exif_transpose(opened).convert("RGB")
         except (
             OSError,
@@ -252,8 +270,8 @@ class ImageFiles:
             Image.DecompressionBombError,
             Image.DecompressionBombWarning,
         ) as error:
-            what = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
-            raise DataError(f"{where} ({what:.120}) cannot be read as an image: {error}.") from None
+            description = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
+            raise DataError(f"{name} ({description:.120}) cannot be read as an image: {error}.") from None
 
     def content(self, image: Any) -> bytes:
         """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
@@ -269,7 +287,7 @@ class ImageFiles:
             return f"{image.mode} {image.size} ".encode() + image.convert("RGB").tobytes()
         return image if isinstance(image, bytes) else self.path(image, "an image").read_bytes()
 
-    def path(self, image: Any, where: str) -> Path:
+    def path(self, image: Any, name: str) -> Path:
         """Return the file that a row names.
 
         Raises:
@@ -277,23 +295,23 @@ class ImageFiles:
         """
         if not isinstance(image, str | Path):
             raise DataError(
-                f"{where} is a {type(image).__name__}; an image is a path, the bytes of a file, or a PIL image."
+                f"{name} is a {type(image).__name__}; an image is a path, the bytes of a file, or a PIL image."
             )
         if str(image).startswith(("http://", "https://", "data:")):
             raise DataError(
-                f"{where} is {str(image):.60}; images are read from files or from the rows. Download it and write its "
+                f"{name} is {str(image):.60}; images are read from files or from the rows. Download it and write its "
                 "path, which may be relative to data.image_dir."
             )
         path = expanded(str(image).removeprefix("file://"))
         folders = [Path.cwd(), self.base]
         if self.folder is not None:
-            folders = [place / self.folder for place in folders]
+            folders = [candidate / self.folder for candidate in folders]
         tried = list(dict.fromkeys(folder / path for folder in folders))
-        file = next((place for place in tried if place.is_file()), None)
+        file = next((candidate for candidate in tried if candidate.is_file()), None)
         if file is None:
             raise DataError(
-                f"{where}: there is no file {' or '.join(str(place) for place in tried)}. Relative paths start in "
-                "data.image_dir."
+                f"{name}: there is no file {' or '.join(str(candidate) for candidate in tried)}. Relative paths start "
+                "in data.image_dir."
             )
         return file
 
@@ -307,7 +325,7 @@ SAMPLED_ROWS = 32
 """Rows of a source whose images are read: spread evenly over a source with an index, the first ones of a stream."""
 
 IMAGES_OF_A_ROW = 8
-"""Of each of these rows, its first images or frames."""
+"""How many of a row's first images or frames are looked at."""
 
 
 def images_fingerprint(source: Source, files: ImageFiles) -> str | None:
@@ -342,9 +360,9 @@ def _sampled(source: Source) -> Iterator[Row]:
         yield row
 
 
-def _images(row: Row, where: str) -> list[Any]:
+def _images(row: Row, row_name: str) -> list[Any]:
     try:
-        return list(held_images(row, where))
+        return list(held_images(row, row_name))
     except DataError:  # as above
         return []
 

@@ -19,7 +19,7 @@ class Grid(NamedTuple):
     """Tokens of features that lie side by side, by frame, row and column."""
 
     offset: int
-    """Of its first token, from the beginning of its image or video."""
+    """Offset of its first token from the beginning of its image or video."""
     frames: int
     rows: int
     columns: int
@@ -35,7 +35,7 @@ class ImageSpan:
     end: int
     inputs: Mapping[str, NDArray[Any]]
     grids: tuple[Grid, ...] = ()
-    """Of a video; an image's follows from its inputs."""
+    """Grids of a video; the grid of an image follows from its inputs."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class VideoOptions:
     """Bounds in pixels (`shortest_edge`, `longest_edge`) of the model's own file; None: those of its images."""
 
 
-def video_of(content: Any, where: str, fps: Any = None) -> Video:
+def video_of(content: Any, video_name: str, fps: Any = None) -> Video:
     """Return a video as a row holds it: a list of frames, or a mapping with `frames` and perhaps `fps`.
 
     Raises:
@@ -55,15 +55,15 @@ def video_of(content: Any, where: str, fps: Any = None) -> Video:
     if isinstance(content, Mapping):
         frames, fps = content.get("frames"), content.get("fps", fps)
     if isinstance(frames, str | bytes | Path) or not isinstance(frames, Sequence):
-        what = f"{len(frames)} bytes" if isinstance(frames, bytes) else f"{frames!s:.80}"
+        description = f"{len(frames)} bytes" if isinstance(frames, bytes) else f"{frames!s:.80}"
         raise DataError(
-            f"{where} is {what}; a video is a list of frames, and files of videos are not opened. Write the frames as "
-            "images, as in `ffmpeg -i clip.mp4 -vf fps=2 clip/%04d.png`, and name them in a list."
+            f"{video_name} is {description}; a video is a list of frames, and files of videos are not opened. Write "
+            "the frames as images, as in `ffmpeg -i clip.mp4 -vf fps=2 clip/%04d.png`, and name them in a list."
         )
     if not len(frames):
-        raise DataError(f"{where} has no frames. Remove it and its place in the text.")
+        raise DataError(f"{video_name} has no frames. Remove it and its place in the text.")
     if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
-        raise DataError(f"{where} has fps={fps!r}; it is the number of its frames that belong to one second.")
+        raise DataError(f"{video_name} has fps={fps!r}; it is the number of its frames that belong to one second.")
     return Video(tuple(frames), None if fps is None else float(fps), content)
 
 
@@ -81,18 +81,18 @@ def frame_size(family: VideoFamily, count: int, width: int, height: int, unit: i
         ValueError: The frames are too narrow, or too few for bounds of all of them together.
     """
     low, high = bounds
-    frames, whole = 1, 1
+    frames, counted_frames = 1, 1
     if family.bounds_whole:
         if count < 2:
             raise ValueError("it has 1 frame, and the model takes 2 or more")
-        frames, whole = count, 2 * round(count / 2)
+        frames, counted_frames = count, 2 * round(count / 2)
         if min(height, width) < unit:
             scale = unit / min(height, width)
             height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > _WIDEST:
         raise ValueError(f"its sides differ by more than a factor of {_WIDEST}")
     rows, columns = round(height / unit), round(width / unit)
-    pixels = whole * rows * columns * unit**2
+    pixels = counted_frames * rows * columns * unit**2
     if pixels > high:
         shrink = math.sqrt(frames * height * width / high)
         rows, columns = (max(1, math.floor(side / shrink / unit)) for side in (height, width))
@@ -111,11 +111,11 @@ def patches_of(frames: Sequence[Any], processor: Any, size: tuple[int, int]) -> 
     span, side = processor.temporal_patch_size, processor.patch_size
     resized = [frame.resize((width, height), resample=processor.resample) for frame in frames]
     resized += [resized[-1]] * (-len(resized) % span)
-    made = processor(images=resized, return_tensors="np", do_resize=False)
+    processed = processor(images=resized, return_tensors="np", do_resize=False)
     # An image stands in its patches as often as they reach over frames: [frames, patches, channels, span, side, side].
-    pixels = np.asarray(made["pixel_values"])
-    each = pixels.reshape(len(resized), -1, 3, span, side, side)[:, :, :, 0]
-    joined = each.reshape(len(resized) // span, span, *each.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
+    pixels = np.asarray(processed["pixel_values"])
+    patches = pixels.reshape(len(resized), -1, 3, span, side, side)[:, :, :, 0]
+    joined = patches.reshape(len(resized) // span, span, *patches.shape[1:]).transpose(0, 2, 3, 1, 4, 5)
     grid = [len(resized) // span, height // side, width // side]
     return {
         "pixel_values": np.ascontiguousarray(joined).reshape(-1, pixels.shape[-1]),

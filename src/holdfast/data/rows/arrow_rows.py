@@ -139,9 +139,9 @@ def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
                     to_skip -= opened.metadata.num_rows
                     continue
                 for batch in opened.iter_batches(batch_size=_ROWS_PER_READ):
-                    rest = batch.slice(to_skip)
+                    remaining = batch.slice(to_skip)
                     to_skip = max(0, to_skip - batch.num_rows)
-                    yield from map(without_inner_nulls, Dataset(Table.from_batches([rest])))
+                    yield from map(without_inner_nulls, Dataset(Table.from_batches([remaining])))
         except (ArrowException, OSError, ValueError, MemoryError) as error:
             raise DataError(f"{path}: cannot be read as parquet ({error}).") from None
 
@@ -265,7 +265,7 @@ def open_hub(name: str, split: str, source: SourceConfig, tried: str) -> ArrowRo
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def _reading(name: str) -> Iterator[None]:
     """Turn the library's errors into ours, as one paragraph with their cause."""
     from datasets.exceptions import DatasetsError
 
@@ -273,4 +273,4 @@ def _reading(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, TypeError, RuntimeError, MemoryError, DatasetsError) as error:
         cause = error.__cause__ or error
-        raise DataError(f"Cannot read {what}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None
+        raise DataError(f"Cannot read {name}: {type(cause).__name__}: {' '.join(str(cause).split())}") from None

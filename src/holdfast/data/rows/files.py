@@ -36,7 +36,7 @@ _BESIDE_THE_DATA = {"dataset_infos.json", "dataset_info.json", "state.json"}
 def split_off(path: str, base: Path) -> tuple[str, str | None]:
     """Divide `name@split`; an existing file whose own name has an `@` stays whole."""
     match = _SPLIT_SUFFIX.fullmatch(path)
-    if match is None or any(place.exists() for place in local_places(path, base)):
+    if match is None or any(candidate.exists() for candidate in local_places(path, base)):
         return path, None
     return match["path"], match["split"]
 
@@ -49,12 +49,12 @@ def local_places(path: str, base: Path) -> list[Path]:
 
 def find_local(path: str, base: Path) -> list[Path]:
     """Return the files or the directory that `path` or the glob means, or nothing if it is not here."""
-    for place in local_places(path, base):
-        if place.exists():
-            return [place]
+    for candidate in local_places(path, base):
+        if candidate.exists():
+            return [candidate]
         if any(character in path for character in _GLOB):
-            anchor = Path(place.anchor)
-            matches = sorted(file for file in anchor.glob(str(place.relative_to(anchor))) if file.is_file())
+            anchor = Path(candidate.anchor)
+            matches = sorted(file for file in anchor.glob(str(candidate.relative_to(anchor))) if file.is_file())
             if matches:
                 return matches
     return []
@@ -76,8 +76,8 @@ def find_files(path: str, base: Path, key: str = "data.path") -> list[Path]:
         raise DataError(
             f"{key}={path} is not there ({tried(path, base)}). A relative path starts here or beside the YAML."
         )
-    for found in paths:
-        refusal = misplaced(str(found), KEYS["data.path"], key)
+    for file in paths:
+        refusal = misplaced(str(file), KEYS["data.path"], key)
         if refusal is not None:
             raise DataError(refusal)
     return paths
@@ -85,7 +85,7 @@ def find_files(path: str, base: Path, key: str = "data.path") -> list[Path]:
 
 def tried(path: str, base: Path) -> str:
     """Say where a path was looked for in vain."""
-    return "no such file or directory: " + ", ".join(str(place) for place in local_places(path, base))
+    return "no such file or directory: " + ", ".join(str(candidate) for candidate in local_places(path, base))
 
 
 def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[Path]:
@@ -129,10 +129,10 @@ def _ends_in() -> str:
 
 
 def _by_name(directory: Path) -> dict[str, list[Path]]:
-    named = _data_files(directory)
-    if not named:
+    data_files = _data_files(directory)
+    if not data_files:
         raise DataError(f"{directory} has no data files. {_ends_in()}.")
-    files = [file for file in named if file.name.endswith(_FIRST)] or named
+    files = [file for file in data_files if file.name.endswith(_FIRST)] or data_files
     splits: dict[str, list[Path]] = {}
     unnamed: list[Path] = []
     for file in files:
@@ -170,8 +170,8 @@ def _refuse(error: OSError) -> None:
 
 def _split_of(relative: Path) -> str | None:
     """Return the split that the file's name says, else the one its innermost folder says."""
-    for part in reversed(relative.parts):
-        match = _SPLIT_IN_NAME.search(part.lower())
+    for component in reversed(relative.parts):
+        match = _SPLIT_IN_NAME.search(component.lower())
         if match:
             return _CANONICAL.get(match[1], match[1])
     return None
@@ -184,7 +184,7 @@ def is_hub_name(path: str) -> bool:
 
 def default_name(path: str) -> str:
     """Return the file's stem, the directory's name, or what comes before a glob."""
-    parts = [part for part in Path(path).parts if not any(character in part for character in _GLOB)]
-    last = parts[-1] if parts else path
+    components = [component for component in Path(path).parts if not any(character in component for character in _GLOB)]
+    last = components[-1] if components else path
     suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if last.endswith(suffix)), "")
     return last.removesuffix(suffix) or last

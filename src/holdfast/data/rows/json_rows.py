@@ -70,11 +70,11 @@ class JsonRows:
         return self._rows_before[-1]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        part = bisect_right(self._rows_before, index) - 1
-        starts, offset = self._starts[part], index - self._rows_before[part]
+        file_index = bisect_right(self._rows_before, index) - 1
+        starts, offset = self._starts[file_index], index - self._rows_before[file_index]
         # pread leaves the file's position alone, so processes that share it after a fork do not disturb each other.
-        line = os.pread(self._files[part].fileno(), starts[offset + 1] - starts[offset], starts[offset])
-        return _parse(line, f"{self._names[part]}, row {offset}")
+        line = os.pread(self._files[file_index].fileno(), starts[offset + 1] - starts[offset], starts[offset])
+        return _parse(line, f"{self._names[file_index]}, row {offset}")
 
 
 class BadRow(dict[str, Any]):
@@ -151,16 +151,16 @@ def _refuse_long_object(line: bytes, path: Path) -> None:
         )
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def _parse(line: bytes, row_name: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:
-        what = str(error)
+        reason = str(error)
         if isinstance(error, json.JSONDecodeError):  # its own words count lines within this one
-            what = f"{error.msg}, column {min(error.pos, len(error.doc.rstrip())) + 1}"
-        raise DataError(f"{place}: not valid JSON ({what}). Each row is one JSON object on one line.") from None
+            reason = f"{error.msg}, column {min(error.pos, len(error.doc.rstrip())) + 1}"
+        raise DataError(f"{row_name}: not valid JSON ({reason}). Each row is one JSON object on one line.") from None
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a row must be a JSON object with named columns, not a {type(row).__name__}.")
+        raise DataError(f"{row_name}: a row must be a JSON object with named columns, not a {type(row).__name__}.")
     return row
 
 
@@ -281,12 +281,12 @@ def array_elements(opened: IO[bytes], path: Path) -> Generator[Any]:
     """
     decoded = io.TextIOWrapper(opened, encoding="utf-8-sig")
     try:
-        yield from _elements(_Text(decoded, path), path)
+        yield from _elements(_JsonWindow(decoded, path), path)
     finally:
         decoded.detach()
 
 
-def _elements(text: _Text, path: Path) -> Iterator[Any]:
+def _elements(text: _JsonWindow, path: Path) -> Iterator[Any]:
     text.expect("[", element=1)
     number = 0
     while text.peek() != "]":
@@ -299,7 +299,7 @@ def _elements(text: _Text, path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: there is text after the end of the JSON array. A .json file holds one array of rows.")
 
 
-class _Text:
+class _JsonWindow:
     """A window of the file that grows when a value does not fit, and moves on behind each value."""
 
     def __init__(self, opened: io.TextIOWrapper, path: Path) -> None:
@@ -323,8 +323,8 @@ class _Text:
         """Step over `character`."""
         next_character = self.peek()
         if next_character != character:
-            where = f"found {next_character!r}" if next_character else "the file ends"
-            raise DataError(f"{self._path}, element {element}: not a JSON array, {where} where {character!r} belongs.")
+            actual = f"found {next_character!r}" if next_character else "the file ends"
+            raise DataError(f"{self._path}, element {element}: not a JSON array, {actual} where {character!r} belongs.")
         self._position += 1
 
     def value(self, element: int) -> Any:
@@ -344,9 +344,9 @@ class _Text:
 
     def _grow(self) -> None:
         # Twice what is left: a value of n characters is then parsed from its start only log(n) times.
-        rest = self._window[self._position :]
+        unread = self._window[self._position :]
         try:
-            more = self._opened.read(max(CHUNK_CHARACTERS, len(rest)))
+            more = self._opened.read(max(CHUNK_CHARACTERS, len(unread)))
         except UnicodeDecodeError as error:
             raise DataError(f"{self._path}: not UTF-8 ({error}).") from None
-        self._window, self._position, self._ended = rest + more, 0, not more
+        self._window, self._position, self._ended = unread + more, 0, not more

@@ -25,7 +25,7 @@ DECK = 4096
 """Draws after which a weighted mixture has its exact proportions again."""
 
 _PERMUTATIONS_KEPT = 2
-"""Of each source: `packing: wrapped` goes back to the row it cut, which may lie before the end of a pass."""
+"""Permutations kept per source: `packing: wrapped` goes back to the row it cut, maybe of the previous pass."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class DrawOrder:
         epoch, position = divmod(turn, size)
         return DrawPlace(source, turn, self._permuted(f"rows:{source}", epoch, position, size))
 
-    def _permuted(self, what: str, epoch: int, position: int, size: int) -> int:
+    def _permuted(self, name: str, epoch: int, position: int, size: int) -> int:
         if not self._shuffle:
             return position
-        permutations = self._permutations.setdefault(what, {})
+        permutations = self._permutations.setdefault(name, {})
         if epoch not in permutations:
             if len(permutations) == _PERMUTATIONS_KEPT:
                 del permutations[next(iter(permutations))]
-            permutations[epoch] = self._permutation(f"{what}:{epoch}", size)
+            permutations[epoch] = self._permutation(f"{name}:{epoch}", size)
         return int(permutations[epoch][position])
 
     def _permutation(self, key: str, size: int) -> NDArray[np.uint32]:
@@ -159,7 +159,7 @@ _HASHED_AT_ONCE = 65_536
 
 
 class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
-    """A stream has no row for this turn, met for the first time: the turn is its size."""
+    """Raised at the first turn for which a stream has no row: that turn is its size."""
 
     def __init__(self, source: int, size: int) -> None:
         super().__init__(source, size)
@@ -167,8 +167,8 @@ class EndOfStream(Exception):  # noqa: N818 - a signal, not an error
         self.size = size
 
 
-class Found(NamedTuple):
-    """A row, and where it stands."""
+class SourceRow(NamedTuple):
+    """A row, with its source and its name."""
 
     source: Source
     name: str
@@ -200,9 +200,9 @@ class HeldOut:
         self._rows = None if source.size is None else np.flatnonzero(self._members(0, source.size))
         self.size = None if self._rows is None else int(self._rows.size)
         if self.size == 0:
-            left = "the validation split" if keep else "training"
+            purpose = "the validation split" if keep else "training"
             raise DataError(
-                f"data.validation_split={share} of the {source.size} rows of {source.name} leaves none for {left}. "
+                f"data.validation_split={share} of the {source.size} rows of {source.name} leaves none for {purpose}. "
                 "Choose another share, or name an evaluation set under evaluation.sets."
             )
 
@@ -256,23 +256,23 @@ class RowReader:
             index: _BlockStream(source, order, index) for index, source in enumerate(sources) if source.size is None
         }
 
-    def read(self, draw: int) -> Found:
+    def read(self, draw: int) -> SourceRow:
         """Return the row of a draw.
 
         Raises:
             EndOfStream: A stream ends before it.
             DataError: The row cannot be read.
         """
-        place = self.order.place(draw)
-        source = self.sources[place.source]
+        position = self.order.place(draw)
+        source = self.sources[position.source]
         if source.size is not None:
-            assert place.row is not None
-            return _at(source, place.row)
-        number, row = self._streams[place.source].row(place.turn)
+            assert position.row is not None
+            return _at(source, position.row)
+        number, row = self._streams[position.source].row(position.turn)
         name = f"{source.name} row {number}"
         if isinstance(row, BadRow):
             raise DataError(f"{name}: {row.reason}")
-        return Found(source, name, row)
+        return SourceRow(source, name, row)
 
     def learn_size(self, source: int, size: int) -> None:
         """Note the size of a stream whose end was met; from there on it is passed over again and again.
@@ -285,9 +285,9 @@ class RowReader:
         self.order.sizes[source] = size
 
 
-def _at(source: Source, index: int) -> Found:
+def _at(source: Source, index: int) -> SourceRow:
     number = source.number(index) if isinstance(source, HeldOut) else index
-    return Found(source, f"{source.name} row {number}", source.row(index))
+    return SourceRow(source, f"{source.name} row {number}", source.row(index))
 
 
 class _BlockStream:
@@ -309,17 +309,17 @@ class _BlockStream:
     def row(self, turn: int) -> tuple[int, Row]:
         """Return the number of the row that a turn leads to, and the row."""
         epoch, position = self._order.pass_of(self._index, turn)
-        block, place = divmod(position, self._order.block)
+        block, offset = divmod(position, self._order.block)
         if (epoch, block) != self._at:
             self._open(epoch, block)
-        if place >= len(self._rows):
+        if offset >= len(self._rows):
             if self._order.sizes[self._index] is None:
                 raise EndOfStream(self._index, turn)
             raise DataError(
                 f"{self._source.name} had {self._order.sizes[self._index]} rows in its first pass and has fewer now. "
                 "A file must not change while a run reads it."
             )
-        return self._rows[int(self._permutation[place])]
+        return self._rows[int(self._permutation[offset])]
 
     def _open(self, epoch: int, block: int) -> None:
         size = self._order.block

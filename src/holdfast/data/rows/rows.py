@@ -91,7 +91,7 @@ class Origin:
 
     name: str
     path: str
-    """As the user wrote it, for errors."""
+    """The path that the user wrote, for errors."""
     columns: Mapping[str, str]
     """Our column names to the file's."""
     limit: int | None
@@ -145,7 +145,7 @@ class MapSource:
     fingerprint: str
     size: int
     keep_bad: bool = False
-    """As of `Origin`."""
+    """See `Origin.keep_bad`."""
 
     def __post_init__(self) -> None:
         if self.size == 0 or not self.keep_bad:
@@ -170,11 +170,11 @@ class StreamSource:
     open_at: Callable[[int], Iterator[Row]]
     """Yields the rows from a number on."""
     renamed: Callable[[Row, int], Row]
-    """As above."""
+    """(row, its number) -> the row under our column names"""
     fingerprint: str
     limit: int | None = None
     keep_bad: bool = False
-    """As of `Origin`; such a row comes as a `BadRow`."""
+    """See `Origin.keep_bad`; such a row is yielded as a `BadRow`."""
     size: None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -186,8 +186,8 @@ class StreamSource:
 
     def scan(self, start: int) -> Iterator[Row]:
         """Yield the rows from row `start` on."""
-        rest = None if self.limit is None else max(0, self.limit - start)
-        for index, row in enumerate(islice(self.open_at(start), rest), start=start):
+        row_count = None if self.limit is None else max(0, self.limit - start)
+        for index, row in enumerate(islice(self.open_at(start), row_count), start=start):
             try:
                 renamed = row if isinstance(row, BadRow) else self.renamed(row, index)
             except DataError as error:

@@ -36,9 +36,10 @@ def table_rows(opened: IO[bytes], path: Path, delimiter: str) -> Generator[dict[
                     columns = _columns(fields, path)
                     continue
                 if len(fields) != len(columns):
+                    separator = "tab" if delimiter == "\t" else "comma"
                     raise DataError(
                         f"{path}, line {lines.line_num}: the row has {len(fields)} fields, and the first line names "
-                        f"{len(columns)} columns. A field with a {_spoken(delimiter)}, a quotation mark or a line "
+                        f"{len(columns)} columns. A field with a {separator}, a quotation mark or a line "
                         "break in it stands in quotation marks."
                     )
                 yield dict(zip(columns, fields, strict=True))
@@ -51,10 +52,6 @@ def _columns(fields: list[str], path: Path) -> list[str]:
     if twice is not None:
         raise DataError(f"{path}: the first line names the columns, and two of them are called {twice!r}.")
     return fields
-
-
-def _spoken(delimiter: str) -> str:
-    return "tab" if delimiter == "\t" else "comma"
 
 
 def line_rows(opened: IO[bytes], path: Path) -> Generator[dict[str, str]]:

@@ -100,8 +100,8 @@ class Draws:
         """Return the items in a random order (Fisher and Yates)."""
         order = list(items)
         for last in range(len(order) - 1, 0, -1):
-            other = self.below(last + 1)
-            order[last], order[other] = order[other], order[last]
+            index = self.below(last + 1)
+            order[last], order[index] = order[index], order[last]
         return order
 
 
@@ -248,19 +248,21 @@ def _expression(draws: Draws, numbers: Sequence[int]) -> tuple[str, int]:
 def _shapes(draws: Draws, length: int) -> Question:
     """Say what a picture shows, from left to right."""
     colours, shapes = list(COLOURS), list(SHAPES)
-    shown = [(draws.choice(colours), draws.choice(shapes)) for _ in range(length)]
+    figures = [(draws.choice(colours), draws.choice(shapes)) for _ in range(length)]
 
     def mistaken(guess: Draws) -> str:
         wrong = guess.below(length)
-        others = [pair if place != wrong else (guess.choice(colours), pair[1]) for place, pair in enumerate(shown)]
-        return _said(others)
+        mistaken_figures = [
+            pair if index != wrong else (guess.choice(colours), pair[1]) for index, pair in enumerate(figures)
+        ]
+        return _description(mistaken_figures)
 
-    facts = {"images": [paint(shown, draws.below)], "shapes": [" ".join(pair) for pair in shown]}
-    return Question("<image>shapes:", _said(shown), mistaken, facts)
+    facts = {"images": [paint(figures, draws.below)], "shapes": [" ".join(pair) for pair in figures]}
+    return Question("<image>shapes:", _description(figures), mistaken, facts)
 
 
-def _said(shown: Sequence[tuple[str, str]]) -> str:
-    return ", ".join(" ".join(pair) for pair in shown)
+def _description(figures: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(" ".join(pair) for pair in figures)
 
 
 _TASKS: Mapping[str, Callable[[Draws, int], Question]] = {

@@ -127,26 +127,26 @@ class RowTokeniser:
         Raises:
             DataError: The row lacks a column, the template refuses it, or it cannot be masked.
         """
-        where = row_name or f"Row {sample_id} of {source}"
+        name = row_name or f"Row {sample_id} of {source}"
         counts: Counter[str] = Counter()
-        whole = self.stretches(row, self._formats.get(source, "auto"), where, counts)
-        stretches = [piece for stretch in whole for piece in cut_to_length(stretch, self._text, where, counts)]
+        full_stretches = self.stretches(row, self._formats.get(source, "auto"), name, counts)
+        stretches = [piece for stretch in full_stretches for piece in cut_to_length(stretch, self._text, name, counts)]
         examples = tuple(self.example(stretch, sample_id, source) for stretch in stretches)
-        return Tokenised(examples, dict(counts), lengths=tuple(len(stretch.tokens) for stretch in whole))
+        return Tokenised(examples, dict(counts), lengths=tuple(len(stretch.tokens) for stretch in full_stretches))
 
     def example(self, stretch: Stretch, sample_id: int, source: str) -> Example:
         """Return a sequence with its images and positions, numbered."""
         return example_of(stretch, sample_id, source, self._images.positions(stretch))
 
-    def stretches(self, row: Row, row_format: RowFormat, where: str, counts: Counter[str]) -> list[Stretch]:
+    def stretches(self, row: Row, row_format: RowFormat, row_name: str, counts: Counter[str]) -> list[Stretch]:
         """Turn a row into sequences of any length.
 
         Raises:
             DataError: As `examples`.
         """
-        content = self._content(row, row_format, where)
-        images = self._images.prepared(content, where)
-        return self._images.laid_in(self._stretches(self._images.in_text(content), where, counts), images, where)
+        content = self._content(row, row_format, row_name)
+        images = self._images.prepared(content, row_name)
+        return self._images.laid_in(self._stretches(self._images.in_text(content), row_name, counts), images, row_name)
 
     def opening(self, row: Row, row_name: str, why_no_videos: str = "") -> Opening:
         """Return what a policy continues: the row's prompt, and the opening of an answer if it is a conversation.
@@ -162,7 +162,7 @@ class RowTokeniser:
         content = self._prompt(row, row_name)
         if why_no_videos and any(isinstance(image, Video) for image in content.images):
             raise DataError(f"{row_name} has a video, and {why_no_videos}. Remove the row, or use another engine.")
-        images = self._images.prepared(content, row_name, whole=True)
+        images = self._images.prepared(content, row_name, one_sequence=True)
         written, counts = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
         return Opening(written, laid, self._images.positions(laid), counts)
@@ -193,68 +193,71 @@ class RowTokeniser:
         except TemplateRefuses as refusal:
             raise DataError(f"{row_name}: {self._template.name} cannot write the prompt: {refusal}.") from None
 
-    def _content(self, row: Row, row_format: RowFormat, where: str) -> Content:
+    def _content(self, row: Row, row_format: RowFormat, row_name: str) -> Content:
         """Bring the row into one of three forms, with the prompt that `data.format` writes and with its images."""
         try:
             shape = row_shape(row, row_format, prompt_is_rendered=self._format is not None)
         except DataError as error:
-            raise DataError(f"{where}: {error}") from None
-        content = normalise(self._with_prompt(row, shape, where), shape, where)
+            raise DataError(f"{row_name}: {error}") from None
+        content = normalise(self._with_prompt(row, shape, row_name), shape, row_name)
         if isinstance(content, PromptCompletion) and self._wraps_text:
-            asked = {"role": "user", "content": content.prompt}
-            content = Conversation([asked, {"role": "assistant", "content": content.completion}], first_trained=1)
-        return self._images.placed(content, row, where)
+            question = {"role": "user", "content": content.prompt}
+            content = Conversation([question, {"role": "assistant", "content": content.completion}], first_trained=1)
+        return self._images.placed(content, row, row_name)
 
-    def _with_prompt(self, row: Row, shape: Shape, where: str) -> Row:
+    def _with_prompt(self, row: Row, shape: Shape, row_name: str) -> Row:
         """Put what `data.format` renders in the place of the prompt."""
         if self._format is None:
             return row
         match shape:
             case "prompt_completion":
-                return {**row, "prompt": self._format.render(row, where)}
+                return {**row, "prompt": self._format.render(row, row_name)}
             case "alpaca":
-                return {**row, "instruction": self._format.render(row, where), "input": None}
+                return {**row, "instruction": self._format.render(row, row_name), "input": None}
             case _:
                 raise DataError(
-                    f"{where}: data.format writes the prompt of prompt_completion and alpaca rows, but this is a "
+                    f"{row_name}: data.format writes the prompt of prompt_completion and alpaca rows, but this is a "
                     f"{shape} row. Remove data.format, or name the columns by data.columns."
                 )
 
-    def _stretches(self, content: Content, where: str, counts: Counter[str]) -> list[Stretch]:
+    def _stretches(self, content: Content, row_name: str, counts: Counter[str]) -> list[Stretch]:
         match content:
             case PlainText():
                 return [self._plain.text(content)]
             case PromptCompletion():
                 return [self._plain.prompt_completion(content, train_on_prompt=self._text.train_on_prompt)]
             case Conversation():
-                return self._conversation(self._prepared(content, where), where, counts)
+                return self._conversation(self._prepared(content, row_name), row_name, counts)
 
-    def _conversation(self, conversation: Conversation, where: str, counts: Counter[str]) -> list[Stretch]:
+    def _conversation(self, conversation: Conversation, row_name: str, counts: Counter[str]) -> list[Stretch]:
         turns = conversation.assistant_turns
         if not turns:
             counts["untrained"] += 1
             return []
         if self._text.train_on == "last_turn":
             turns = turns[-1:]
-        masked = mask_conversation(self._template, conversation, turns, where)
+        masked = mask_conversation(self._template, conversation, turns, row_name)
         counts.update(self._dropped(conversation))
         if masked.drops_reasoning:
             counts["reasoning_dropped"] += 1
-        if len(masked.parts) > 1:
+        if len(masked.sequences) > 1:
             counts["split_by_turn"] += 1
-        open_ended = sum(part.tokens[part.spans[-1][1] - 1] not in self._template.special_ids for part in masked.parts)
+        open_ended = sum(
+            sequence.tokens[sequence.spans[-1][1] - 1] not in self._template.special_ids
+            for sequence in masked.sequences
+        )
         if open_ended:
             counts["no_end_of_turn"] += open_ended
         trains_prompt = self._text.train_on_prompt and conversation.first_trained > 0
-        return [_stretch(part, trains_prompt=trains_prompt) for part in masked.parts]
+        return [_stretch(sequence, trains_prompt=trains_prompt) for sequence in masked.sequences]
 
-    def _prepared(self, conversation: Conversation, where: str) -> Conversation:
+    def _prepared(self, conversation: Conversation, row_name: str) -> Conversation:
         """Add the system message of `data.system`, and see that there is a template at all."""
         try:
             self._template.check()
         except TemplateRefuses as refusal:
             raise DataError(
-                f"{where} is a conversation, but the tokenizer has no chat template to write it with ({refusal}). "
+                f"{row_name} is a conversation, but the tokenizer has no chat template to write it with ({refusal}). "
                 "Set data.chat_template to a jinja file."
             ) from None
         if self._text.system is None or conversation.messages[0]["role"] in ("system", "developer"):
@@ -272,14 +275,14 @@ def describe_template(example: Example, tokenizer: Any) -> list[tuple[str, bool]
     tokens = example.tokens.tolist()
     described = []
     # A window of two pieces: decoded alone, a token loses the space before it in some tokenizers.
-    start = shown = 0
+    start = decoded_end = 0
     for position, trained in enumerate(example.loss_mask.tolist()):
-        before = _decoded(tokenizer, tokens[start:shown])
+        before = _decoded(tokenizer, tokens[start:decoded_end])
         text = _decoded(tokenizer, tokens[start : position + 1])
         is_whole = not text.endswith("\ufffd") or position + 1 == len(tokens)
         described.append((text[len(before) :] if is_whole else "", trained))
         if is_whole:
-            start, shown = shown, position + 1
+            start, decoded_end = decoded_end, position + 1
     return described
 
 
@@ -293,9 +296,9 @@ def _chat_template(tokenizer: Any, text: TextConfig, base: Path, images: ImageSi
         raise DataError(f"data.template_kwargs: {min(ours)!r} is an argument that Holdfast sets, not a variable.")
     if text.chat_template is None:
         name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-        own = tokenizer.chat_template
-        changed = own if isinstance(images, str) else images.rewritten(own)
-        return ChatTemplate(tokenizer, None if changed == own else changed, text.template_kwargs, name)
+        template = tokenizer.chat_template
+        changed = template if isinstance(images, str) else images.rewritten(template)
+        return ChatTemplate(tokenizer, None if changed == template else changed, text.template_kwargs, name)
     source = template_text(text.chat_template, base, "data.chat_template")
     name = "the template written in data.chat_template" if source == text.chat_template else text.chat_template
     source = source if isinstance(images, str) else images.rewritten(source)

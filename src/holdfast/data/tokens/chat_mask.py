@@ -63,7 +63,7 @@ class Masked:
 
     def untrained_text(self, template: ChatTemplate) -> str:
         """Return the text between the spans."""
-        edges = [0, *(place for span in self.spans for place in span), len(self.tokens)]
+        edges = [0, *(edge for span in self.spans for edge in span), len(self.tokens)]
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return "".join(template.decode(self.tokens[start:end]) for start, end in gaps)
 
@@ -72,7 +72,7 @@ class Masked:
 class MaskedConversation:
     """The sequences a conversation gives."""
 
-    parts: list[Masked]
+    sequences: list[Masked]
     drops_reasoning: bool
     """The template writes no reasoning, though the messages hold some in a field of its own."""
 
@@ -104,14 +104,14 @@ def mask_conversation(
         for keeps_reasoning in (True, False) if has_reasoning else (True,):
             for stops in _stops(turns):
                 try:
-                    parts = [_mask(template, conversation, stop, ways, keeps_reasoning) for stop in stops]
+                    sequences = [_mask(template, conversation, stop, ways, keeps_reasoning) for stop in stops]
                 except _NoMask as failure:
                     reasons.append(str(failure))
                 else:
-                    return MaskedConversation(parts, drops_reasoning=not keeps_reasoning)
-    whole = _first(conversation, turns[-1] + 1)
+                    return MaskedConversation(sequences, drops_reasoning=not keeps_reasoning)
+    trained_conversation = _first(conversation, turns[-1] + 1)
     try:
-        dropped = template.dropped_roles(whole)
+        dropped = template.dropped_roles(trained_conversation)
     except TemplateRefuses as refusal:
         raise DataError(
             f"{row_name}: {template.name} cannot write this conversation: {refusal}. Its roles are "
@@ -160,8 +160,8 @@ def _mask(
             reasons.append(f"{_NAMES[way]}: {failure}")
             continue
         trained = dict(zip(turns, masked.trained_texts(template), strict=True))
-        rest = masked.untrained_text(template)
-        wrong = disagreement(template, conversation, trained, rest, keeps_reasoning=keeps_reasoning)
+        untrained = masked.untrained_text(template)
+        wrong = disagreement(template, conversation, trained, untrained, keeps_reasoning=keeps_reasoning)
         if wrong is None:
             return masked
         reasons.append(f"{_NAMES[way]}: {wrong}")
@@ -188,18 +188,18 @@ def by_prefixes(template: ChatTemplate, conversation: Conversation, turns: Seque
     """Take what each answer adds to the rendered conversation behind the generation prompt."""
     if template.hides_header:
         raise _NoMask("the template ignores add_generation_prompt, so the assistant's header would be trained")
-    whole = template.ids(conversation)
+    all_tokens = template.ids(conversation)
     spans = []
     for turn in turns:
         prompt = template.ids(_first(conversation, turn), generation_prompt=True)
         is_last = turn + 1 == len(conversation.messages)
-        answered = whole if is_last else template.ids(_first(conversation, turn + 1))
-        if whole[: len(answered)] != answered:
+        answered = all_tokens if is_last else template.ids(_first(conversation, turn + 1))
+        if all_tokens[: len(answered)] != answered:
             raise _NoMask(f"message {turn} is written differently once others follow")
         if answered[: len(prompt)] != prompt:
             raise _NoMask(f"the prompt for message {turn} is no prefix of the prompt with its answer")
         spans.append((len(prompt), len(answered)))
-    return Masked(whole, spans)
+    return Masked(all_tokens, spans)
 
 
 def by_family(template: ChatTemplate, conversation: Conversation, turns: Sequence[int]) -> Masked:
@@ -252,7 +252,12 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 def disagreement(
-    template: ChatTemplate, conversation: Conversation, trained: Mapping[int, str], rest: str, *, keeps_reasoning: bool
+    template: ChatTemplate,
+    conversation: Conversation,
+    trained: Mapping[int, str],
+    untrained: str,
+    *,
+    keeps_reasoning: bool,
 ) -> str | None:
     """Say what is wrong with a mask, or None.
 
@@ -260,7 +265,7 @@ def disagreement(
         template: Wrote the conversation.
         conversation: What it wrote.
         trained: The trained text of each trained message, by the message's index.
-        rest: The text that is not trained.
+        untrained: The text that is not trained.
         keeps_reasoning: Whether reasoning in a field of its own must be trained too.
     """
     opening = _squeezed(template.opening)
@@ -272,11 +277,11 @@ def disagreement(
         for piece in texts_of(message) + _called(message) + (reasoning_of(message) if keeps_reasoning else []):
             if not _holds(template, squeezed, piece) and not _continues(opening, squeezed, _squeezed(piece)):
                 return f"of message {turn} it leaves out {_quoted(piece)}"
-    others = _squeezed(rest)
+    squeezed_untrained = _squeezed(untrained)
     for number, message in enumerate(conversation.messages):
         if message["role"] in ("system", "user"):
             for piece in texts_of(message):
-                if not _holds(template, others, piece):
+                if not _holds(template, squeezed_untrained, piece):
                     return f"the {message['role']} message {number} is left out or trained: {_quoted(piece)}"
     return None
 
@@ -286,8 +291,11 @@ def texts_of(message: Message) -> list[str]:
     content = message.get("content")
     if isinstance(content, str):
         return [content]
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content or ()]
-    return [part for part in parts if isinstance(part, str)]
+    texts = [
+        content_part.get("text") if isinstance(content_part, Mapping) else content_part
+        for content_part in content or ()
+    ]
+    return [content_part for content_part in texts if isinstance(content_part, str)]
 
 
 def reasoning_of(message: Message) -> list[str]:
@@ -305,8 +313,8 @@ def _holds(template: ChatTemplate, squeezed: str, piece: str) -> bool:
 
 def _continues(opening: str, trained: str, piece: str) -> bool:
     """Say whether the generation prompt opens what was said, as with `<think>`, and the trained text goes on."""
-    place = (opening + trained).rfind(piece)
-    return place >= 0 and place + len(piece) > len(opening)
+    offset = (opening + trained).rfind(piece)
+    return offset >= 0 and offset + len(piece) > len(opening)
 
 
 def _squeezed(text: str) -> str:

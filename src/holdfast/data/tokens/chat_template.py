@@ -51,9 +51,9 @@ class PromptFormat:
         Raises:
             DataError: The template names a column that the row lacks, or fails on its values.
         """
-        own = next((row[column] for column in ("prompt", "instruction") if isinstance(row.get(column), str)), None)
+        prompt = next((row[column] for column in ("prompt", "instruction") if isinstance(row.get(column), str)), None)
         try:
-            return self._template.render({**({} if own is None else {"content": own}), **row})
+            return self._template.render({**({} if prompt is None else {"content": prompt}), **row})
         except RENDERING_ERRORS as error:
             raise DataError(
                 f"{row_name}: {self._name} cannot be rendered: {error}. The row's columns are: {', '.join(row)}."
@@ -67,12 +67,12 @@ def read_template(path: str, base: Path, key: str) -> str:
         DataError: There is no such file; `key` says which option named it.
     """
     tried = local_places(path, base)
-    for place in tried:
-        if place.is_file():
+    for file in tried:
+        if file.is_file():
             try:
-                return read_text(place)
+                return read_text(file)
             except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{key}={path}: {place} cannot be read as UTF-8 text ({error}).") from None
+                raise DataError(f"{key}={path}: {file} cannot be read as UTF-8 text ({error}).") from None
     raise DataError(f"{key}={path}: no such file. Tried {' and '.join(map(str, tried))}.")
 
 
@@ -165,7 +165,7 @@ class ChatTemplate:
             return None
         encoded = self._apply(conversation, return_dict=True, return_assistant_tokens_mask=True)
         mask = [0, *encoded["assistant_masks"], 0]
-        edges = [position for position, (before, now) in enumerate(pairwise(mask)) if before != now]
+        edges = [position for position, (before, after) in enumerate(pairwise(mask)) if before != after]
         return list(encoded["input_ids"]), list(zip(edges[::2], edges[1::2], strict=True))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -200,11 +200,11 @@ class ChatTemplate:
         if self.opening:
             return False
         try:
-            asked = self.text(Conversation([_QUESTION]))
-            whole = self.text(Conversation([_QUESTION, _ANSWER]))
+            question_text = self.text(Conversation([_QUESTION]))
+            answered_text = self.text(Conversation([_QUESTION, _ANSWER]))
         except TemplateRefuses:
             return False
-        return not whole.removeprefix(asked).lstrip().startswith(_ANSWER["content"])
+        return not answered_text.removeprefix(question_text).lstrip().startswith(_ANSWER["content"])
 
     def dropped_roles(self, conversation: Conversation) -> list[str]:
         """Return the roles, the assistant's aside, of messages of which the template writes nothing.

@@ -53,12 +53,12 @@ class PairTokeniser:
         """
         counts: Counter[str] = Counter()
         try:
-            whole = self._sides(row, name, counts)
-            sides = self._cut(whole, name, counts)
-        except _Unusable as found:
-            return _left_out(found, self.config, name)
+            full_sides = self._sides(row, name, counts)
+            sides = self._cut(full_sides, name, counts)
+        except _Unusable as unusable:
+            return _left_out(unusable, self.config, name)
         examples = tuple(self.rows.example(side, sample_id, source) for side in sides)
-        return Tokenised(examples, dict(counts), _common_head(sides) if sides else 0, _lengths(whole))
+        return Tokenised(examples, dict(counts), _common_head(sides) if sides else 0, _lengths(full_sides))
 
     def _sides(self, row: Row, name: str, counts: Counter[str]) -> list[Stretch]:
         answers, shape = answer_rows(row, name, prompt_is_rendered=self.config.format is not None)
@@ -99,13 +99,15 @@ class LabelTokeniser:
         answer = _asked({**row, "completion": _required(row, "completion", name)}, ["completion"], name)
         try:
             _refuse_empty(answer, "completion")
-        except _Unusable as found:
-            return _left_out(found, self.config, name)
+        except _Unusable as unusable:
+            return _left_out(unusable, self.config, name)
         side = _alone(self.rows.stretches(answer, "prompt_completion", name, counts), "completion", name)
         _refuse_no_prompt(side, name)
         _refuse_image_in_answer(side, name)
         examples = [self.rows.example(cut, sample_id, source) for cut in _fitted([side], self.config, name, counts)]
-        carried = [replace(each, per_token={"desirable": np.full(each.tokens.size, desirable)}) for each in examples]
+        carried = [
+            replace(example, per_token={"desirable": np.full(example.tokens.size, desirable)}) for example in examples
+        ]
         return Tokenised(tuple(carried), dict(counts), lengths=_lengths([side]))
 
 
@@ -119,7 +121,9 @@ def preferred_only(tokenise: TokeniseRow) -> TokeniseRow:
     def preferred(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Example]:
         tokenised = tokenise(row, sample_id, source, name)
         first = tokenised.examples[:1]
-        return replace(tokenised, examples=tuple(each for each in first if each.per_token.get("desirable", [True])[0]))
+        return replace(
+            tokenised, examples=tuple(example for example in first if example.per_token.get("desirable", [True])[0])
+        )
 
     return preferred
 
@@ -189,7 +193,7 @@ def _with_common_prompt(sides: Sequence[Stretch], name: str) -> list[Stretch]:
             "both texts with it."
         )
     return [
-        replace(side, trained=[trained and place >= common for place, trained in enumerate(side.trained)])
+        replace(side, trained=[trained and index >= common for index, trained in enumerate(side.trained)])
         for side in sides
     ]
 
@@ -206,14 +210,18 @@ def _common_head(sides: Sequence[Stretch]) -> int:
     return head
 
 
-def _same_image(one: ImageSpan, other: ImageSpan) -> bool:
-    same = all(np.array_equal(values, other.inputs[name]) for name, values in one.inputs.items())
-    return one is other or (same and one.grids == other.grids)
+def _same_image(first: ImageSpan, second: ImageSpan) -> bool:
+    same = all(np.array_equal(values, second.inputs[name]) for name, values in first.inputs.items())
+    return first is second or (same and first.grids == second.grids)
 
 
 def _first_difference(sides: Sequence[Stretch]) -> int:
     first, second = (side.tokens for side in sides)
-    differ = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    differ = (
+        index
+        for index, (first_token, second_token) in enumerate(zip(first, second, strict=False))
+        if first_token != second_token
+    )
     return next(differ, min(len(first), len(second)))
 
 
@@ -258,14 +266,14 @@ def answer_rows(
     """
     row = _asked({**row, **{side: _required(row, side, name) for side in SIDES}}, SIDES, name)
     answers = {side: row[side] for side in SIDES}
-    whole = [side for side, value in answers.items() if _is_whole_conversation(value)]
-    if len(whole) == len(SIDES):
+    conversations = [side for side, value in answers.items() if _is_whole_conversation(value)]
+    if len(conversations) == len(SIDES):
         return _from_conversations(row, answers, name), "prompt_completion"
     if row.get("prompt") is not None or prompt_is_rendered:
-        if whole:
+        if conversations:
             raise DataError(
-                f"{name}: its {whole[0]} answer is a whole conversation and the other one is not. Let both begin with "
-                "the assistant's message, or both with the prompt's."
+                f"{name}: its {conversations[0]} answer is a whole conversation and the other one is not. Let both "
+                "begin with the assistant's message, or both with the prompt's."
             )
         return {
             side: {**row, "completion": value} for side, value in _alike(answers, name).items()
@@ -316,14 +324,14 @@ def _required(row: Row, column: str, name: str) -> Any:
     if column in row:
         raise DataError(f"{name} has an empty (null) column {column!r}. Its columns are: {', '.join(row)}.")
     kind = "a pair has prompt, chosen and rejected" if column in SIDES else "kto takes prompt, completion and label"
-    other = ""
+    hint = ""
     if column in SIDES and "label" in row:
-        other = " Rows with completion and label are for preference.loss: kto."
+        hint = " Rows with completion and label are for preference.loss: kto."
     if column not in SIDES and set(SIDES) <= set(row):
-        other = " Rows with chosen and rejected are for the losses of pairs, such as preference.loss: dpo."
+        hint = " Rows with chosen and rejected are for the losses of pairs, such as preference.loss: dpo."
     raise DataError(
         f"{name} has no column {column!r}: {kind}. Its columns are: {', '.join(row)}. Name the file's column, as in "
-        f"data.columns={{{column}: its_column}}.{other}"
+        f"data.columns={{{column}: its_column}}.{hint}"
     )
 
 
@@ -354,4 +362,7 @@ def _from_conversations(row: Row, conversations: Mapping[str, Any], name: str) -
 def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """Return how many messages both begin with."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    return next(
+        (index for index, (chosen_message, rejected_message) in pairs if chosen_message != rejected_message),
+        min(len(chosen), len(rejected)),
+    )

@@ -51,62 +51,62 @@ class RowImages:
         self._files = ImageFiles(text.image_dir, base)
         self._last: tuple[tuple[Any, ...], tuple[PreparedImage, ...]] = ((), ())
 
-    def placed(self, content: C, row: Row, where: str) -> C:
+    def placed(self, content: C, row: Row, row_name: str) -> C:
         """Return the content with its images found.
 
         Raises:
             DataError: Places and images differ in number, there are too many, or the model sees none.
         """
-        content = place_images(content, row, where, self._side if isinstance(self._side, str) else None)
+        content = place_images(content, row, row_name, self._side if isinstance(self._side, str) else None)
         most, videos = self._text.max_images, [image for image in content.images if isinstance(image, Video)]
         images = len(content.images) - len(videos)
         if most is not None and images > most:
             raise DataError(
-                f"{where} has {images} images, more than data.max_images={most}. Raise it, or remove the row."
+                f"{row_name} has {images} images, more than data.max_images={most}. Raise it, or remove the row."
             )
         longest, limit = max((len(video.frames) for video in videos), default=0), self._text.max_frames
         if limit is not None and longest > limit:
             raise DataError(
-                f"{where} has a video of {longest} frames, more than data.max_frames={limit}. Raise it, or take fewer "
-                "frames out of the video and lower data.video_fps with them."
+                f"{row_name} has a video of {longest} frames, more than data.max_frames={limit}. Raise it, or take "
+                "fewer frames out of the video and lower data.video_fps with them."
             )
         refusal = self._side.why_no_videos() if videos and not isinstance(self._side, str) else ""
         if refusal:
-            raise DataError(f"{where} has a video, and {refusal}. Remove the row.")
+            raise DataError(f"{row_name} has a video, and {refusal}. Remove the row.")
         return content
 
-    def prepared(self, content: Content, where: str, *, whole: bool = False) -> PreparedImages:
+    def prepared(self, content: Content, row_name: str, *, one_sequence: bool = False) -> PreparedImages:
         """Open the content's images and prepare them for the model; once for contents of one row that share them.
 
         Args:
             content: With its images placed.
-            where: What an error calls it.
-            whole: All of it is one sequence, whoever speaks last.
+            row_name: What an error calls it.
+            one_sequence: All of it is one sequence, whoever speaks last.
 
         Raises:
             DataError: An image cannot be read, or the model cannot take it.
         """
         if isinstance(self._side, str):
             return PreparedImages((), {0})
-        images = self._opened(content.images, where, self._side)
+        images = self._opened(content.images, row_name, self._side)
         may_be = {len(images)}
-        if isinstance(content, Conversation) and not whole:
+        if isinstance(content, Conversation) and not one_sequence:
             may_be = {images_up_to(content, turn + 1) for turn in content.assistant_turns} or may_be
         return PreparedImages(images, may_be)
 
-    def _opened(self, named: tuple[Any, ...], where: str, side: ImageSide) -> tuple[PreparedImage, ...]:
+    def _opened(self, images: tuple[Any, ...], row_name: str, side: ImageSide) -> tuple[PreparedImage, ...]:
         before, last_images = self._last
-        if len(before) == len(named) and all(_is_same(one, other) for one, other in zip(before, named, strict=True)):
+        if len(before) == len(images) and all(_is_same(old, new) for old, new in zip(before, images, strict=True)):
             return last_images
         prepared = []
-        for number, image in enumerate(named):
-            name = f"{where}, {'video' if isinstance(image, Video) else 'image'} {number}"
+        for number, image in enumerate(images):
+            name = f"{row_name}, {'video' if isinstance(image, Video) else 'image'} {number}"
             if isinstance(image, Video):
-                frames = [self._files.open(each, f"{name}, frame {count}") for count, each in enumerate(image.frames)]
+                frames = [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(image.frames)]
                 prepared.append(side.prepare_video(frames, image.fps, name))
             else:
                 prepared.append(side.prepare(self._files.open(image, name), name))
-        self._last = (named, tuple(prepared))
+        self._last = (images, tuple(prepared))
         return tuple(prepared)
 
     def in_text(self, content: C) -> C:
@@ -123,7 +123,7 @@ class RowImages:
             return replace(content, text=_written(content.text, marks))
         return replace(content, prompt=_written(content.prompt, marks), completion=_written(content.completion, marks))
 
-    def laid_in(self, stretches: Sequence[Stretch], prepared: PreparedImages, where: str) -> list[Stretch]:
+    def laid_in(self, stretches: Sequence[Stretch], prepared: PreparedImages, row_name: str) -> list[Stretch]:
         """Return the sequences with each image's tokens in the place of its placeholder.
 
         Raises:
@@ -133,18 +133,18 @@ class RowImages:
             return list(stretches)
         laid = []
         for stretch in stretches:
-            places = self._side.places(stretch.tokens)
-            if places not in prepared.may_be:
+            placeholder_count = self._side.places(stretch.tokens)
+            if placeholder_count not in prepared.may_be:
                 raise DataError(
-                    f"{where} has {len(prepared.images)} images, and its text as tokens has {places} times "
-                    f"{self._side.family.image_token}. Its chat template must write that once for each part "
+                    f"{row_name} has {len(prepared.images)} images, and its text as tokens has {placeholder_count} "
+                    f"times {self._side.family.image_token}. Its chat template must write that once for each part "
                     "{type: image}, and no text of a row may hold it."
                     + (" A video counts like an image, and has a token of its own." if self._side.video_id else "")
                 )
             try:
                 laid.append(self._side.expanded(stretch, prepared.images))
             except DataError as error:
-                raise DataError(f"{where}: {error}.") from None
+                raise DataError(f"{row_name}: {error}.") from None
         return laid
 
     def positions(self, stretch: Stretch) -> NDArray[np.int64] | None:
@@ -152,10 +152,10 @@ class RowImages:
         return None if isinstance(self._side, str) else self._side.positions(stretch)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Video) and isinstance(other, Video):
-        return one.original is other.original and one.fps == other.fps
-    return one is other
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Video) and isinstance(second, Video):
+        return first.original is second.original and first.fps == second.fps
+    return first is second
 
 
 def _written(text: str, marks: Mapping[str, str]) -> str:

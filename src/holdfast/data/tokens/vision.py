@@ -37,7 +37,7 @@ class PreparedImage:
     """What stands in the place of its placeholder: image tokens, and between tiles what tells them apart."""
     inputs: Inputs
     grids: tuple[Grid, ...] = ()
-    """Of a video."""
+    """Grids of a video; empty for an image."""
 
 
 class ImageSide:
@@ -85,45 +85,45 @@ class ImageSide:
 
         return dict(self._made(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in")[0])
 
-    def prepare(self, image: Any, where: str) -> PreparedImage:
+    def prepare(self, image: Any, image_name: str) -> PreparedImage:
         """Return the tokens and inputs of one image.
 
         Raises:
             DataError: The processor refuses it, the model would make another number of features of it, or it has
                 another size than all images of this model.
         """
-        inputs, made = self._made(image, where)
+        inputs, processed = self._made(image, image_name)
         for name, values in inputs.items():
             shape, usual = values.shape[1:], self.stand_in[name].shape[1:]
             if shape != usual:  # those of a batch are laid side by side
                 raise DataError(
-                    f"{where} of {image.width}x{image.height} pixels becomes {name} of {_words(shape)}, and a square "
-                    f"one {_words(usual)}; {self.name} takes images of one size. Let the model's "
+                    f"{image_name} of {image.width}x{image.height} pixels becomes {name} of {_words(shape)}, and a "
+                    f"square one {_words(usual)}; {self.name} takes images of one size. Let the model's "
                     "preprocessor_config.json bring all to one (do_resize, do_center_crop, crop_size), or remove the "
                     "row."
                 )
         count = self.family.tokens(self._processor, self._config, inputs)
-        return PreparedImage(self._written(made, count), inputs)
+        return PreparedImage(self._written(processed, count), inputs)
 
-    def _made(self, image: Any, where: str) -> tuple[dict[str, NDArray[Any]], Mapping[str, Any]]:
+    def _made(self, image: Any, image_name: str) -> tuple[dict[str, NDArray[Any]], Mapping[str, Any]]:
         """Return the inputs of one image, and all that the processor made."""
         try:
-            made: Mapping[str, Any]
-            made = self._processor(images=[image], return_tensors="np", **self._options)
+            processed: Mapping[str, Any]
+            processed = self._processor(images=[image], return_tensors="np", **self._options)
         except (ValueError, TypeError, ZeroDivisionError) as error:
-            raise DataError(f"{where} of {image.width}x{image.height} pixels: {error}.") from None
-        inputs = self._inputs(made)
+            raise DataError(f"{image_name} of {image.width}x{image.height} pixels: {error}.") from None
+        inputs = self._inputs(processed)
         count = self.family.tokens(self._processor, self._config, inputs)
         features = self.family.features(self._config, inputs)
         if count != features or count < 1:
             raise DataError(
-                f"{where} of {image.width}x{image.height} pixels has {count} tokens to stand for it, and {self.name} "
-                f"makes {features} features of it. The model's preprocessor_config.json and config.json do not belong "
-                "together."
+                f"{image_name} of {image.width}x{image.height} pixels has {count} tokens to stand for it, and "
+                f"{self.name} makes {features} features of it. The model's preprocessor_config.json and config.json do "
+                "not belong together."
             )
-        return inputs, made
+        return inputs, processed
 
-    def prepare_video(self, frames: Sequence[Any], fps: float | None, where: str) -> PreparedImage:
+    def prepare_video(self, frames: Sequence[Any], fps: float | None, video_name: str) -> PreparedImage:
         """Return the tokens and inputs of one video.
 
         Raises:
@@ -131,16 +131,18 @@ class ImageSide:
         """
         video = self.family.video
         if video is None or self.video_id is None:
-            raise DataError(f"{where}: {self.why_no_videos()}. Remove the row.")
+            raise DataError(f"{video_name}: {self.why_no_videos()}. Remove the row.")
         sizes = sorted({(frame.width, frame.height) for frame in frames})
         if len(sizes) > 1:
-            (one, other) = (f"{width}x{height}" for width, height in sizes[:2])
-            raise DataError(f"{where} has frames of {one} and of {other} pixels. Bring all of them to one size.")
+            (first_size, second_size) = (f"{width}x{height}" for width, height in sizes[:2])
+            raise DataError(
+                f"{video_name} has frames of {first_size} and of {second_size} pixels. Bring all of them to one size."
+            )
         unit = self._processor.patch_size * self._processor.merge_size
         try:
             size = frame_size(video, len(frames), *sizes[0], unit, self._video_bounds())
         except ValueError as error:
-            raise DataError(f"{where} of {sizes[0][0]}x{sizes[0][1]} pixels: {error}.") from None
+            raise DataError(f"{video_name} of {sizes[0][0]}x{sizes[0][1]} pixels: {error}.") from None
         inputs = patches_of(frames, self._processor, size)
         tokens, grids = self._video_tokens(video, inputs, len(frames), self._videos.fps if fps is None else fps)
         return PreparedImage(tokens, inputs, grids)
@@ -158,7 +160,7 @@ class ImageSide:
         written = video.placeholder.replace(video.token, video.token * (rows * columns))
         text = "".join(video.written_times.format(time) + written for time in seconds_of(frames, fps, span))
         tokens = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        starts = [place for place, token in enumerate(tokens) if token == self.video_id][:: rows * columns]
+        starts = [index for index, token in enumerate(tokens) if token == self.video_id][:: rows * columns]
         return tokens, tuple(Grid(start, 1, rows, columns, 1.0) for start in starts)
 
     def why_no_videos(self) -> str:
@@ -175,17 +177,17 @@ class ImageSide:
         low = size["shortest_edge"] if options.min_pixels is None else options.min_pixels
         return low, size["longest_edge"] if options.max_pixels is None else options.max_pixels
 
-    def _inputs(self, made: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        inputs = {name: np.asarray(made[name]) for name in self.family.inputs}
+    def _inputs(self, processed: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        inputs = {name: np.asarray(processed[name]) for name in self.family.inputs}
         if self.family.tiles is None:
             return inputs
         return {name: value.swapaxes(0, 1) for name, value in inputs.items()}  # [1, tiles, ...]: tiles are joined
 
-    def _written(self, made: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    def _written(self, processed: Mapping[str, Any], count: int) -> tuple[int, ...]:
         """Return the tokens of an image of `count` features."""
         if self.family.tiles is None:
             return (self.image_id,) * count
-        rows, columns = (int(made[name][0][0]) for name in ("rows", "cols"))
+        rows, columns = (int(processed[name][0][0]) for name in ("rows", "cols"))
         text = self.family.tiles(rows, columns, count // (rows * columns + 1))
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -265,22 +267,22 @@ def grid_positions(length: int, images: Sequence[ImageSpan], merge: int) -> NDAr
     (p, p + row, p + column), and what follows it goes on at p + max(h, w). So is each frame of a video; where those
     lie side by side, frame f is at p + floor(f * interval) on the first axis.
     """
-    parts: list[NDArray[np.int64]] = []
-    place = position = 0
+    blocks: list[NDArray[np.int64]] = []
+    end = position = 0
     for span in images:
         for grid in span.grids or (_grid_of(span, merge),):
             start = span.start + grid.offset
-            text = np.arange(position, position + start - place)
-            parts.append(np.broadcast_to(text, (3, text.size)))
+            text = np.arange(position, position + start - end)
+            blocks.append(np.broadcast_to(text, (3, text.size)))
             position += text.size
             block = np.indices((grid.frames, grid.rows, grid.columns)).reshape(3, -1)
             # transformers multiplies in float32, and so decides whether 2.9999 becomes 2 or 3.
             block[0] = (block[0].astype(np.float32) * np.float32(grid.interval)).astype(np.int64)
-            parts.append(block + position)
+            blocks.append(block + position)
             position += max(grid.rows, grid.columns)
-            place = start + block.shape[1]
-    rest = np.arange(position, position + length - place)
-    return np.concatenate([*parts, np.broadcast_to(rest, (3, rest.size))], axis=1).astype(np.int64)
+            end = start + block.shape[1]
+    tail = np.arange(position, position + length - end)
+    return np.concatenate([*blocks, np.broadcast_to(tail, (3, tail.size))], axis=1).astype(np.int64)
 
 
 def _grid_of(span: ImageSpan, merge: int) -> Grid:

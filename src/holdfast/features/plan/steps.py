@@ -16,7 +16,7 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, SequenceInfo
 from holdfast.data.content.lengths import Stretch, example_of
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.features.plan.kinds import REFERENCE
@@ -295,5 +295,7 @@ def assembled_batch(
         for part, example in enumerate(parts):
             own[draw, part] = replace(example, sample_id=draw * len(parts) + part, prompt_id=draw)
             inputs = bool(example.model_inputs)
-            known.append(Known(draw, part, example.tokens.size, example.trained_tokens, ranks.rank, head, inputs))
+            known.append(
+                SequenceInfo(draw, part, example.tokens.size, example.trained_tokens, ranks.rank, head, inputs)
+            )
     return assemble(Candidates(own, known), ranks, step.setting.config.data, layout)

@@ -51,8 +51,8 @@ def _names_to_read(model: nn.Module, stored: AdapterFile) -> list[str]:
     adapters = _adapter_names(model)
     scorer = [LAYER] if adapters and LAYER in parameters else []
     trained = [name for name, value in parameters.items() if value.requires_grad]
-    whole = [name for name in trained if name in stored.headers]
-    return list(dict.fromkeys((*adapters, *scorer, *whole)))
+    trained_in_file = [name for name in trained if name in stored.headers]
+    return list(dict.fromkeys((*adapters, *scorer, *trained_in_file)))
 
 
 _NAME = re.compile(
@@ -77,7 +77,7 @@ class AdapterFile:
 
     path: Path
     headers: Mapping[str, Header]
-    """By canonical name."""
+    """Headers of the tensors by canonical name."""
     stored_names: Mapping[str, str]
     """Canonical name -> that in the file."""
     base: str | None
@@ -109,12 +109,12 @@ class AdapterFile:
         with safe_open(path, framework="pt") as file:
             return cls(path, headers, stored_names, (file.metadata() or {}).get(BASE))
 
-    def read(self, name: str, part: slice) -> Tensor:
+    def read(self, name: str, row_slice: slice) -> Tensor:
         """Return some rows of a tensor by its canonical name."""
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
-            rows: Tensor = file.get_slice(self.stored_names[name])[part]
+            rows: Tensor = file.get_slice(self.stored_names[name])[row_slice]
         return rows
 
 
@@ -128,14 +128,14 @@ class AdapterSource:
 
     base: WeightSource
     headers: Mapping[str, Header]
-    """Of what is not made of the base."""
+    """Headers of the tensors that are not made of the base's."""
     seed: int
     stored: AdapterFile | None
     lengths_of: Mapping[str, Adapter]
     """Matrix to the adapter whose magnitude starts at its lengths."""
     packed: Mapping[str, FourBitLinear]
     storage: torch.dtype
-    """Of frozen matrices."""
+    """Dtype in which frozen matrices are stored."""
 
     @classmethod
     def of(  # noqa: PLR0913 - what adapters start from
@@ -186,27 +186,31 @@ def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> Non
     """
     if stored.base is None or section.any_base:
         return
-    here = files_fingerprint(directory)
-    if same_files(stored.base, here):
+    directory_mark = files_fingerprint(directory)
+    if same_files(stored.base, directory_mark):
         return
     # Of marks that both tell every byte, the second half; an earlier version's has the first alone.
-    there, here = (mark.split("-")[-1 if "-" in stored.base else 0] for mark in (stored.base, here))
+    stored_mark, directory_mark = (
+        mark.split("-")[-1 if "-" in stored.base else 0] for mark in (stored.base, directory_mark)
+    )
     raise ModelError(
         f"model.lora.path: {stored.path.parent} holds adapters that were trained beside other weights than those in "
-        f"{directory}: the mark of their files is {there[:12]}, here it is {here[:12]}. Name their own model in "
-        "model.path; if it is the same one in other files, set model.lora.any_base: true."
+        f"{directory}: the mark of their files is {stored_mark[:12]}, here it is {directory_mark[:12]}. Name their own "
+        "model in model.path; if it is the same one in other files, set model.lora.any_base: true."
     )
 
 
 def _refuse_others(headers: Mapping[str, Header], stored: AdapterFile, path: str) -> None:
-    there = {name: header.shape for name, header in stored.headers.items()}
-    here = {name: header.shape for name, header in headers.items()}
-    if there != here:
-        different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+    stored_shapes = {name: header.shape for name, header in stored.headers.items()}
+    expected_shapes = {name: header.shape for name, header in headers.items()}
+    if stored_shapes != expected_shapes:
+        different = sorted(
+            name for name in {*stored_shapes, *expected_shapes} if stored_shapes.get(name) != expected_shapes.get(name)
+        )
         raise ModelError(
             f"model.lora.path {path} holds other adapters than model.lora describes, first at {different[0]}: "
-            f"{there.get(different[0], 'none')} there, {here.get(different[0], 'none')} here. Set rank, targets, "
-            "experts, dora and train as they were."
+            f"{stored_shapes.get(different[0], 'none')} there, {expected_shapes.get(different[0], 'none')} here. Set "
+            "rank, targets, experts, dora and train as they were."
         )
 
 
@@ -228,13 +232,13 @@ def _derived(
         targets[magnitudes[name]] = Header(shape[-1:] if adapter.transposed else shape[:1], torch.float32)
 
     def load(rows: RowSlices) -> dict[str, Tensor]:
-        loaded = group.load({name: part for name, part in rows.items() if name in group.targets})
+        loaded = group.load({name: row_slice for name, row_slice in rows.items() if name in group.targets})
         # As the forward pass will compute them: of the numbers that are stored, in float32 or better.
         wide = torch.promote_types(storage, torch.float32)
         for name, adapter in adapters.items():
             if adapter.transposed:  # a length runs over all rows
-                (whole,) = group.load({name: slice(0, group.targets[name].shape[0])}).values()
-                loaded[magnitudes[name]] = lengths(whole.to(storage).to(wide).mT)[rows[magnitudes[name]]]
+                (matrix,) = group.load({name: slice(0, group.targets[name].shape[0])}).values()
+                loaded[magnitudes[name]] = lengths(matrix.to(storage).to(wide).mT)[rows[magnitudes[name]]]
             else:
                 loaded[magnitudes[name]] = lengths(loaded[name].to(storage).to(wide))
         return loaded | {name: packed(loaded[name], layer.kind) for name, layer in layers.items()}
@@ -246,8 +250,8 @@ def _partly_stored(group: WeightGroup, names: Set[str], stored: AdapterFile) -> 
     """Return tensors of the base, some of them from the file of the adapters instead."""
 
     def load(rows: RowSlices) -> dict[str, Tensor]:
-        own = {name: stored.read(name, rows[name]) for name in names & set(rows)}
-        return group.load(rows) | own
+        stored_rows = {name: stored.read(name, rows[name]) for name in names & set(rows)}
+        return group.load(rows) | stored_rows
 
     return WeightGroup(group.targets, load)
 
@@ -256,21 +260,26 @@ def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> 
     """Return a tensor of an adapter as it begins."""
 
     def load(rows: RowSlices) -> dict[str, Tensor]:
-        part = rows[name]
+        row_slice = rows[name]
         if stored is not None:
-            return {name: stored.read(name, part)}
+            return {name: stored.read(name, row_slice)}
         if ".lora_B." in name:
-            return {name: torch.zeros(header.shape)[part]}
+            return {name: torch.zeros(header.shape)[row_slice]}
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         bound = 1.0 / math.sqrt(header.shape[1])
-        return {name: torch.empty(header.shape).uniform_(-bound, bound, generator=generator)[part]}
+        return {name: torch.empty(header.shape).uniform_(-bound, bound, generator=generator)[row_slice]}
 
     return WeightGroup({name: header}, load)
 
 
 def peft_settings(
-    adapters: Mapping[str, Adapter], section: LoRAConfig, base: str, whole: Sequence[str] = (), *, scorer: bool
+    adapters: Mapping[str, Adapter],
+    section: LoRAConfig,
+    base: str,
+    trained_modules: Sequence[str] = (),
+    *,
+    scorer: bool,
 ) -> str:
     """Return adapter_config.json, by which peft loads adapters onto the model in `base`.
 
@@ -278,7 +287,7 @@ def peft_settings(
         adapters: By the matrices they lie beside.
         section: The run's.
         base: A directory or a name on the hub.
-        whole: Modules that are trained whole; of a reward model its layer `score` is one.
+        trained_modules: Modules that are trained whole; of a reward model its layer `score` is one.
         scorer: Whether the model scores texts.
     """
     from peft import LoraConfig
@@ -295,7 +304,7 @@ def peft_settings(
         use_dora=section.dora,
         fan_in_fan_out=any(adapter.transposed and not adapter.experts for adapter in layers.values()),
         rank_pattern=rank_patterns({name: adapter.rank for name, adapter in layers.items()}, section),
-        modules_to_save=sorted(whole) or None,
+        modules_to_save=sorted(trained_modules) or None,
         base_model_name_or_path=base,
         task_type="SEQ_CLS" if scorer else "CAUSAL_LM",
         inference_mode=True,
@@ -345,7 +354,10 @@ def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
     try:
         settings = read_json(file)
         stabilised, alone = bool(settings.get("use_rslora", False)), dict(settings.get("alpha_pattern") or {})
-        there = {"alpha": f"{settings.get('lora_alpha', section.alpha):g}", "rank_stabilised": str(stabilised).lower()}
+        stored_values = {
+            "alpha": f"{settings.get('lora_alpha', section.alpha):g}",
+            "rank_stabilised": str(stabilised).lower(),
+        }
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = f"{file} is not what peft writes ({error})"
         raise ModelError(f"model.lora.path: {why}. Save the adapter again.") from error
@@ -354,10 +366,10 @@ def refuse_other_scale(directory: Path | None, section: LoRAConfig) -> None:
             f"model.lora.path: {file} gives {len(alone)} layers an alpha of their own ({next(iter(alone))}), and "
             "model.lora has one for all. Merge this adapter into its model, and start from that."
         )
-    here = {"alpha": f"{section.alpha:g}", "rank_stabilised": str(section.rank_stabilised).lower()}
-    for name, value in here.items():
-        if there[name] != value:
+    run_values = {"alpha": f"{section.alpha:g}", "rank_stabilised": str(section.rank_stabilised).lower()}
+    for name, value in run_values.items():
+        if stored_values[name] != value:
             raise ModelError(
-                f"model.lora.{name} is {value}, and the adapter in {directory} was trained with {there[name]}: it "
-                f"would count by another factor than then. Set model.lora.{name}: {there[name]}."
+                f"model.lora.{name} is {value}, and the adapter in {directory} was trained with {stored_values[name]}: "
+                f"it would count by another factor than then. Set model.lora.{name}: {stored_values[name]}."
             )

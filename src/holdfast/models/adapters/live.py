@@ -31,7 +31,7 @@ class Adapter:
     """[out, rank]; of a stack, [out, rank * experts], the ranks one after the other."""
     rank: int
     scale: float
-    """Of the product."""
+    """Factor of the product B A."""
     magnitude: str | None = None
     """[out], DoRA's length of each row (Liu et al., arXiv:2402.09353)."""
     experts: int = 0
@@ -41,29 +41,29 @@ class Adapter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its parts, in the order `merged` takes them."""
+        """Names of its parameters, in the order `merged` takes them."""
         return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
-    def merged(self, base: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def merged(self, base: Tensor, factors: Sequence[Tensor]) -> Tensor:
         """Return the matrix that the layer computes with, in the dtype of `base`, computed in float32 or better.
 
         That is W + scale B A; with a magnitude m, each row of it scaled to length m (arXiv:2402.09353, eq. 5).
 
         Args:
             base: [out, in], or [in, out] if `transposed`, or a stack.
-            parts: As in `names`.
+            factors: As in `names`.
         """
-        wide = torch.promote_types(torch.promote_types(base.dtype, parts[0].dtype), torch.float32)
-        whole, a, b = base.to(wide), parts[0].to(wide), parts[1].to(wide)
+        wide = torch.promote_types(torch.promote_types(base.dtype, factors[0].dtype), torch.float32)
+        matrix, a, b = base.to(wide), factors[0].to(wide), factors[1].to(wide)
         if self.experts:
             a = a.reshape(self.experts, -1, a.shape[-1])  # [E, rank, in]
             b = b.reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)  # [E, out, rank]
-            left, right = (a.mT, b.mT) if self.transposed else (b, a)
-            return torch.baddbmm(whole, left, right, alpha=self.scale).to(base.dtype)
-        whole = torch.addmm(whole.mT if self.transposed else whole, b, a, alpha=self.scale)
+            left_factor, right_factor = (a.mT, b.mT) if self.transposed else (b, a)
+            return torch.baddbmm(matrix, left_factor, right_factor, alpha=self.scale).to(base.dtype)
+        matrix = torch.addmm(matrix.mT if self.transposed else matrix, b, a, alpha=self.scale)
         if self.magnitude is not None:
-            whole = whole * (parts[2].to(wide) / lengths(whole))[:, None]
-        return (whole.mT.contiguous() if self.transposed else whole).to(base.dtype)
+            matrix = matrix * (factors[2].to(wide) / lengths(matrix))[:, None]
+        return (matrix.mT.contiguous() if self.transposed else matrix).to(base.dtype)
 
 
 def lengths(matrix: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def whole_modules(model: nn.Module) -> dict[str, list[str]] | None:
     modules = _outermost({name.rpartition(".")[0] for name in trained})
     parameters_of = {path: _below(path, named_parameters(model)) for path in modules}
     covered = {name for names in parameters_of.values() for name in names}
-    tied = [name for first, others in tied_names(model).items() for name in (first, *others)]
+    tied = [name for first, duplicates in tied_names(model).items() for name in (first, *duplicates)]
     apart = any(_below(path, (*tied, *_stored_buffers(model))) for path in modules)
     return None if covered != trained or apart else parameters_of
 
@@ -149,7 +149,7 @@ def _trained_whole(model: nn.Module) -> set[str]:
 
 
 def _outermost(paths: set[str]) -> list[str]:
-    return sorted(path for path in paths if not any(path.startswith(f"{other}.") for other in paths))
+    return sorted(path for path in paths if not any(path.startswith(f"{parent}.") for parent in paths))
 
 
 def _below(path: str, names: Iterable[str]) -> list[str]:
@@ -167,14 +167,14 @@ def _stored_buffers(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Join:
-    """How one matrix, or stack of them, comes out of a model's parameters."""
+    """Computes one matrix, or a stack of them, from a model's parameters."""
 
-    parts: tuple[str, ...]
-    """Canonical names; first the matrix as it is stored."""
+    inputs: tuple[str, ...]
+    """Canonical names of its parameters; first the matrix as it is stored."""
     run: Callable[[Sequence[Tensor]], Tensor]
-    """Whole parts in that order -> the matrix."""
+    """(the whole `inputs`, in their order) -> the matrix"""
     header: Header | None
-    """Of the matrix, where it is stored in another shape."""
+    """Header of the matrix, where it is stored in another shape."""
 
 
 def joins_of(model: nn.Module) -> dict[str, Join]:
@@ -184,13 +184,13 @@ def joins_of(model: nn.Module) -> dict[str, Join]:
 
 
 def _join(name: str, adapter: Adapter | None, layer: FourBitLinear | None) -> Join:
-    def run(parts: Sequence[Tensor]) -> Tensor:
-        base = parts[0]
+    def run(tensors: Sequence[Tensor]) -> Tensor:
+        base = tensors[0]
         if layer is not None:
             wide = torch.promote_types(layer.written_dtype, torch.float32)
             base = unpacked(base, layer.in_features, layer.kind, wide)
-        whole = base if adapter is None else adapter.merged(base, parts[1:])
-        return whole if layer is None else whole.to(layer.written_dtype)
+        matrix = base if adapter is None else adapter.merged(base, tensors[1:])
+        return matrix if layer is None else matrix.to(layer.written_dtype)
 
     header = None if layer is None else Header((layer.out_features, layer.in_features), layer.written_dtype)
     return Join((name, *(() if adapter is None else adapter.names)), run, header)

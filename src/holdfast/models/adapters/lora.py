@@ -72,9 +72,9 @@ def add_adapters(model: Any, section: LoRAConfig, storage: torch.dtype = torch.f
     left_out = "".join(
         f"; {len(paths)} left out, which peft {does} ({_first_of(paths)})" for does, paths in unread.items() if paths
     )
-    where = [f"{len(targets)} layers"] * bool(targets) + [f"{len(stacks)} stacks of experts"] * bool(stacks)
+    layer_counts = [f"{len(targets)} layers"] * bool(targets) + [f"{len(stacks)} stacks of experts"] * bool(stacks)
     name = "lora (DoRA)" if section.dora else "lora"
-    note = f"{name}: rank {section.rank} on {' and '.join(where)}, {parameters:,} parameters trained{left_out}"
+    note = f"{name}: rank {section.rank} on {' and '.join(layer_counts)}, {parameters:,} parameters trained{left_out}"
     return note if section.quantize is None else f"{note}; {_quantised(model, section, storage)}"
 
 
@@ -134,11 +134,11 @@ def _as_peft_reads(model: Any, targets: list[str]) -> tuple[list[str], list[str]
     for name in dict.fromkeys(path.rpartition(".")[2] for path in targets):
         alike = [path for path in targets if path.rpartition(".")[2] == name]
         refused += alike if _tried(model, alike)[0] is None else []
-    left = [path for path in targets if path not in refused]
-    adapted, why = _tried(model, left)
+    remaining = [path for path in targets if path not in refused]
+    adapted, why = _tried(model, remaining)
     if adapted is None:
         raise ModelError(f"model.lora.targets: peft refuses these layers together: {why}")
-    return [path for path in left if path in adapted], [path for path in left if path not in adapted], refused
+    return [path for path in remaining if path in adapted], [path for path in remaining if path not in adapted], refused
 
 
 def _tried(model: Any, targets: list[str]) -> tuple[set[str] | None, str]:

@@ -22,17 +22,17 @@ _LONGEST = 16_384
 _PRODUCTS = {"cpu": 2e11, "cuda": 2e13}
 """Numbers multiplied with a weight in one pass: some ten seconds of one core, or of a device."""
 _WRITTEN_OUT_BYTES = 2**31
-"""Of attention weights, where they are written out."""
+"""Most bytes of attention weights, in models whose attention forms them all."""
 
 
 class LengthBoundaries(NamedTuple):
     """Boundaries of a model; texts of so many tokens and of one more are computed differently."""
 
-    seen: tuple[int, ...]
-    """Those that can be looked at before a run."""
+    checked: tuple[int, ...]
+    """Those that the check before a run computes."""
     too_long: tuple[int, ...]
     layers: int
-    """How many of the first layers are looked at."""
+    """How many of the first layers that check computes."""
 
 
 def boundaries_of(config: Any) -> tuple[int, ...]:
@@ -53,8 +53,8 @@ def _first_layers(model: Any) -> Sequence[int]:
     text = model.config.get_text_config().to_dict()
     if count_of(text) is None:
         return [len(blocks_of(model))]
-    own = one_of_each({**text, "num_kv_shared_layers": 0})
-    return sorted({one_of_each(text)[-1] + 1, own[-1] + 1}, reverse=True)
+    unshared = one_of_each({**text, "num_kv_shared_layers": 0})
+    return sorted({one_of_each(text)[-1] + 1, unshared[-1] + 1}, reverse=True)
 
 
 def lengths_to_see(model: Any, device: torch.device) -> LengthBoundaries:
@@ -76,14 +76,14 @@ def _lengths_for(model: Any, device: torch.device, layers: int) -> LengthBoundar
         if canonical_name(path).removeprefix(POLICY_PREFIX).startswith(inside)
     )
     written_out = upstream_attention(model) == "eager"
-    seen, work, every = [], 0.0, boundaries_of(model.config)
+    lengths, work, every = [], 0.0, boundaries_of(model.config)
     for length in every:
         work += 2.0 * weights * length
         weights_bytes = 4 * length**2 * model.config.get_text_config().num_attention_heads if written_out else 0
         if length > _LONGEST or work > _PRODUCTS[device.type] or weights_bytes > _WRITTEN_OUT_BYTES:
             break
-        seen.append(length)
-    return LengthBoundaries(tuple(seen), every[len(seen) :], layers)
+        lengths.append(length)
+    return LengthBoundaries(tuple(lengths), every[len(lengths) :], layers)
 
 
 @contextmanager
@@ -95,13 +95,13 @@ def shortened(count: int, *models: nn.Module) -> Iterator[None]:
     before: list[tuple[nn.ModuleList, dict[str, Any]]] = []
     try:
         for model in models:
-            whole = layers_in(model)
+            layer_count = layers_in(model)
             for path in dict.fromkeys(path.rpartition(".")[0] for path in blocks_of(model)):
                 blocks = model.get_submodule(path)
-                if isinstance(blocks, nn.ModuleList) and len(blocks) == whole:  # a tower's are others
+                if isinstance(blocks, nn.ModuleList) and len(blocks) == layer_count:  # a tower's are others
                     inside = blocks._modules  # noqa: SLF001 - what a list of modules holds
                     before.append((blocks, dict(inside)))
-                    for number in range(count, whole):
+                    for number in range(count, layer_count):
                         del inside[str(number)]
         yield
     finally:

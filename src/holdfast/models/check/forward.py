@@ -51,13 +51,13 @@ class CheckResult:
     difference: float
     """Between our log-probabilities and transformers'."""
     leak: float
-    """Of one document's log-probabilities when the other document changes."""
+    """Change of one document's log-probabilities when the other document changes."""
     spread: float
     """Of a token's logits: their standard deviation over the vocabulary. The limits are parts of it."""
     beyond: float
     """Between hidden states of documents on both sides of the model's boundaries, as a part of their size."""
     lengths: LengthBoundaries
-    """Which boundaries those are."""
+    """The boundaries of `beyond`."""
     head_seen: bool
     """Whether the rule could be seen by which logits follow from hidden states; else log-probabilities tell alone."""
 
@@ -70,7 +70,7 @@ class Sides:
     witness: Any
     """The model that the files describe, from `witness_of`."""
     dtype: torch.dtype
-    """Of the computation."""
+    """Dtype of the computation."""
     device: torch.device
     images: ImageSide | None = None
     """Then one of the documents has an image."""
@@ -129,7 +129,7 @@ def _words(sides: Sides, result: CheckResult) -> str:
             f"(between documents: {result.leak * result.spread:.2e}; a token's logits spread by {result.spread:.2e}). "
             "Its logits or its attention follow a rule Holdfast does not know; please report the architecture."
         )
-    lengths = ", ".join(str(length) for length in result.lengths.seen)
+    lengths = ", ".join(str(length) for length in result.lengths.checked)
     return (
         f"Hidden states of {name} differ from transformers' own by {result.beyond:.2e} of their size where texts up to "
         f"and beyond {lengths} tokens lie side by side; short texts agree. Its windows or rotary angles depend on "
@@ -168,8 +168,8 @@ def _look_at_head(sides: Sides) -> tuple[float | None, bool]:
         probe = policy.upstream_head(tokens)
     if probe is None:
         return 1.0, False
-    seen = check_head(policy.family.name, probe, policy.head_spec, sides.dtype)
-    return max(SMALLEST_SPREAD, float(probe.logits.double().std(-1).mean())), seen
+    rule_is_known = check_head(policy.family.name, probe, policy.head_spec, sides.dtype)
+    return max(SMALLEST_SPREAD, float(probe.logits.double().std(-1).mean())), rule_is_known
 
 
 def _measure(sides: Sides, spread: float | None, *, head_seen: bool) -> CheckResult:
@@ -182,7 +182,7 @@ def _measure(sides: Sides, spread: float | None, *, head_seen: bool) -> CheckRes
         spread = max(SMALLEST_SPREAD, float(torch.cat(theirs).abs().mean()))
     difference, leak = _change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype)
     lengths = lengths_to_see(sides.policy.language_model, sides.device)
-    beyond = _beyond(sides, lengths) if lengths.seen else 0.0
+    beyond = _beyond(sides, lengths) if lengths.checked else 0.0
     return CheckResult(difference / spread, leak / spread, spread, beyond, lengths, head_seen)
 
 
@@ -228,7 +228,7 @@ def upstream(sides: Sides, example: Example) -> Tensor:
 def _beyond(sides: Sides, lengths: LengthBoundaries) -> float:
     """Return how far hidden states of documents at and beyond boundaries, beside a short one, differ."""
     policy = sides.policy
-    sizes = [*(length + more for length in lengths.seen for more in (1, 0)), LENGTHS[0]]
+    sizes = [*(length + more for length in lengths.checked for more in (1, 0)), LENGTHS[0]]
     examples = [
         _document(plain_tokens(policy, sides.images, size, index), index, sides.images)
         for index, size in enumerate(sizes)
@@ -262,7 +262,7 @@ def _ours(sides: Sides, examples: list[Example]) -> list[Tensor]:
 
 
 _LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
-"""Of the largest logit."""
+"""Largest deviations by dtype, as shares of the largest logit."""
 _LINEAR = 1.0
 """Below it a cap changes what a scale makes of a number by less than its square over three squares of the cap."""
 
@@ -275,16 +275,16 @@ class HeadRule:
     softcap: float | None
     offset: float
     error: float
-    """What it leaves unexplained, as a part of the largest logit."""
+    """Deviation that the rule leaves unexplained, as a share of the largest logit."""
 
     def words(self) -> str:
         """Describe the rule."""
         if self.error > 1e-2:
             return "by no scale, soft cap or addition"
-        parts = [f"times {self.scale:.4g}"] if abs(self.scale - 1) > 1e-3 else []
-        parts += [] if self.softcap is None else [f"with a soft cap of {self.softcap:.4g}"]
-        parts += [f"plus {self.offset:.4g}"] if abs(self.offset) > 1e-3 else []
-        return ", ".join(parts) or "unchanged"
+        terms = [f"times {self.scale:.4g}"] if abs(self.scale - 1) > 1e-3 else []
+        terms += [] if self.softcap is None else [f"with a soft cap of {self.softcap:.4g}"]
+        terms += [f"plus {self.offset:.4g}"] if abs(self.offset) > 1e-3 else []
+        return ", ".join(terms) or "unchanged"
 
 
 def check_head(name: str, probe: HeadProbe, spec: HeadSpec, dtype: torch.dtype) -> bool:

@@ -15,37 +15,37 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
-class _Moved(torch.autograd.Function):
-    """Move values forwards, and their gradient backwards, each by random parts of at most `part`."""
+class _Perturb(torch.autograd.Function):
+    """Move values forwards, and their gradient backwards, each by random parts of at most `relative_change`."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, part: float) -> Tensor:
-        ctx.part = part
-        return _moved(values, part)
+    def forward(ctx: Any, values: Tensor, relative_change: float) -> Tensor:
+        ctx.relative_change = relative_change
+        return _moved(values, relative_change)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _moved(gradient, ctx.part), None
+        return _moved(gradient, ctx.relative_change), None
 
 
-def _moved(values: Tensor, part: float) -> Tensor:
+def _moved(values: Tensor, relative_change: float) -> Tensor:
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return (wide * (1 + part * (2 * torch.rand_like(wide) - 1))).to(values.dtype)
+    return (wide * (1 + relative_change * (2 * torch.rand_like(wide) - 1))).to(values.dtype)
 
 
 @contextmanager
-def rounded_otherwise(model: nn.Module, part: float) -> Iterator[None]:
+def rounded_otherwise(model: nn.Module, relative_change: float) -> Iterator[None]:
     """Move what each module with parameters of its own returns, and the gradient of that, within the block.
 
     A backward pass belongs inside too: blocks that are recomputed call their modules again. Draws are torch's.
 
     Args:
         model: Sharded or not.
-        part: Largest relative change.
+        relative_change: Largest relative change.
     """
 
     def moved(values: Tensor) -> Any:
-        return _Moved.apply(values, part) if values.is_floating_point() else values  # type: ignore[no-untyped-call]
+        return _Perturb.apply(values, relative_change) if values.is_floating_point() else values  # type: ignore[no-untyped-call]
 
     def move(_: nn.Module, __: object, output: Any) -> Any:
         return tree_map_only(Tensor, moved, output)

@@ -41,17 +41,17 @@ def one_of_each(text: Mapping[str, Any]) -> list[int]:
     Raises:
         CannotShrink: The configuration does not count its layers.
     """
-    whole = count_of(text)
-    if whole is None:
+    layer_count = count_of(text)
+    if layer_count is None:
         raise CannotShrink(
             f"{text.get('model_type')} cannot be made small: its configuration does not count its layers"
         )
-    count = _least(text, whole)
+    count = _least(text, layer_count)
     if not text.get("num_kv_shared_layers"):
         return list(range(count))
     # The last layers take keys and values of earlier ones: one of each kind from either end.
-    own = whole - int(text["num_kv_shared_layers"])
-    return sorted({*range(min(count, own)), *range(max(own, whole - count), whole)})
+    unshared = layer_count - int(text["num_kv_shared_layers"])
+    return sorted({*range(min(count, unshared)), *range(max(unshared, layer_count - count), layer_count)})
 
 
 def count_of(text: Mapping[str, Any]) -> int | None:
@@ -65,29 +65,34 @@ def layers_in(model: Any) -> int:
     return count_of(model.config.get_text_config().to_dict()) or len(blocks_of(model))
 
 
-def _least(text: Mapping[str, Any], whole: int) -> int:
+def _least(text: Mapping[str, Any], layer_count: int) -> int:
     """Return how many of the first layers have all kinds among them."""
-    kinds = _kinds(text, whole)
+    kinds = _kinds(text, layer_count)
     several = [2, max((kinds.index(kind) for kind in set(kinds)), default=0) + 1]
     several += [text[name] for name in _PERIODS if isinstance(text.get(name), int)]
     several += [len(text[name]) for name in ("block_types",) if text.get(name)]
     if isinstance(text.get("first_k_dense_replace"), int):
         several.append(text["first_k_dense_replace"] + 1)
-    return min(whole, max(several))
+    return min(layer_count, max(several))
 
 
-def _kinds(text: Mapping[str, Any], whole: int) -> list[tuple[Any, ...]]:
+def _kinds(text: Mapping[str, Any], layer_count: int) -> list[tuple[Any, ...]]:
     """Return what fields that speak of single layers say of each."""
     members = [value for name, value in text.items() if lists_layers(name, value)]
-    lists = [value for value in text.values() if isinstance(value, list) and len(value) == whole]
-    lists = [value for value in lists if not any(value is each for each in members)]
+    lists = [value for value in text.values() if isinstance(value, list) and len(value) == layer_count]
+    lists = [value for value in lists if not any(value is field for field in members)]
     alone = {int(number) for number in text.get("per_layer_config") or {}}
-    return [(*(str(each[n]) for each in lists), *(n in each for each in members), n in alone) for n in range(whole)]
+    return [
+        (*(str(field[n]) for field in lists), *(n in field for field in members), n in alone)
+        for n in range(layer_count)
+    ]
 
 
 def lists_layers(name: str, value: Any) -> bool:
     """Whether a field lists the numbers of layers, ascending, and not a word for each layer."""
-    numbers = isinstance(value, list) and all(isinstance(each, int) for each in value) and value == sorted(set(value))
+    numbers = (
+        isinstance(value, list) and all(isinstance(number, int) for number in value) and value == sorted(set(value))
+    )
     return numbers and ("layer" in name or "idx" in name or "indices" in name)
 
 
@@ -133,41 +138,43 @@ def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:
     values: dict[str, Any] = copy.deepcopy(config.to_dict())
     text = config.get_text_config()
     key = next((name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text), None)
-    part = values if key is None else values[key]
+    text_values = values if key is None else values[key]
     names = {name: text.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")}
-    width = part[names["hidden_size"]]
-    _keep_layers(part, one_of_each(part))
+    width = text_values[names["hidden_size"]]
+    _keep_layers(text_values, one_of_each(text_values))
     for name, most in _MOST.items():
-        if isinstance(part.get(name), int):
-            part[name] = min(part[name], most)
+        if isinstance(text_values.get(name), int):
+            text_values[name] = min(text_values[name], most)
     if narrow:
-        _narrow(part, names["hidden_size"], names["num_attention_heads"])
+        _narrow(text_values, names["hidden_size"], names["num_attention_heads"])
     for name, tower in values.items():
         if name.endswith("_config") and name not in {key, "per_layer_config"} and isinstance(tower, dict):
-            _shrink_tower(tower, width, part[names["hidden_size"]])
-    _move_tokens(values, part)
+            _shrink_tower(tower, width, text_values[names["hidden_size"]])
+    _move_tokens(values, text_values)
     return values
 
 
 def _keep_layers(text: dict[str, Any], selected: list[int]) -> None:
-    whole = count_of(text) or 0
+    layer_count = count_of(text) or 0
     for name, value in list(text.items()):
         if name in LAYER_COUNTS:
             text[name] = len(selected)
         elif lists_layers(name, value):
             text[name] = [selected.index(number) for number in value if number in selected]
-        elif isinstance(value, list) and len(value) == whole:
+        elif isinstance(value, list) and len(value) == layer_count:
             text[name] = [value[number] for number in selected]
-    _keep_exceptions(text, selected, whole)
+    _keep_exceptions(text, selected, layer_count)
 
 
-def _keep_exceptions(text: dict[str, Any], selected: list[int], whole: int) -> None:
+def _keep_exceptions(text: dict[str, Any], selected: list[int], layer_count: int) -> None:
     """Keep what is said of single layers by their numbers, and how many share keys and values."""
     if text.get("per_layer_config"):
-        own = {int(number): values for number, values in text["per_layer_config"].items()}
-        text["per_layer_config"] = {str(selected.index(number)): own[number] for number in own if number in selected}
+        by_layer = {int(number): values for number, values in text["per_layer_config"].items()}
+        text["per_layer_config"] = {
+            str(selected.index(number)): by_layer[number] for number in by_layer if number in selected
+        }
     if text.get("num_kv_shared_layers"):
-        own_layers = whole - text["num_kv_shared_layers"]
+        own_layers = layer_count - text["num_kv_shared_layers"]
         text["num_kv_shared_layers"] = sum(number >= own_layers for number in selected)
 
 
@@ -178,9 +185,9 @@ def _narrow(text: dict[str, Any], hidden: str, attention_heads: str) -> None:
     text[attention_heads] = min(2, heads)
     if text.get("num_key_value_heads"):
         text["num_key_value_heads"] = text[attention_heads] if key_heads == heads else 1
-    for own in (text.get("per_layer_config") or {}).values():
-        if own.get("num_key_value_heads"):
-            own["num_key_value_heads"] = 1
+    for layer in (text.get("per_layer_config") or {}).values():
+        if layer.get("num_key_value_heads"):
+            layer["num_key_value_heads"] = 1
     text[hidden] = text[attention_heads] * (text.get("head_dim") or width // heads)
     _narrow_between(text, width, text[hidden])
 
@@ -188,19 +195,19 @@ def _narrow(text: dict[str, Any], hidden: str, attention_heads: str) -> None:
 def _narrow_between(text: dict[str, Any], width: int, new_width: int) -> None:
     for name, value in text.items():
         if _WIDTH.search(name) and isinstance(value, int | list):
-            text[name] = [min(each, _NARROW) for each in value] if isinstance(value, list) else min(value, _NARROW)
+            text[name] = [min(size, _NARROW) for size in value] if isinstance(value, list) else min(value, _NARROW)
         elif name in {"word_embed_proj_dim", "lru_width"} and value == width:
             text[name] = new_width
 
 
 def _shrink_tower(tower: dict[str, Any], width: int, new_width: int) -> None:
-    whole = next((tower[name] for name in LAYER_COUNTS if isinstance(tower.get(name), int)), 0)
+    layer_count = next((tower[name] for name in LAYER_COUNTS if isinstance(tower.get(name), int)), 0)
     for name, value in tower.items():
         if name in LAYER_COUNTS and isinstance(value, int):
             tower[name] = min(value, 2)
         elif name.endswith("indexes") and isinstance(value, list):
             tower[name] = sorted({min(number, 1) for number in value})
-        elif isinstance(value, list) and len(value) == whole > 2:
+        elif isinstance(value, list) and len(value) == layer_count > 2:
             tower[name] = value[:2]
         elif name in {"out_hidden_size", "projection_dim"} and value == width:
             tower[name] = new_width
@@ -214,9 +221,9 @@ def _move_tokens(values: dict[str, Any], text: dict[str, Any]) -> None:
     def new_of(token: int) -> int:
         return token if token <= last else moved.setdefault(token, last - len(moved))
 
-    for part in (values, text):
-        for name, value in part.items():
+    for section in (values, text):
+        for name, value in section.items():
             if _TOKEN.search(name) and isinstance(value, int) and not isinstance(value, bool):
-                part[name] = new_of(value)
+                section[name] = new_of(value)
             elif name.endswith("token_id") and isinstance(value, list):
-                part[name] = [new_of(token) for token in value]
+                section[name] = [new_of(token) for token in value]

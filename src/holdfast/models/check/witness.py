@@ -88,14 +88,16 @@ def _leads_to_modules(value: Any) -> bool:
     if isinstance(value, nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module):
         return True
     if isinstance(value, Mapping):
-        return any(_leads_to_modules(part) for part in value.values())
-    return isinstance(value, list | tuple) and any(_leads_to_modules(part) for part in value)
+        return any(_leads_to_modules(member) for member in value.values())
+    return isinstance(value, list | tuple) and any(_leads_to_modules(member) for member in value)
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]) -> None:
-    own = vars(module)
-    module_state = {name: own[name] for name in _OF_EVERY_MODULE if name in own}  # FSDP2 adds hooks while it runs
-    own.clear()
-    own.update(attributes | module_state)
+    namespace = vars(module)
+    module_state = {
+        name: namespace[name] for name in _OF_EVERY_MODULE if name in namespace
+    }  # FSDP2 adds hooks while it runs
+    namespace.clear()
+    namespace.update(attributes | module_state)
     module._buffers.clear()  # noqa: SLF001 - a forward pass may have registered some anew
     module._buffers.update(buffers)  # noqa: SLF001 - same

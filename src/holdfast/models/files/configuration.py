@@ -30,15 +30,15 @@ _DRAW_EXPERTS = {"PhimoeTopKRouter"}
 
 
 @contextmanager
-def refusals(what: str) -> Iterator[None]:
-    """Turn what transformers raises at a bad value into one paragraph that begins with `what`."""
+def refusals(subject: str) -> Iterator[None]:
+    """Turn what transformers raises at a bad value into one paragraph that begins with `subject`."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"{what}: {reason:.500}") from error
+        raise ModelError(f"{subject}: {reason:.500}") from error
 
 
 def config_from_values(values: Mapping[str, Any]) -> Any:
@@ -58,15 +58,15 @@ def config_from_values(values: Mapping[str, Any]) -> Any:
     return config
 
 
-def _refuse_unknown(config: Any, values: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown(config: Any, values: Mapping[str, Any], key: str) -> None:
     """Refuse values that became attributes which the configuration's class does not have."""
     names = {field.name for field in fields(config)} | set(config.attribute_map)
     for name, value in values.items():
         if name in vars(config) and name not in names and name != "model_type":
-            raise ModelError(f"{where}: {type(config).__name__} has no field {name}.{_nearest(name, names)}")
-        part = getattr(config, name, None)
-        if isinstance(value, Mapping) and part in list(sub_configs(config))[1:]:
-            _refuse_unknown(part, value, f"{where}.{name}")
+            raise ModelError(f"{key}: {type(config).__name__} has no field {name}.{_nearest(name, names)}")
+        sub_config = getattr(config, name, None)
+        if isinstance(value, Mapping) and sub_config in list(sub_configs(config))[1:]:
+            _refuse_unknown(sub_config, value, f"{key}.{name}")
 
 
 def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
@@ -80,24 +80,24 @@ def apply_overrides(config: Any, overrides: Mapping[str, Any]) -> None:
     """
     for dotted, value in overrides.items():
         *path, name = _current_name(dotted).split(".")
-        place = config
-        for part in path:
-            place = place.get(part) if isinstance(place, dict) else getattr(place, part, None)
-        if place is None or not (isinstance(place, dict) or hasattr(place, name)):
-            names = () if place is None else [field.name for field in fields(place)]
+        target = config
+        for component in path:
+            target = target.get(component) if isinstance(target, dict) else getattr(target, component, None)
+        if target is None or not (isinstance(target, dict) or hasattr(target, name)):
+            names = () if target is None else [field.name for field in fields(target)]
             raise ModelError(
                 f"model.config_override: {type(config).__name__} has no field {dotted}.{_nearest(name, names)} "
                 "Its fields stand in the model's config.json."
             )
         with refusals(f"model.config_override.{dotted}"):
-            if isinstance(place, dict):
-                place[name] = value
+            if isinstance(target, dict):
+                target[name] = value
             else:
-                old = getattr(place, name)
-                setattr(place, name, old | value if isinstance(old, dict) and isinstance(value, dict) else value)
+                old = getattr(target, name)
+                setattr(target, name, old | value if isinstance(old, dict) and isinstance(value, dict) else value)
 
 
-def follow_tokenizer(config: Any, tokenizer: Any, named: Mapping[str, Any]) -> None:
+def follow_tokenizer(config: Any, tokenizer: Any, user_values: Mapping[str, Any]) -> None:
     """Give a model that starts at random the first and last tokens of its tokenizer, where nobody named others.
 
     A configuration's own defaults are those of the family's first model: with another vocabulary they end completions
@@ -106,12 +106,12 @@ def follow_tokenizer(config: Any, tokenizer: Any, named: Mapping[str, Any]) -> N
     Args:
         config: transformers' configuration.
         tokenizer: The run's.
-        named: Values that a user wrote.
+        user_values: Values that a user wrote.
     """
     for name in ("bos_token_id", "eos_token_id"):
-        if not any(name in part for part in (named, named.get("text_config", {}))):
-            for part in {id(part): part for part in (config, config.get_text_config())}.values():
-                setattr(part, name, getattr(tokenizer, name, None))
+        if not any(name in section for section in (user_values, user_values.get("text_config", {}))):
+            for section in {id(section): section for section in (config, config.get_text_config())}.values():
+                setattr(section, name, getattr(tokenizer, name, None))
 
 
 def _current_name(dotted: str) -> str:
@@ -139,14 +139,14 @@ def make_trainable(config: Any, *, keep_dropout: bool) -> None:
 
     Only what acts in training alone is changed: in evaluation the model stays the one that its files describe.
     """
-    for part in sub_configs(config):
-        part.use_cache = False
+    for sub_config in sub_configs(config):
+        sub_config.use_cache = False
         if keep_dropout:
             continue
-        for name, value in list(vars(part).items()):
+        for name, value in list(vars(sub_config).items()):
             noise = ("drop" in name or "jitter" in name) and isinstance(value, float)
-            if noise and (part.model_type, name) not in _PART_OF_THE_MODEL:
-                setattr(part, name, 0.0)
+            if noise and (sub_config.model_type, name) not in _PART_OF_THE_MODEL:
+                setattr(sub_config, name, 0.0)
 
 
 def keep_routers_still(model: Any) -> None:
@@ -155,8 +155,8 @@ def keep_routers_still(model: Any) -> None:
         kind = type(module)
         if kind.__name__ in _DRAW_EXPERTS:
             # Of the same printed name, by which transformers finds what a class can record.
-            named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            module.__class__ = type(kind.__name__, (kind,), {**named, "train": _stay_in_evaluation})
+            attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            module.__class__ = type(kind.__name__, (kind,), {**attributes, "train": _stay_in_evaluation})
             module.eval()
 
 
@@ -190,8 +190,8 @@ def maker(config: Any, trust_remote_code: bool, scorer: bool, live: Any = None) 
     for auto in [AutoModelForSequenceClassification] if scorer else [AutoModelForImageTextToText, AutoModelForCausalLM]:
         if type(config) in auto._model_mapping:  # noqa: SLF001 - the registry has no public lookup
             return auto.from_config  # type: ignore[no-any-return]
-    what = "model for sequence classification of" if scorer else "language model for"
-    raise ModelError(f"transformers has no {what} model_type {config.model_type!r}.")
+    description = "model for sequence classification of" if scorer else "language model for"
+    raise ModelError(f"transformers has no {description} model_type {config.model_type!r}.")
 
 
 def on_meta(make: Make, config: Any) -> Any:

@@ -176,8 +176,8 @@ class _Group:
         """Return the sources of each row, if the transform stacks them along dimension 0 and leaves rows apart."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
-        first, *others = self.transform.operations  # type: ignore[union-attr]  # only converters come here
-        joins_rows = any(not isinstance(step, Concatenate) or step.dim == 0 for step in others)
+        first, *further_operations = self.transform.operations  # type: ignore[union-attr]  # only converters come here
+        joins_rows = any(not isinstance(step, Concatenate) or step.dim == 0 for step in further_operations)
         if not isinstance(first, MergeModulelist) or first.dim != 0 or joins_rows or len(targets) != 1:
             return None
         return tuple(zip(*self._by_pattern(), strict=True))
@@ -212,9 +212,9 @@ def _check_complete(
 
     converted = {name: header for conversion in conversions for name, header in conversion.targets.items()}
     covered = set(converted) | set(_ignored(list(expected), getattr(model, "_keys_to_ignore_on_load_missing", None)))
-    for first, others in tied_names(model).items():
-        if covered & {first, *others}:
-            covered |= {first, *others}
+    for first, duplicates in tied_names(model).items():
+        if covered & {first, *duplicates}:
+            covered |= {first, *duplicates}
     missing = [name for name in expected if name not in covered]
     misshapen = [
         f"{name} is {list(header.shape)}, the model wants {list(expected[name].shape)}"
@@ -222,12 +222,12 @@ def _check_complete(
         if name in expected and header.shape != expected[name].shape
     ]
     unknown = [*unknown, *(name for name in converted if name not in expected)]
-    parts = [
+    listings = [
         _listing("missing tensors", missing),
         _listing("tensors the model does not know", unknown),
         _listing("tensors of another shape", misshapen),
     ]
-    problems = "; ".join(part for part in parts if part)
+    problems = "; ".join(listing for listing in listings if listing)
     if problems:
         raise ModelError(
             f"{origin} does not fit {type(model).__name__}: {problems}. Check that its config.json belongs to "

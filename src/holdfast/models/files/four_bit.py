@@ -63,10 +63,10 @@ def unpacked(rows: Tensor, columns: int, kind: FourBitKind, dtype: torch.dtype) 
     codes = rows[:, : blocks * QUANTIZED_BLOCK // 2].contiguous()
     scales = rows[:, blocks * QUANTIZED_BLOCK // 2 :].contiguous().view(torch.float32).flatten()
     shape = (rows.shape[0], blocks * QUANTIZED_BLOCK)
-    whole: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+    matrix: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
         codes.view(-1, 1), scales, QUANTIZED_BLOCK, kind, shape, narrow
     )
-    return whole[:, :columns].to(dtype)
+    return matrix[:, :columns].to(dtype)
 
 
 class _Product(torch.autograd.Function):

@@ -33,7 +33,7 @@ class WeightGroup:
     """Tensors that come into being together."""
 
     targets: Mapping[str, Header]
-    """What the group yields, whole."""
+    """Headers of the whole tensors that the group yields."""
     load: Callable[[RowSlices], dict[str, Tensor]]
     """Returns the wanted rows of each tensor named in its argument, on the CPU."""
 
@@ -73,7 +73,7 @@ class StoredSource:
         if name is not None and conversion.rows is not None:
             return {name: self._stacked(name, conversion, conversion.rows[rows[name]])}
         converted = conversion.run({source: self.stored.read(source) for source in conversion.sources})
-        return {target: self._grown(target, converted[target])[part] for target, part in rows.items()}
+        return {target: self._grown(target, converted[target])[row_slice] for target, row_slice in rows.items()}
 
     def _stacked(self, name: str, conversion: Conversion, sources: Sequence[Sequence[str]]) -> Tensor:
         header = conversion.targets[name]
@@ -104,8 +104,8 @@ class LiveSource:
 
 
 def _live_rows(tensor: Tensor, rows: RowSlices) -> dict[str, Tensor]:
-    whole = tensor.detach().cpu()
-    return {name: whole[part] if whole.ndim else whole for name, part in rows.items()}
+    values = tensor.detach().cpu()
+    return {name: values[row_slice] if values.ndim else values for name, row_slice in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -118,21 +118,26 @@ class RandomSource:
 
     def groups(self) -> Iterator[WeightGroup]:
         """Yield the parts, each parameter in one of them."""
-        seen: set[int] = set()
-        for path, module, owner, whole in _parts("", self.model, self.model):
-            parameters = dict(module.named_parameters(recurse=whole))
-            own = {name: value for name, value in parameters.items() if id(value) not in seen}
-            seen |= {id(value) for value in own.values()}
-            if own:
-                part = _Part(module, owner, canonical_name(path), whole, tuple(own), self.seed)
-                headers = {part.full(name): Header(tuple(value.shape), torch.float32) for name, value in own.items()}
-                yield WeightGroup(headers, part.load)
+        yielded: set[int] = set()
+        for path, module, owner, recursive in _parts("", self.model, self.model):
+            parameters = dict(module.named_parameters(recurse=recursive))
+            new_parameters = {name: value for name, value in parameters.items() if id(value) not in yielded}
+            yielded |= {id(value) for value in new_parameters.values()}
+            if new_parameters:
+                module_group = _RandomModule(
+                    module, owner, canonical_name(path), recursive, tuple(new_parameters), self.seed
+                )
+                headers = {
+                    module_group.full(name): Header(tuple(value.shape), torch.float32)
+                    for name, value in new_parameters.items()
+                }
+                yield WeightGroup(headers, module_group.load)
 
 
 def _parts(path: str, module: nn.Module, owner: Any) -> Iterator[tuple[str, nn.Module, Any, bool]]:
     """Yield (path, module, the model whose initialiser serves it, whether all below belongs to the part)."""
     owner = _owner(module, owner)
-    if not any(isinstance(part, nn.ModuleList) for part in module.modules()):
+    if not any(isinstance(descendant, nn.ModuleList) for descendant in module.modules()):
         yield path, module, owner, True
         return
     yield path, module, owner, False
@@ -151,11 +156,11 @@ def _owner(module: nn.Module, owner: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RandomModule:
     module: nn.Module
     owner: Any
     path: str
-    whole: bool
+    recursive: bool
     names: tuple[str, ...]
     seed: int
 
@@ -165,13 +170,13 @@ class _Part:
         Raises:
             ModelError: The architecture leaves a tensor undrawn.
         """
-        twin = copy.deepcopy(self.module) if self.whole else copy.copy(self.module)
-        for module in twin.modules() if self.whole else [twin]:
+        twin = copy.deepcopy(self.module) if self.recursive else copy.copy(self.module)
+        for module in twin.modules() if self.recursive else [twin]:
             _empty(module)
         digest = hashlib.sha256(f"{self.seed}:{self.path}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            _initialise(twin, self.owner, below=self.whole)
+            _initialise(twin, self.owner, below=self.recursive)
         drawn = {self.full(name): twin.get_parameter(name).detach() for name in self.names}
         undrawn = [name for name, value in drawn.items() if torch.isnan(value).any()]
         if undrawn:
@@ -179,7 +184,7 @@ class _Part:
                 f"{type(self.owner).__name__} does not initialise {', '.join(undrawn)}; a random start is not "
                 "possible. Save a model with transformers and set model.path."
             )
-        return {name: drawn[name][part] if drawn[name].ndim else drawn[name] for name, part in rows.items()}
+        return {name: drawn[name][row_slice] if drawn[name].ndim else drawn[name] for name, row_slice in rows.items()}
 
     def full(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

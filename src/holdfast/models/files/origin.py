@@ -20,7 +20,7 @@ TOKENIZER_PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) 
 """Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
 
 _ENDINGS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
-"""Of what is opened as a file."""
+"""Suffixes of names that are opened as files."""
 _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*"]
 
 
@@ -51,10 +51,10 @@ def remember_fingerprint(directory: Path, mark: str) -> None:
         _READ[_state_of(files)] = mark
 
 
-def same_files(then: str, now: str) -> bool:
+def same_files(recorded: str, current: str) -> bool:
     """Compare a mark, which an earlier version may have made, with a new one; an early one knows the EDGES alone."""
-    early = re.fullmatch(r"([0-9a-f]{32})-[0-9a-f]{32}", now)
-    return then == now or (early is not None and then == early[1])
+    early = re.fullmatch(r"([0-9a-f]{32})-[0-9a-f]{32}", current)
+    return recorded == current or (early is not None and recorded == early[1])
 
 
 def _state_of(files: list[Path]) -> tuple[tuple[str, int, int, int], ...]:

@@ -116,8 +116,10 @@ def _entry(name: str, entry: Any) -> _Entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
             if all(type(size) is int and size >= 0 for size in shape) and 0 <= start <= end:
                 return _Entry(code, tuple(shape), start, end)
-    words = f"{entry!r}"
-    raise ValueError(f"{name:.80} has no dtype, a negative or odd size, or no place that bytes can have: {words:.120}")
+    description = f"{entry!r}"
+    raise ValueError(
+        f"{name:.80} has no dtype, a negative or odd size, or no place that bytes can have: {description:.120}"
+    )
 
 
 def _checked_end(path: Path, entries: Mapping[str, _Entry]) -> int:
@@ -129,14 +131,16 @@ def _checked_end(path: Path, entries: Mapping[str, _Entry]) -> int:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != end:
-            what = "shares bytes with the tensor before it" if entry.start < end else "has bytes of no tensor before it"
-            raise ModelError(f"{path} has a damaged header: {name:.80} {what}. Copy it again.")
+            problem = (
+                "shares bytes with the tensor before it" if entry.start < end else "has bytes of no tensor before it"
+            )
+            raise ModelError(f"{path} has a damaged header: {name:.80} {problem}. Copy it again.")
         end = entry.end
     return end
 
 
 _MOST_NAME_BYTES = 255
-"""Of a file; file systems take no more."""
+"""Longest file name that file systems take."""
 
 
 def weight_files(directory: Path) -> dict[str, Path]:
@@ -160,8 +164,12 @@ def weight_files(directory: Path) -> dict[str, Path]:
     single = directory / SINGLE
     if single.exists():
         return dict.fromkeys(read_header(single), single)
-    other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
-    hint = f" It has {', '.join(other[:3])}: load and save it once with transformers to convert." if other else ""
+    foreign_files = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    hint = (
+        f" It has {', '.join(foreign_files[:3])}: load and save it once with transformers to convert."
+        if foreign_files
+        else ""
+    )
     raise ModelError(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
 
 
@@ -194,17 +202,20 @@ class StoredTensors:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        named = weight_files(directory)
+        file_of_tensor = weight_files(directory)
         self._files: dict[str, Path] = {}
         self.headers: dict[str, Header] = {}
-        for path in sorted(set(named.values())):
-            headers = {name: header for name, header in read_header(path).items() if named.get(name, path) == path}
+        for path in sorted(set(file_of_tensor.values())):
+            headers = {
+                name: header for name, header in read_header(path).items() if file_of_tensor.get(name, path) == path
+            }
             self.headers |= headers
             self._files |= dict.fromkeys(headers, path)
-        absent = sorted(set(named) - set(self._files))
+        absent = sorted(set(file_of_tensor) - set(self._files))
         if absent:
             raise ModelError(
-                f"{INDEX} says that {absent[0]} is in {named[absent[0]]}, and it is not. Copy the directory again."
+                f"{INDEX} says that {absent[0]} is in {file_of_tensor[absent[0]]}, and it is not. Copy the directory "
+                "again."
             )
         self._open: tuple[Path, Any] | None = None
 
@@ -216,10 +227,10 @@ class StoredTensors:
         if self._open is None or self._open[0] != path:
             self._open = (path, safe_open(str(path), framework="pt"))
         if rows is None:
-            whole: Tensor = self._open[1].get_tensor(name)
-            return whole
-        part: Tensor = self._open[1].get_slice(name)[rows]
-        return part
+            tensor: Tensor = self._open[1].get_tensor(name)
+            return tensor
+        selected_rows: Tensor = self._open[1].get_slice(name)[rows]
+        return selected_rows
 
 
 def plan_files(headers: Mapping[str, Header], largest_bytes: int) -> dict[str, list[str]]:
@@ -282,22 +293,22 @@ def write_file(
         ValueError: A tensor has another name, size or dtype than planned.
     """
     text = _header_text(headers, notes)
-    with _Behind(file) as behind:
-        behind.write(len(text).to_bytes(8, "little") + text)
+    with _BackgroundWriter(file) as writer:
+        writer.write(len(text).to_bytes(8, "little") + text)
         for name, header in headers.items():
             tensor_name, pieces = next(tensors)
-            left = tensor_bytes(header)
+            remaining = tensor_bytes(header)
             for piece in pieces:
-                left -= piece.numel() * piece.element_size()
-                if tensor_name != name or piece.dtype != header.dtype or left < 0:
+                remaining -= piece.numel() * piece.element_size()
+                if tensor_name != name or piece.dtype != header.dtype or remaining < 0:
                     raise ValueError(f"planned {name} {header}, got {tensor_name} {tuple(piece.shape)} {piece.dtype}")
-                behind.write(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                writer.write(piece.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
                 del piece  # the next one is gathered while it has a name
-            if left:
-                raise ValueError(f"planned {name} {header}, and {left} bytes of {tensor_name} are missing")
+            if remaining:
+                raise ValueError(f"planned {name} {header}, and {remaining} bytes of {tensor_name} are missing")
 
 
-class _Behind:
+class _BackgroundWriter:
     """Writes one piece in a thread of its own while the next is gathered, and asks the disk to begin at once."""
 
     def __init__(self, file: IO[bytes] | RawIOBase) -> None:

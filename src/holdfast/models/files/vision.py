@@ -61,9 +61,9 @@ def follow_compute_dtype(model: Any) -> None:
     inner = model.base_model
     kind = type(inner)
     # Of the same printed name, by which transformers finds what a class can record.
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     dtype = property(lambda module: module.get_input_embeddings().weight.dtype)
-    inner.__class__ = type(kind.__name__, (kind,), {**named, "dtype": dtype})
+    inner.__class__ = type(kind.__name__, (kind,), {**attributes, "dtype": dtype})
 
 
 def set_attention(model: Any, name: str) -> None:
@@ -92,12 +92,12 @@ def load_image_processor(config: ModelConfig, raw_config: Any, directories: list
                 f"Holdfast knows: {', '.join(VISION_FAMILIES)}."
             )
         return None
-    settings, where = config.image_processor, "model.image_processor"
+    settings, origin = config.image_processor, "model.image_processor"
     for directory in directories if settings is None else []:
         for name in PROCESSOR_FILES:
             if settings is None and (directory / name).exists():
-                settings, where = _settings_in(directory / name), str(directory / name)
-    return None if settings is None else _processor_of(settings, raw_config.model_type, where)
+                settings, origin = _settings_in(directory / name), str(directory / name)
+    return None if settings is None else _processor_of(settings, raw_config.model_type, origin)
 
 
 def _settings_in(file: Path) -> dict[str, Any] | None:
@@ -107,15 +107,15 @@ def _settings_in(file: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}.") from None
     settings: dict[str, Any] | None = values.get("image_processor", values)
-    own = file.name in {PROCESSOR_FILES[0], VIDEO_FILE}
-    return settings if settings and ("image_processor_type" in settings or own) else None
+    is_processor_file = file.name in {PROCESSOR_FILES[0], VIDEO_FILE}
+    return settings if settings and ("image_processor_type" in settings or is_processor_file) else None
 
 
-def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> Any:
+def _processor_of(settings: Mapping[str, Any], model_type: str, origin: str) -> Any:
     import transformers
 
-    named = str(settings.get("image_processor_type", _PROCESSORS.get(model_type, "Qwen2VLImageProcessor")))
-    name = named.removesuffix("Fast").removesuffix("Pil")
+    class_name = str(settings.get("image_processor_type", _PROCESSORS.get(model_type, "Qwen2VLImageProcessor")))
+    name = class_name.removesuffix("Fast").removesuffix("Pil")
     # transformers 5 has two classes for each: one for torchvision, and one that needs PIL alone.
     for candidate in (f"{name}Pil", name):
         processor_class = getattr(transformers, candidate, None)
@@ -123,9 +123,9 @@ def _processor_of(settings: Mapping[str, Any], model_type: str, where: str) -> A
             try:
                 return processor_class.from_dict(copy.deepcopy(dict(settings)))
             except (TypeError, ValueError, KeyError) as error:
-                raise ModelError(f"{where} does not make a {candidate}: {error}.") from error
+                raise ModelError(f"{origin} does not make a {candidate}: {error}.") from error
     raise ModelError(
-        f"{where} names the image processor {named}, which transformers does not have here. Install pillow."
+        f"{origin} names the image processor {class_name}, which transformers does not have here. Install pillow."
     )
 
 

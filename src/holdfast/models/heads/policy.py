@@ -21,7 +21,7 @@ from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
 from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
 from holdfast.models.layers.rotary import RotaryAngles
-from holdfast.models.layers.routers import Routed, RouterLoss, Routers, Tally, routers_of
+from holdfast.models.layers.routers import RouterLoss, RouterOutput, Routers, Tally, routers_of
 from holdfast.models.names import POLICY_MODULE
 from holdfast.models.scores import HeadWeights, score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
@@ -154,14 +154,14 @@ class PolicyModel(nn.Module):
             return self._scored(hidden, batch, objective, temperature, entropy)
         nothing: list[Tensor] = []
         counting = nullcontext(nothing) if self.replayed is None else self.replayed.counted(batch.scored)
-        with self.routers.watched() as seen, counting as differing:
+        with self.routers.watched() as router_outputs, counting as differing:
             hidden = self.hidden_states(batch)
         output = self._scored(hidden, batch, objective, temperature, entropy)
         assert isinstance(output, LossSum)
         if self.replayed is not None:
             none = torch.zeros(2, dtype=torch.float64, device=hidden.device)
             output = output._replace(sums=output.sums | {"router/replay_differs": sum(differing, none)})
-        return self._with_routers(output, seen, batch, router_loads)
+        return self._with_routers(output, router_outputs, batch, router_loads)
 
     def _scored(
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
@@ -177,8 +177,8 @@ class PolicyModel(nn.Module):
         if objective.separable:
 
             def terms(logprobs: Tensor, entropies: Tensor | None, start: int, end: int) -> Tensor:
-                part = tokens.part(start, end)
-                return objective.token_terms(logprobs, entropies, part) * part.weights.to(logprobs.dtype)
+                chunk = tokens.part(start, end)
+                return objective.token_terms(logprobs, entropies, chunk) * chunk.weights.to(logprobs.dtype)
 
             # A loss of the user's own that has such a number smooths by itself.
             share = objective.label_smoothing if isinstance(objective, NegativeLogLikelihood) else 0.0
@@ -196,12 +196,14 @@ class PolicyModel(nn.Module):
             live = self._with_head(predicted, scored, again=True)
             terms_all = objective.token_terms(live.logprobs, live.entropy, tokens)
             loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
-            scores = Scores(*(None if part is None else part.detach() for part in live))  # type: ignore[arg-type]
+            scores = Scores(*(None if values is None else values.detach() for values in live))  # type: ignore[arg-type]
         return LossSum(loss, scores, objective.sums(scores, tokens))
 
-    def _with_routers(self, output: LossSum, seen: list[Routed], batch: Batch, router_loads: Tensor | None) -> LossSum:
+    def _with_routers(
+        self, output: LossSum, router_outputs: list[RouterOutput], batch: Batch, router_loads: Tensor | None
+    ) -> LossSum:
         assert self.routers is not None
-        tally = self.routers.tally(seen, batch)
+        tally = self.routers.tally(router_outputs, batch)
         if self.router_loss is None:
             return output._replace(router_loads=tally.loads)
         balance = tally.loss(self.router_loss.kind, batch, router_loads)
@@ -216,9 +218,9 @@ class PolicyModel(nn.Module):
     def router_tally(self, batch: Batch) -> Tally:
         """Tally a batch without scoring it; like `forward`, a method that finds the root's parameters gathered."""
         assert self.routers is not None
-        with self.routers.watched() as seen:
+        with self.routers.watched() as router_outputs:
             self.hidden_states(batch)
-        return self.routers.tally(seen, batch)
+        return self.routers.tally(router_outputs, batch)
 
     @torch.no_grad()
     def predicting_states(self, batch: Batch) -> Tensor:
@@ -332,11 +334,11 @@ class PolicyModel(nn.Module):
         entered: list[Tensor] = []
         sent: list[Tensor] = []
 
-        def with_ramp(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def with_ramp(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             output = output.clone()
             ramp = torch.linspace(-RAMP, RAMP, output.shape[-1], device=output.device)
             output[0, -1] = ramp.to(output.dtype)
-            entered.append(given[0][0, -1])
+            entered.append(args[0][0, -1])
             sent.append(output[0, -1])
             return output
 
@@ -373,8 +375,8 @@ class PolicyModel(nn.Module):
             use: Of both, a differentiable function.
             again: Whether the backward pass of what it returns reads the head's parameters.
         """
-        made: Made = self._output_layer(hidden, use, again=again)
-        return made
+        result: Made = self._output_layer(hidden, use, again=again)
+        return result
 
 
 def predictors(batch: Batch) -> Tensor:

@@ -102,15 +102,15 @@ class StoredScoreModel(ScoreModel):
         """
         scores = super().upstream_logprobs(tokens, inputs)
         config: Any = self.language_model.config
-        place = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
+        position = place_of_score(tokens.tolist(), config.get_text_config().pad_token_id)
         with self.rotary.as_upstream():
             output = self.language_model(input_ids=tokens[None], use_cache=False, **(inputs or {}))
-        return scores + (output.logits[0] - scores[place - 1]) if place > 0 else scores
+        return scores + (output.logits[0] - scores[position - 1]) if position > 0 else scores
 
 
 def place_of_score(tokens: Sequence[int], pad: int | None) -> int:
     """Return where transformers reads the score of a text: at the last token that is not padding, else at the first."""
-    return next((place for place in range(len(tokens) - 1, -1, -1) if tokens[place] != pad), 0)
+    return next((position for position in range(len(tokens) - 1, -1, -1) if tokens[position] != pad), 0)
 
 
 def check_layer(skeleton: Any) -> None:
@@ -195,7 +195,7 @@ def weight_bytes(section: ModelRewardConfig, base: Path) -> int:
     return sum(prod(header.shape) for file_headers in headers for header in file_headers) * dtype.itemsize
 
 
-class Reading:
+class RewardFormat:
     """How a reward model reads: which tokens, and which of its numbers is the reward.
 
     Args:
@@ -218,7 +218,7 @@ class Reading:
         pad = config.get_text_config().pad_token_id
         self.pad: int | None = None if pad is None or pad < 0 else pad  # below 0 in old LLaMA configurations: no token
         self.batch_size = section.batch_size
-        self._known = int(config.get_text_config().vocab_size)
+        self._vocabulary_size = int(config.get_text_config().vocab_size)
         self._section, self._tokenizer = section, tokenizer
         self._tokenizer.truncation_side = "left"
 
@@ -235,9 +235,11 @@ class Reading:
 
     def text(self, prompt: str, completion: str, row: Mapping[str, Any]) -> str:
         """Return what is scored: a conversation in the model's template if the row's prompt is one, else the text."""
-        asked = prompt_of(row, "a row") if {"prompt", "messages", "conversations", "instruction"} & set(row) else prompt
-        if isinstance(asked, Conversation) and self._tokenizer.chat_template is not None:
-            answered = [*asked.messages, {"role": "assistant", "content": completion}]
+        parsed_prompt = (
+            prompt_of(row, "a row") if {"prompt", "messages", "conversations", "instruction"} & set(row) else prompt
+        )
+        if isinstance(parsed_prompt, Conversation) and self._tokenizer.chat_template is not None:
+            answered = [*parsed_prompt.messages, {"role": "assistant", "content": completion}]
             return str(self._tokenizer.apply_chat_template(answered, tokenize=False))
         return prompt + completion + (self._tokenizer.eos_token if self._section.append_eos else "")
 
@@ -249,21 +251,23 @@ class Reading:
         """
         read = self._tokenizer(text, truncation=True, max_length=self._section.max_length, add_special_tokens=False)
         tokens = [int(token) for token in read["input_ids"]]
-        if max(tokens, default=0) >= self._known:
-            raise ValueError(f"its tokenizer makes token {max(tokens)} of the text, and it knows {self._known}")
+        if max(tokens, default=0) >= self._vocabulary_size:
+            raise ValueError(
+                f"its tokenizer makes token {max(tokens)} of the text, and it knows {self._vocabulary_size}"
+            )
         return tokens
 
     def numbers(self, outputs: Tensor) -> list[float]:
         """Return [N] numbers of [N, outputs]."""
-        chosen = outputs.double()[:, self._section.output or 0]
-        scores = host_value(chosen.sigmoid() if self._section.sigmoid else chosen, "scores of texts")
+        selected = outputs.double()[:, self._section.output or 0]
+        scores = host_value(selected.sigmoid() if self._section.sigmoid else selected, "scores of texts")
         return [float(score) for score in scores]
 
 
 class TextScorer(Protocol):
     """A model that scores texts, wherever it lies."""
 
-    reading: Reading
+    reading: RewardFormat
 
     def scores(self, rows: Sequence[TextTokens]) -> list[float]:
         """Return one number per row of tokens, none of which is empty; all ranks call this, each with its own."""
@@ -271,7 +275,7 @@ class TextScorer(Protocol):
 
 def batches_of(rows: Sequence[TextTokens], size: int) -> list[list[int]]:
     """Return the places of at most `size` rows per forward pass, rows of like length together."""
-    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
@@ -281,8 +285,8 @@ def scores_of(
     """Return one number per row, asked for batch by batch."""
     scores: dict[int, float] = {}
     for members in batches:
-        scores |= zip(members, numbers([rows[place] for place in members]), strict=True)
-    return [scores[place] for place in range(len(rows))]
+        scores |= zip(members, numbers([rows[index] for index in members]), strict=True)
+    return [scores[index] for index in range(len(rows))]
 
 
 class RewardModel:
@@ -300,20 +304,20 @@ class RewardModel:
     def __init__(self, section: ModelRewardConfig, base: Path, device: torch.device) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        named = ModelConfig(path=section.path)
-        directory = locate(section.path, named, base, weights=True)
+        model_config = ModelConfig(path=section.path)
+        directory = locate(section.path, model_config, base, weights=True)
         try:
             self._model: Any
             self._model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype=getattr(torch, section.dtype), output_loading_info=True
             )
-            tokenizer = load_tokenizer(named, base)
+            tokenizer = load_tokenizer(model_config, base)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"{directory} cannot be loaded for sequence classification: {error}") from error
         absent = sorted({*loading_info["missing_keys"], *(name for name, *_ in loading_info["mismatched_keys"])})
         if absent:  # transformers draws them at random, on every rank others, and only says so
             raise not_trained_to_score(directory, absent[0])
-        self.reading = Reading(section, tokenizer, self._model.config, directory)
+        self.reading = RewardFormat(section, tokenizer, self._model.config, directory)
         self._rotary = RotaryAngles(self._model)
         self._model.to(device).eval().requires_grad_(False)  # noqa: FBT003 - torch's own form
         self._device = device

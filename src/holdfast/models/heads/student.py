@@ -35,7 +35,7 @@ _BLOCK_ELEMENTS_ON_DEVICE = 2**24
 """Logits compared at once on a device."""
 
 
-class Taught:
+class TeacherComparison:
     """A comparison with a teacher: an objective of a `StudentModel`, which alone sees whole distributions.
 
     Args:
@@ -66,7 +66,7 @@ class StudentModel(PolicyModel):
     def _scored(
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
     ) -> LossSum | Scores:
-        if not isinstance(objective, Taught):
+        if not isinstance(objective, TeacherComparison):
             return super()._scored(hidden, batch, objective, temperature, entropy)
         predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
         targets, tokens, teacher = batch.tokens.flatten()[batch.scored], scored_tokens(batch), objective.teacher
@@ -113,11 +113,11 @@ def distilled(  # noqa: PLR0913 - both sides of a comparison
     Returns:
         The differentiable sum [], the student's detached scores at temperature 1, and metrics as totals and counts.
     """
-    made = _Comparison(hidden, head, spec, targets, weights, loss, entropy=entropy)
+    comparison = _Comparison(hidden, head, spec, targets, weights, loss, entropy=entropy)
     with torch.no_grad():
-        ask(made.look)
-    total: Tensor = WithGradients.apply(hidden, *head, made.total(), made.gradients())  # type: ignore[no-untyped-call]
-    return total, Scores(made.logprobs, made.accuracy, made.entropy), made.sums()
+        ask(comparison.look)
+    total: Tensor = WithGradients.apply(hidden, *head, comparison.total(), comparison.gradients())  # type: ignore[no-untyped-call]
+    return total, Scores(comparison.logprobs, comparison.accuracy, comparison.entropy), comparison.sums()
 
 
 class _Comparison:
@@ -139,10 +139,12 @@ class _Comparison:
         exact = torch.promote_types(self._states.dtype, torch.float32)
         self._spec, self._targets, self._weights, self._loss = spec, targets, weights.to(exact), loss
         self._by_hidden, self._by_weight, self._by_bias = (
-            torch.zeros_like(part, dtype=dtype) if part is not None and part.requires_grad and grad_enabled else None
-            for part, dtype in zip((hidden, *head), (self._states.dtype, exact, exact), strict=True)
+            torch.zeros_like(tensor, dtype=dtype)
+            if tensor is not None and tensor.requires_grad and grad_enabled
+            else None
+            for tensor, dtype in zip((hidden, *head), (self._states.dtype, exact, exact), strict=True)
         )
-        self._wants_gradients = any(part is not None for part in (self._by_hidden, self._by_weight, self._by_bias))
+        self._wants_gradients = any(tensor is not None for tensor in (self._by_hidden, self._by_weight, self._by_bias))
         empty = partial(torch.zeros, targets.shape[0], device=hidden.device)
         self.logprobs, self.divergences, self.teacher_logprobs = (empty(dtype=exact) for _ in range(3))
         self.accuracy, self.agrees = empty(), empty(dtype=torch.bool)
@@ -173,24 +175,24 @@ class _Comparison:
         loss, targets = self._loss, self._targets[rows, None]
         shared = min(logits.shape[1], taught.shape[1])
         taught = taught[:, :shared]
-        own = logits.log_softmax(-1)
-        self.logprobs[rows] = own.gather(1, targets).squeeze(1)
+        logprobs = logits.log_softmax(-1)
+        self.logprobs[rows] = logprobs.gather(1, targets).squeeze(1)
         best = logits.argmax(-1)
         maximum, largest = count_largest(logits)
         self.accuracy[rows] = accuracy_of(logits.gather(1, targets).squeeze(1), maximum, largest)
         self.agrees[rows] = best == taught.argmax(-1)
         self.teacher_logprobs[rows] = taught.gather(1, targets).squeeze(1) - taught.logsumexp(-1)
         if self.entropy is not None:
-            self.entropy[rows] = -(own.exp() * own).sum(-1)
+            self.entropy[rows] = -(logprobs.exp() * logprobs).sum(-1)
         same = loss.temperature == 1.0 and shared == logits.shape[1]
-        student = own if same else (logits[:, :shared] / loss.temperature).log_softmax(-1)
+        student = logprobs if same else (logits[:, :shared] / loss.temperature).log_softmax(-1)
         divergence = generalised_jsd(student, (taught / loss.temperature).log_softmax(-1), loss.beta)
         self.divergences[rows] = divergence.values
         if not self._wants_gradients:
             return
         logits.zero_()
         if loss.sft_weight:
-            torch.exp(own, out=logits).mul_(loss.sft_weight)
+            torch.exp(logprobs, out=logits).mul_(loss.sft_weight)
             logits.scatter_add_(1, targets, torch.full_like(targets, -loss.sft_weight, dtype=logits.dtype))
         logits[:, :shared].add_(divergence.by_logits, alpha=1.0 / loss.temperature)
         logits.mul_(self._weights[rows, None])

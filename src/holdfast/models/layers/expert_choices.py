@@ -64,25 +64,25 @@ class ChoicesToFollow:
         self._choices = None if choices is None else choices.flatten(0, -3)
 
     @contextmanager
-    def counted(self, places: Tensor) -> Iterator[list[Tensor]]:
+    def counted(self, positions: Tensor) -> Iterator[list[Tensor]]:
         """Collect [2] of each router that runs inside the block: tokens it would have sent elsewhere, and all told.
 
         Args:
-            places: [N] int64, the tokens that are counted.
+            positions: [N] int64, the tokens that are counted.
         """
         differing: list[Tensor] = []
-        self._differing, self._places = differing, places
+        self._differing, self._places = differing, positions
         try:
             yield differing
         finally:
             self._differing = None  # a recomputed block runs its router again, and must not count twice
 
     def _hooks(self, layer: int, experts: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        entered: list[tuple[_Following, ExitStack]] = []
+        entered: list[tuple[_ForcedTopK, ExitStack]] = []
 
         def before(_: nn.Module, __: object) -> None:
             if self._choices is not None:
-                mode, stack = _Following(self._choices[:, layer].long(), experts), ExitStack()
+                mode, stack = _ForcedTopK(self._choices[:, layer].long(), experts), ExitStack()
                 stack.enter_context(mode)
                 entered.append((mode, stack))
 
@@ -96,7 +96,7 @@ class ChoicesToFollow:
             if mode.differing is None:
                 raise ModelError(
                     f"rollout.replay_routing: router {layer} of {self._name} did not choose among {experts} experts "
-                    f"for {len(mode.chosen)} tokens, so it cannot be told what to choose. Leave replay_routing out."
+                    f"for {len(mode.choices)} tokens, so it cannot be told what to choose. Leave replay_routing out."
                 )
             if self._differing is not None:
                 self._differing.append(mode.differing[self._places].sum(0))
@@ -104,12 +104,12 @@ class ChoicesToFollow:
         return before, after
 
 
-class _Following(TorchFunctionMode):
+class _ForcedTopK(TorchFunctionMode):
     """Answers the `topk` that chooses experts."""
 
-    def __init__(self, chosen: Tensor, experts: int) -> None:
+    def __init__(self, choices: Tensor, experts: int) -> None:
         super().__init__()
-        self.chosen, self._experts = chosen, experts
+        self.choices, self._experts = choices, experts
         self._unmasked: tuple[Tensor, Tensor] | None = None
         self.differing: Tensor | None = None
         """[T, 2]: whether the router would have sent a token elsewhere, and whether it was told."""
@@ -118,7 +118,7 @@ class _Following(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if func in _MASKING:
             self._unmasked = (output, args[0])
-        if func not in _TOPK or output[1].shape != self.chosen.shape:
+        if func not in _TOPK or output[1].shape != self.choices.shape:
             return output
         scores: Tensor = args[0] if args else kwargs["input"]
         if scores.shape[-1] != self._experts:
@@ -126,10 +126,10 @@ class _Following(TorchFunctionMode):
         if self._unmasked is not None and scores is self._unmasked[0]:
             scores = self._unmasked[1]  # a group that the router would leave out now has the weight that it has
         with torch.no_grad():
-            has_choice = self.chosen > 0
-            indices = torch.where(has_choice, self.chosen - 1, output[1])
-            other = (indices.sort(-1).values != output[1].sort(-1).values).any(-1)
-            self.differing = torch.stack([other, has_choice.any(-1)], -1).double()
+            has_choice = self.choices > 0
+            indices = torch.where(has_choice, self.choices - 1, output[1])
+            differs = (indices.sort(-1).values != output[1].sort(-1).values).any(-1)
+            self.differing = torch.stack([differs, has_choice.any(-1)], -1).double()
         return TopK(scores.gather(-1, indices), indices)
 
 
@@ -143,21 +143,23 @@ def why_not_replayed(routers: Sequence[nn.Module], width: int) -> str | None:
     if not routers:
         return "it is no mixture of experts"
     for layer, router in enumerate(routers):
-        asked, weight = _Asking(_experts(router)), next(router.parameters())
+        counter, weight = _TopKCounter(_experts(router)), next(router.parameters())
         try:
-            with torch.no_grad(), asked:
+            with torch.no_grad(), counter:
                 output = router(torch.zeros(2, width, dtype=weight.dtype, device=weight.device))
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             return f"router {layer} ({type(router).__name__}) does not run on hidden states alone: {error}"
-        parts = output if isinstance(output, tuple) else (output,)
-        if asked.answers != 1 or not any(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
+        outputs = output if isinstance(output, tuple) else (output,)
+        if counter.answers != 1 or not any(
+            isinstance(tensor, Tensor) and tensor.dtype == torch.int64 for tensor in outputs
+        ):
             return (
                 f"router {layer} ({type(router).__name__}) does not choose by one topk over its experts, and say which"
             )
     return None
 
 
-class _Asking(TorchFunctionMode):
+class _TopKCounter(TorchFunctionMode):
     """Counts the calls for the best of all experts, for two tokens."""
 
     def __init__(self, experts: int) -> None:
@@ -171,17 +173,17 @@ class _Asking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def column(prompt: NDArray[np.int16], own: Sequence[NDArray[np.int16]], length: int) -> NDArray[np.int16]:
+def column(prompt: NDArray[np.int16], drawn: Sequence[NDArray[np.int16]], length: int) -> NDArray[np.int16]:
     """Return [L, layers, k]: what was chosen for a prompt and what it drew; 0 for what was never read, like the last.
 
     Args:
         prompt: [P, layers, k]
-        own: [layers, k] of each drawn token that was read, in their order; perhaps of some behind the end.
+        drawn: [layers, k] of each drawn token that was read, in their order; perhaps of some behind the end.
         length: L
     """
     choices = np.zeros((length, *prompt.shape[1:]), np.int16)
     choices[: len(prompt)] = prompt
-    read = own[: max(0, length - len(prompt) - 1)]
+    read = drawn[: max(0, length - len(prompt) - 1)]
     if read:
         choices[len(prompt) : len(prompt) + len(read)] = np.stack(read)
     return choices

@@ -49,7 +49,7 @@ class Family:
     image_token_id: int | None = None
     """The token that features of images take the place of, where images of the family are known."""
     video_token_id: int | None = None
-    """Likewise of videos."""
+    """The token that features of videos take the place of."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 
@@ -89,8 +89,10 @@ def _number_read(model: nn.Module, text: Any, name: str) -> float:
     value = getattr(text, name, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return 0.0
-    kinds = {type(part) for part in model.modules() if hasattr(part, "base_model_prefix")}
-    computing = {each.__module__ for kind in kinds for each in kind.__mro__ if "forward" in vars(each)}
+    kinds = {type(submodule) for submodule in model.modules() if hasattr(submodule, "base_model_prefix")}
+    computing = {
+        base_class.__module__ for kind in kinds for base_class in kind.__mro__ if "forward" in vars(base_class)
+    }
     return float(value) if any(name in _source_of(module, otherwise=name) for module in computing) else 0.0
 
 
@@ -131,7 +133,7 @@ def _why_not_packed(model: Any, text: Any) -> str:
     if not model._can_set_attn_implementation():  # noqa: SLF001 - transformers' own test before it sets one
         return "its attention does not go through transformers' interface"
     kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or []} - _PACKED_KINDS)
-    recurrent = [kind for kind in kinds if any(word in kind for word in _RECURRENT_KINDS)] or _recurrent_layers(model)
+    recurrent = [kind for kind in kinds if any(mark in kind for mark in _RECURRENT_KINDS)] or _recurrent_layers(model)
     if recurrent:
         return f"its {recurrent[0]} layers carry state across documents"
     return f"its {kinds[0]} layers see tokens by a rule of their own" if kinds else ""
@@ -142,7 +144,7 @@ def _recurrent_layers(model: Any) -> list[str]:
     classes = {
         type(module).__name__
         for module in model.get_decoder().modules()
-        if any(word in type(module).__name__ for word in _RECURRENT_CLASSES) or isinstance(module, nn.Conv1d)
+        if any(mark in type(module).__name__ for mark in _RECURRENT_CLASSES) or isinstance(module, nn.Conv1d)
     }
     return sorted(classes)
 
@@ -185,7 +187,7 @@ def _reader_in(model: Any) -> nn.Module | None:
     """Return the child that has the input embeddings, if it is a model."""
     embeddings = model.get_input_embeddings()
     for child in model.children():
-        if hasattr(child, "get_input_embeddings") and any(part is embeddings for part in child.modules()):
+        if hasattr(child, "get_input_embeddings") and any(descendant is embeddings for descendant in child.modules()):
             return cast(nn.Module, child)
     return None
 

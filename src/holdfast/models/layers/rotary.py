@@ -66,7 +66,7 @@ def angle_changes(config: Any) -> tuple[AngleChange, ...]:
     if not getattr(text, "rope_parameters", None):
         return ()
     text.standardize_rope_params()  # brings fields of older files to where transformers reads them
-    by_layer_type = [part for part in text.rope_parameters.values() if isinstance(part, Mapping)]
+    by_layer_type = [parameters for parameters in text.rope_parameters.values() if isinstance(parameters, Mapping)]
     changes = set()
     for settings in by_layer_type or [text.rope_parameters]:
         kind = str(settings.get("rope_type", "default"))
@@ -126,11 +126,11 @@ def _own_angles(module: nn.Module, *args: Any, **options: Any) -> Any:
 
 
 class _Stretch(NamedTuple):
-    """A stretch of a row."""
+    """Consecutive tokens of a row that share their rotary angles."""
 
     tokens: int
     length: int
-    """Of the text that its tokens belong to; of any one of them where texts share a head."""
+    """Length of the text that the tokens belong to; of any of the texts if several share a head."""
 
 
 class RotaryAngles:
@@ -160,10 +160,10 @@ class RotaryAngles:
         if not self._changes:
             return
         stretches = [[_Stretch(tokens, tokens) for tokens in row] for row in rows]
-        for number, parts in enumerate(branches):
-            if parts:
+        for number, branch_lengths in enumerate(branches):
+            if branch_lengths:
                 tokens = rows[0][number]
-                lengths = [tokens - sum(parts) + part for part in parts]
+                lengths = [tokens - sum(branch_lengths) + size for size in branch_lengths]
                 for change in (change for several in self._changes.values() for _, change in several.values()):
                     assert len({change.angles_of(length) for length in lengths}) == 1, "packing has to part such texts"
                 stretches[0][number] = _Stretch(tokens, max(lengths))
@@ -194,8 +194,8 @@ class RotaryAngles:
         dim = -2 if by_row else -1
         compute = inspect.unwrap(type(module).forward)
         angles = [
-            compute(self._of_lengths(module, alike, x.device), x, part, *args, **options)
-            for alike, part in self._runs(module, position_ids, by_row, dim)
+            compute(self._of_lengths(module, alike, x.device), x, positions, *args, **options)
+            for alike, positions in self._runs(module, position_ids, by_row, dim)
         ]
         return angles[0] if len(angles) == 1 else _joined(angles, dim - 1)
 
@@ -227,7 +227,7 @@ class RotaryAngles:
 
     def _of_lengths(self, module: nn.Module, lengths: tuple[int, ...], device: torch.device) -> nn.Module:
         """Return a copy of a module that has the frequencies of one length for each type of its layers."""
-        own = _copy(module)
+        module_copy = _copy(module)
         for (layer_type, (kind, change)), length in zip(self._changes[module].items(), lengths, strict=True):
             if length > change.length:
                 key = (module, layer_type, length, device)
@@ -235,8 +235,10 @@ class RotaryAngles:
                     if len(self._frequencies) >= _MOST_LENGTHS:
                         self._frequencies.clear()
                     self._frequencies[key] = _frequencies(module, layer_type, kind, length, device)
-                own._buffers["inv_freq" if layer_type is None else f"{layer_type}_inv_freq"] = self._frequencies[key]
-        return own
+                module_copy._buffers["inv_freq" if layer_type is None else f"{layer_type}_inv_freq"] = (
+                    self._frequencies[key]
+                )
+        return module_copy
 
 
 def _lengths(texts: Sequence[_Stretch], positions: Sequence[Tensor]) -> list[int]:
@@ -248,14 +250,16 @@ def _lengths(texts: Sequence[_Stretch], positions: Sequence[Tensor]) -> list[int
     """
     if positions[0].ndim < 3:
         return [text.length for text in texts]
-    return [int(part[..., : text.tokens].max()) + 1 for text, part in zip(texts, positions, strict=True)]
+    return [
+        int(text_positions[..., : text.tokens].max()) + 1 for text, text_positions in zip(texts, positions, strict=True)
+    ]
 
 
 def _copy(module: nn.Module) -> nn.Module:
     """Return a module whose changes are its own: transformers' functions write to the one they are called with."""
-    own = copy.copy(module)
-    own._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-    return own
+    module_copy = copy.copy(module)
+    module_copy._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    return module_copy
 
 
 def _frequencies(module: Any, layer_type: str | None, kind: str, length: int, device: torch.device) -> Tensor:
@@ -269,8 +273,8 @@ def _frequencies(module: Any, layer_type: str | None, kind: str, length: int, de
     return frequencies
 
 
-def _joined(parts: Sequence[Any], dim: int) -> Any:
+def _joined(outputs: Sequence[Any], dim: int) -> Any:
     """Join what several calls returned: a tensor each, or a tuple of tensors each."""
-    if isinstance(parts[0], Tensor):
-        return torch.cat(list(parts), dim)
-    return tuple(torch.cat(several, dim) for several in zip(*parts, strict=True))
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(list(outputs), dim)
+    return tuple(torch.cat(several, dim) for several in zip(*outputs, strict=True))

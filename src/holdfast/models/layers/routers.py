@@ -38,12 +38,12 @@ class RouterLoss:
     coefficient: float
 
 
-class Routed(NamedTuple):
-    """What one router said of T tokens."""
+class RouterOutput(NamedTuple):
+    """Output of one router for T tokens."""
 
     logits: Tensor
     """[T, E]"""
-    chosen: Tensor | None
+    experts: Tensor | None
     """[T, k] int64, the experts it chose; None where it does not tell"""
 
 
@@ -58,8 +58,8 @@ class Routers:
         config: Any = model.config
         self.name = str(config.model_type)
         self.top_k = int(getattr(config.get_text_config(), "num_experts_per_tok", None) or 1)
-        self._seen: list[Routed] | None = None
-        self._chosen: list[Tensor] | None = None
+        self._outputs: list[RouterOutput] | None = None
+        self._experts: list[Tensor] | None = None
         routers = routers_of(model)
         self.layers = len(routers)
         for router, index in routers:
@@ -68,32 +68,32 @@ class Routers:
     def _hook(self, index: int) -> Any:
         # A closure, so that a model copied with its hooks reports nowhere else.
         def report(_: nn.Module, __: object, output: Any) -> None:
-            if self._seen is not None:
-                self._seen.append(_routed(output, index))
-            if self._chosen is not None:
-                self._chosen.append(_told(_routed(output, index), self.name))
+            if self._outputs is not None:
+                self._outputs.append(_router_output(output, index))
+            if self._experts is not None:
+                self._experts.append(_expert_numbers(_router_output(output, index), self.name))
 
         return report
 
     @contextmanager
-    def watched(self) -> Iterator[list[Routed]]:
+    def watched(self) -> Iterator[list[RouterOutput]]:
         """Collect what the routers say inside the block, one entry per layer."""
-        seen: list[Routed] = []
-        self._seen = seen
+        outputs: list[RouterOutput] = []
+        self._outputs = outputs
         try:
-            yield seen
+            yield outputs
         finally:
-            self._seen = None
+            self._outputs = None
 
     @contextmanager
     def choices(self) -> Iterator[list[Tensor]]:
         """Collect [T, k] int16 of each router that runs inside the block: the experts its tokens met, by index + 1."""
-        chosen: list[Tensor] = []
-        self._chosen = chosen
+        experts: list[Tensor] = []
+        self._experts = experts
         try:
-            yield chosen
+            yield experts
         finally:
-            self._chosen = None
+            self._experts = None
 
     def unused(self, name: str, shape: Sequence[int]) -> float:
         """Return how many elements of a parameter a token does not meet: those of experts it is not sent to.
@@ -104,36 +104,36 @@ class Routers:
             return 0.0
         return prod(shape) * max(0.0, 1 - self.top_k / shape[0])
 
-    def tally(self, seen: Sequence[Routed], batch: Batch) -> Tally:
+    def tally(self, outputs: Sequence[RouterOutput], batch: Batch) -> Tally:
         """Add up what was seen, sequence by sequence; padding belongs to none.
 
         Raises:
             ModelError: The routers did not see the batch's tokens one by one.
         """
         positions, owner = _members(batch)
-        experts = {routed.logits.shape[-1] for routed in seen}
-        rows = {routed.logits.shape[:-1].numel() for routed in seen}
+        experts = {routed.logits.shape[-1] for routed in outputs}
+        rows = {routed.logits.shape[:-1].numel() for routed in outputs}
         if len(experts) != 1 or rows != {batch.tokens.numel()}:
             raise ModelError(
                 f"The routers of {self.name} told of {sorted(rows)} tokens and {sorted(experts)} experts, where one "
                 f"number of experts and {batch.tokens.numel()} tokens were expected. Set model.router_loss: off."
             )
-        wide = torch.float64 if seen[0].logits.dtype == torch.float64 else torch.float32
+        wide = torch.float64 if outputs[0].logits.dtype == torch.float64 else torch.float32
         shape = (len(batch.sample_ids), experts.pop())
         probabilities, choices = (torch.zeros(shape, dtype=wide, device=owner.device) for _ in range(2))
         loads = []
-        for routed in seen:
+        for routed in outputs:
             logits = routed.logits.reshape(-1, shape[1])
             share = logits.to(wide).softmax(-1)
             likely = _marks(share.detach().topk(self.top_k, -1).indices, share)
-            taken = likely if routed.chosen is None else _marks(routed.chosen, share)
+            taken = likely if routed.experts is None else _marks(routed.experts, share)
             probabilities = probabilities.index_add(0, owner, share.index_select(0, positions))
             choices.index_add_(0, owner, likely.index_select(0, positions))
             loads.append(taken.index_select(0, positions).sum(0, dtype=torch.float64))
         tokens = torch.zeros(shape[0], dtype=wide, device=owner.device).index_add_(
             0, owner, torch.ones_like(owner, dtype=wide)
         )
-        return Tally(probabilities, choices, tokens * len(seen), torch.stack(loads))
+        return Tally(probabilities, choices, tokens * len(outputs), torch.stack(loads))
 
 
 class Tally(NamedTuple):
@@ -183,10 +183,10 @@ def global_loads(choices: Tensor, rows: Tensor, count: float) -> Tensor:
 def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """Return the modules that transformers records router logits of, and the place of the logits in their output."""
     routers: dict[int, tuple[nn.Module, int]] = {}
-    for part in model.modules():
-        recorded = (getattr(type(part), "_can_record_outputs", None) or {}).get("router_logits", ())
+    for owner in model.modules():
+        recorded = (getattr(type(owner), "_can_record_outputs", None) or {}).get("router_logits", ())
         for recorder in recorded if isinstance(recorded, list | tuple) else [recorded]:
-            for module in part.modules():
+            for module in owner.modules():
                 if isinstance(module, recorder.target_class):
                     routers.setdefault(id(module), (module, recorder.index))
     return list(routers.values())
@@ -200,61 +200,61 @@ def choose_router_loss(section: RouterLossConfig, model: nn.Module) -> tuple[Rou
     """
     config: Any = model.config
     name, routed = str(config.model_type), bool(routers_of(model))
-    own = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     coefficient = getattr(config.get_text_config(), "router_aux_loss_coef", None) or 0.0
     if isinstance(section, NoRouterLoss):
         return None, ""
     if isinstance(section, AutoRouterLoss):
         if not routed:
             return None, ""
-        if own and coefficient > 0:
+        if has_loss and coefficient > 0:
             return RouterLoss("sequence", coefficient), f"router loss: per sequence, coefficient {coefficient:g}"
-        return None, f"router loss: off, since {'its coefficient is 0' if own else f'{name} has none'}"
-    asked = f"model.router_loss: {section.kind}"
+        return None, f"router loss: off, since {'its coefficient is 0' if has_loss else f'{name} has none'}"
+    setting = f"model.router_loss: {section.kind}"
     if not routed:
-        raise ModelError(f"{asked}, but {name} is no mixture of experts: it has no routers to balance. Leave it out.")
-    if not own:
+        raise ModelError(f"{setting}, but {name} is no mixture of experts: it has no routers to balance. Leave it out.")
+    if not has_loss:
         raise ModelError(
-            f"{asked}, but transformers has no router loss for {name}, so there is none to agree with. Its routers are "
-            "balanced otherwise, if at all. Use router_loss: off."
+            f"{setting}, but transformers has no router loss for {name}, so there is none to agree with. Its routers "
+            "are balanced otherwise, if at all. Use router_loss: off."
         )
     coefficient = coefficient if section.coefficient is None else section.coefficient
     if coefficient <= 0:
         raise ModelError(
-            f"{asked}, but the configuration of {name} has router_aux_loss_coef 0, which leaves the loss without "
+            f"{setting}, but the configuration of {name} has router_aux_loss_coef 0, which leaves the loss without "
             "effect. Set model.router_loss.coefficient, to 0.001 for example, or use router_loss: off."
         )
     return RouterLoss(section.kind, coefficient), f"router loss: {section.kind}, coefficient {coefficient:g}"
 
 
-def _routed(output: Any, index: int) -> Routed:
-    parts = output if isinstance(output, tuple) else (output,)
-    logits = parts[index]
-    chosen = [
-        part
-        for part in parts
-        if isinstance(part, Tensor) and part.dtype == torch.int64 and part.shape[:-1] == logits.shape[:-1]
+def _router_output(output: Any, index: int) -> RouterOutput:
+    outputs = output if isinstance(output, tuple) else (output,)
+    logits = outputs[index]
+    experts = [
+        tensor
+        for tensor in outputs
+        if isinstance(tensor, Tensor) and tensor.dtype == torch.int64 and tensor.shape[:-1] == logits.shape[:-1]
     ]
-    return Routed(logits, chosen[0] if chosen else None)
+    return RouterOutput(logits, experts[0] if experts else None)
 
 
-def _told(routed: Routed, name: str) -> Tensor:
-    if routed.chosen is None:
+def _expert_numbers(routed: RouterOutput, name: str) -> Tensor:
+    if routed.experts is None:
         raise ModelError(f"A router of {name} does not say which experts it chose. Set rollout.replay_routing: false.")
-    return (routed.chosen + 1).to(torch.int16)
+    return (routed.experts + 1).to(torch.int16)
 
 
-def _marks(chosen: Tensor, like: Tensor) -> Tensor:
+def _marks(experts: Tensor, like: Tensor) -> Tensor:
     """Return [T, E], 1 where an expert was chosen."""
-    return torch.zeros_like(like, requires_grad=False).scatter_(1, chosen.reshape(like.shape[0], -1), 1.0)
+    return torch.zeros_like(like, requires_grad=False).scatter_(1, experts.reshape(like.shape[0], -1), 1.0)
 
 
 def _members(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return [M] flat positions and [M] whose they are; a head that sequences share stands there once for each."""
     width = batch.tokens.shape[1]
     flat = np.arange(batch.tokens.numel()).reshape(-1, width)
-    parts = [flat[row, place] for row, place in places(batch)]
-    owner = np.repeat(np.arange(len(parts)), [part.size for part in parts])
-    positions = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    spans = [flat[row, columns] for row, columns in places(batch)]
+    owner = np.repeat(np.arange(len(spans)), [span.size for span in spans])
+    positions = np.concatenate(spans) if spans else np.zeros(0, np.int64)
     device = batch.tokens.device
-    return tuple(torch.from_numpy(each).to(device, non_blocking=True) for each in (positions, owner))  # type: ignore[return-value]
+    return tuple(torch.from_numpy(indices).to(device, non_blocking=True) for indices in (positions, owner))  # type: ignore[return-value]

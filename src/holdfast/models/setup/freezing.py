@@ -22,7 +22,7 @@ class Stage:
 
     at_step: int
     patterns: tuple[str, ...]
-    """As the configuration has them."""
+    """Patterns as the configuration writes them."""
     names: tuple[str, ...]
     """Canonical."""
 
@@ -86,8 +86,8 @@ def _names_of(model: Any, pattern: str, parameters: Mapping[str, nn.Parameter], 
         ModelError: It means none.
     """
     if pattern == "embeddings":
-        own = {id(value) for value in model.get_input_embeddings().parameters()}
-        matched = [name for name, value in parameters.items() if id(value) in own]
+        embedding_ids = {id(value) for value in model.get_input_embeddings().parameters()}
+        matched = [name for name, value in parameters.items() if id(value) in embedding_ids]
     else:
         matched = [name for name in parameters if re.search(FREEZE_PRESETS.get(pattern, pattern), name)]
     if not matched:

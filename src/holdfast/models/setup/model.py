@@ -101,7 +101,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     register_attention()
     directory = None if config.path is None or live is not None else locate(config.path, config, base, weights=True)
     raw_config = _raw_config(config, directory, live)
-    places = _processor_directories(config, raw_config, directory, base, has_tokenizer=tokenizer is not None)
+    directories = _processor_directories(config, raw_config, directory, base, has_tokenizer=tokenizer is not None)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
     old_vocabulary, new_vocabulary = _meet_tokenizer(config, raw_config, tokenizer, live)
     if scorer:
@@ -137,7 +137,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         directory,
         choose_attention(model, family, config.attention, notes),  # it adds a note
         tuple(notes),
-        load_image_processor(config, raw_config, places),
+        load_image_processor(config, raw_config, directories),
         stages,
     )
 
@@ -251,8 +251,8 @@ def configured(config: ModelConfig, base: Path) -> tuple[Any, Any]:
     """
     directory = None if config.path is None else locate(config.path, config, base, weights=False)
     raw_config = _raw_config(config, directory, None)
-    places = _processor_directories(config, raw_config, directory, base, has_tokenizer=False)
-    return raw_config, load_image_processor(config, raw_config, places)
+    directories = _processor_directories(config, raw_config, directory, base, has_tokenizer=False)
+    return raw_config, load_image_processor(config, raw_config, directories)
 
 
 def _check_live(live: Any) -> None:
@@ -301,7 +301,7 @@ def _source(
     if directory is None:
         assert seed is not None
         return RandomSource(skeleton, seed), None
-    stored, whole, (old, new) = StoredTensors(directory), skeleton, vocabulary
+    stored, full_skeleton, (old, new) = StoredTensors(directory), skeleton, vocabulary
     growing: dict[str, int] = {}
     if new != old:
         layers = [skeleton.get_input_embeddings(), skeleton.get_output_embeddings()]
@@ -316,7 +316,7 @@ def _source(
     headers = without_output_layer(stored.headers)
     incoming = plan_incoming(skeleton, headers, str(directory), absent=(LAYER,))
     backbone = StoredSource(stored, incoming.conversions, growing)
-    return ScorerSource(backbone, RandomSource(whole, seed)), incoming.used
+    return ScorerSource(backbone, RandomSource(full_skeleton, seed)), incoming.used
 
 
 def _vocabulary(rows: int, tokenizer: Any, may_grow: bool, live: Any) -> int:

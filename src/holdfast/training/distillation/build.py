@@ -14,7 +14,7 @@ from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.errors import DataError
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.heads.student import Taught
+from holdfast.models.heads.student import TeacherComparison
 from holdfast.models.setup.model import Blueprint
 from holdfast.objectives.supervised import BothLikelihoods, Comparison, Distillation, SampledReverseKL
 from holdfast.parallel.mesh import World
@@ -100,7 +100,7 @@ def objective_of_rows(config: DistillConfig, teacher: Teacher) -> Comparison:
         case ScoringServer():
             return BothLikelihoods()
         case model:
-            return Taught(_divergence(config), model)
+            return TeacherComparison(_divergence(config), model)
 
 
 def objective_of_samples(config: DistillConfig, teacher: Teacher) -> Comparison:
@@ -108,7 +108,7 @@ def objective_of_samples(config: DistillConfig, teacher: Teacher) -> Comparison:
     if config.distill.loss.kind == "sampled_reverse_kl":
         return SampledReverseKL()
     assert isinstance(teacher.model, PolicyModel), "the configuration refuses a server that would tell distributions"
-    return Taught(replace(_divergence(config), sft_weight=0.0), teacher.model)
+    return TeacherComparison(replace(_divergence(config), sft_weight=0.0), teacher.model)
 
 
 def _divergence(config: DistillConfig) -> Distillation:

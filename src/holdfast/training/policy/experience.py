@@ -20,7 +20,7 @@ from holdfast.advantages.user import Groups
 from holdfast.config.sections.policy import ByCovariance, ClipCovConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import Candidates, Known
+from holdfast.data.batches.candidates import Candidates, SequenceInfo
 from holdfast.data.tokens.vision import ImageSide, going_on
 from holdfast.models.layers.attention import pads_branches
 from holdfast.models.layers.rotary import angles_by_length
@@ -133,7 +133,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
     }
     groups = run.config.groups
     sequences = [
-        Known(
+        SequenceInfo(
             fact.prompt_id,
             index,
             completion.tokens,

@@ -34,7 +34,7 @@ from holdfast.models.files.vision import follow_compute_dtype
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.scorer import (
     LAYER,
-    Reading,
+    RewardFormat,
     RewardModel,
     TextScorer,
     TextTokens,
@@ -114,7 +114,7 @@ class SharedRewardModel:
         ranks: Between the ranks that hold it; nobody else's.
     """
 
-    def __init__(self, model: PolicyModel, reading: Reading, world: World, ranks: RankGroup) -> None:
+    def __init__(self, model: PolicyModel, reading: RewardFormat, world: World, ranks: RankGroup) -> None:
         self.model, self.reading = model, reading
         self._device, self._ranks = world.device, ranks
 
@@ -192,7 +192,7 @@ def _sharded_model(section: ModelRewardConfig, setting: Setting) -> tuple[Shared
     return SharedRewardModel(sharded.model, reading, world, ranks), sharded.plan.shard_bytes
 
 
-def _reading(section: ModelRewardConfig, origin: Blueprint) -> Reading:
+def _reading(section: ModelRewardConfig, origin: Blueprint) -> RewardFormat:
     """Return how a reward model reads texts.
 
     Raises:
@@ -207,7 +207,7 @@ def _reading(section: ModelRewardConfig, origin: Blueprint) -> Reading:
             f"{positions.count} positions of {origin.family.name} (max_position_embeddings). Lower max_length to "
             f"{positions.count}."
         )
-    return Reading(section, origin.tokenizer, origin.original_config, origin.directory)
+    return RewardFormat(section, origin.tokenizer, origin.original_config, origin.directory)
 
 
 def _check_room(section: ModelRewardConfig, setting: Setting) -> int:

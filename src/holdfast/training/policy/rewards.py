@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, RewardPoolConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.models.heads.scorer import Reading, TextScorer
+from holdfast.models.heads.scorer import RewardFormat, TextScorer
 from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
 from holdfast.rewards.combine import combine
@@ -193,7 +193,7 @@ def _outcomes(model: TextScorer, samples: Sequence[Sample]) -> list[SampleOutcom
     return [row if isinstance(row, SampleOutcome) else _outcome(next(scores)) for row in rows]
 
 
-def _read(reading: Reading, sample: Sample) -> list[int] | SampleOutcome:
+def _read(reading: RewardFormat, sample: Sample) -> list[int] | SampleOutcome:
     try:
         tokens = reading.tokens(reading.text(sample.prompt, sample.completion, sample.row))
     except Exception as error:  # noqa: BLE001 - a template of somebody else's, over a row

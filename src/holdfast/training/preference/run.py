@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import Candidates, Known, Ranks
+from holdfast.data.batches.candidates import Candidates, Ranks, SequenceInfo
 from holdfast.data.batches.packing import to_device, unpack
 from holdfast.data.tokens.vision import going_on
 from holdfast.models.heads.policy import without_dropout
@@ -128,10 +128,10 @@ def _answer_start(example: Example) -> int:
     return int(example.loss_mask.argmax())
 
 
-def sequence_facts(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[Known]:
+def sequence_facts(examples: dict[tuple[int, int], Example], ranks: Ranks) -> list[SequenceInfo]:
     """Return what all ranks know of all ranks' sequences, by (draw, part) in order; all ranks call this together."""
     facts = [
-        Known(
+        SequenceInfo(
             draw,
             index,
             example.tokens.size,

@@ -311,8 +311,8 @@ def _forward_summary(result: CheckResult, seconds: float) -> str:
     sentence = "forward passes"
     if not result.head_seen:
         sentence += " (not the rule of the head apart from them, which this model does not show)"
-    if result.lengths.seen:
-        sentence += f", lengths up to and beyond {', '.join(map(str, result.lengths.seen))}"
+    if result.lengths.checked:
+        sentence += f", lengths up to and beyond {', '.join(map(str, result.lengths.checked))}"
     if result.lengths.too_long:
         sentence += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
     return f"{sentence} {seconds:.1f} s"
