@@ -85,11 +85,11 @@ def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
         try:
             yield from check.look()
         except (HoldfastError, NotRegular) as error:
-            words = str(error)
-            earlier = next((name for sentence, name in refused.items() if words.startswith(sentence)), None)
-            refused.setdefault(words, check.name)
+            message = str(error)
+            earlier = next((name for refusal, name in refused.items() if message.startswith(refusal)), None)
+            refused.setdefault(message, check.name)
             if earlier is None:
-                yield fail(check.name, words)
+                yield fail(check.name, message)
             else:
                 yield unknown(check.name, f"not looked at, for what {earlier} says")
         except Exception as error:  # noqa: BLE001 - a fault of the check says nothing of the run
