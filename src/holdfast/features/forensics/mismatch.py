@@ -67,7 +67,7 @@ def at_temperature(temperature: float, support: Support = EVERY_TOKEN, *, keeps_
 
 
 def causes(temperature: float, support: Support = EVERY_TOKEN, *, renormalised: bool = False) -> dict[str, CauseTried]:
-    """Return what is tried on one pass of the trainer; the first is that nothing is wrong.
+    """Return the causes that are tried on one pass of the trainer; the first assumes no error.
 
     Args:
         temperature: Of the run.

@@ -130,11 +130,11 @@ class _RecordedFlight:
         self._completions = completions
 
     def finished(self) -> list[Sampled]:
-        """Return all: they are done."""
+        """Return all completions: recorded ones are finished from the start."""
         return list(self._completions)
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:  # noqa: ARG002 - it takes no time
-        """Return all."""
+        """Return all completions."""
         return list(self._completions)
 
 

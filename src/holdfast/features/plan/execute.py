@@ -150,7 +150,7 @@ class _NoFailureChannel:
 
 @contextlib.contextmanager
 def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
-    """Be one of so many ranks within the block; collectives return at once, and change nothing."""
+    """Join a fake process group of so many ranks within the block; its collectives return at once and change nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         local_size = min(size, 8)
@@ -173,12 +173,12 @@ class _Counts:
 
     @contextlib.contextmanager
     def without_numbers(self, mode: FakeTensorMode) -> Iterator[None]:
-        """Let tensors hold no numbers within the block, and count them."""
+        """Create tensors without data within the block, and count their bytes."""
         with mode, self._observer:
             yield
 
     def answer(self, tensor: Tensor, reason: str) -> NDArray[Any]:
-        """Note what the host waits for, and return numbers in the place of those that are not there."""
+        """Record that the host waits for a tensor, and return numbers in place of the absent data."""
         if tensor.device.type != "cpu" or self.spec.device == "cpu":
             self.values.append(HostValue(self.ledger.moment, reason, tensor.numel()))
         kind = np.dtype(str(tensor.dtype).removeprefix("torch."))

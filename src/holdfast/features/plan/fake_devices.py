@@ -42,7 +42,7 @@ class AnyGenerator(torch.Generator):
     """A generator of any device, made on the CPU: no numbers are drawn."""
 
     def __new__(cls, _: object = None) -> AnyGenerator:
-        """Leave the device out."""
+        """Create a generator on the CPU, whatever the device."""
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch's stub has none
 
 

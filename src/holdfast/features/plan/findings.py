@@ -52,7 +52,7 @@ Look = Callable[[], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A thing to look at."""
+    """A named check and the function that runs it."""
 
     name: str
     look: Look
@@ -64,7 +64,7 @@ def ok(name: str, text: str) -> Finding:
 
 
 def unknown(name: str, text: str, fix: str = "") -> Finding:
-    """Return that a thing was not looked at, or could not be; it stops nothing."""
+    """Return a finding for a check that did not or could not run; it does not refuse a run."""
     return Finding(Grade.unknown, name, text, fix)
 
 
@@ -79,7 +79,7 @@ def fail(name: str, text: str, fix: str = "") -> Finding:
 
 
 def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Look at one thing after the other; what would refuse a run fails, and what cannot be looked at is unknown."""
+    """Run the checks in order; an error that would refuse a run fails, and a check that cannot run is unknown."""
     refused: dict[str, str] = {}
     for check in checks:
         try:

@@ -57,7 +57,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A run to look at.
+    """The configuration of a run whose inputs are checked.
 
     `survey` reads its first rows as `holdfast data check` does; `runs_code` lets files of the user's be run.
     """
@@ -72,12 +72,12 @@ class CheckedRun:
 
     @property
     def directory(self) -> Path:
-        """Where the run writes."""
+        """The run's directory."""
         return run_directory(self.config)
 
     @property
     def checkpoints(self) -> str | Path:
-        """Where its checkpoints are."""
+        """The path or address of the run's checkpoints."""
         return checkpoint_place(self.directory, self.config)
 
 
@@ -319,7 +319,7 @@ def look_at_resume(run: CheckedRun) -> Iterator[Finding]:
 
 
 def changed_keys(run: CheckedRun) -> list[str]:
-    """Return keys with their values in the run that is there and now; what paths and ranks are does not count."""
+    """Return the keys whose values differ from those of the existing run; `run.*` and `launch.*` are not compared."""
     file = run.directory / "config.resolved.yaml"
     if not file.exists():
         return []
@@ -335,7 +335,7 @@ def changed_keys(run: CheckedRun) -> list[str]:
 
 
 def bytes_of_checkpoints(run: CheckedRun) -> int | None:
-    """Return what all checkpoints that are kept take, and two more, as planned; None where there is no plan."""
+    """Return the planned bytes of all kept checkpoints and two more; None if there is no plan."""
     try:
         size = int(run.planned()["checkpoint_bytes"])
     except (HoldfastError, OSError):

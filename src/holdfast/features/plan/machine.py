@@ -191,7 +191,7 @@ def _started(task: RankTask, folder: Path) -> str | None:
 
 
 def storage_of_run(path: str | Path) -> Storage:
-    """Return where checkpoints would be; of a directory that is not there, the nearest one above that is."""
+    """Return the storage of checkpoints; for a directory that does not exist, that of its nearest existing parent."""
     storage = open_storage(path)
     if not storage.renames:
         return storage
@@ -202,7 +202,7 @@ def storage_of_run(path: str | Path) -> Storage:
 
 
 def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Finding]:
-    """Write, make durable, rename and read back, and leave nothing; see whether there is room.
+    """Write, sync, rename and read back a file, remove it, and compare the free space with what checkpoints need.
 
     Args:
         storage: Where it is tried.
@@ -258,19 +258,19 @@ def _remove(storage: Storage, folder: str) -> None:
 
 @dataclass(frozen=True)
 class RankTask:
-    """What the ranks do."""
+    """The task of the ranks, as a JSON file passes it to them."""
 
     launch: Mapping[str, Any]
     place: str | None
     """A directory that all of them shall see."""
 
     def write(self, folder: Path) -> None:
-        """Leave it for the ranks."""
+        """Write the task to a folder, where the ranks read it."""
         (folder / TASK).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> RankTask:
-        """Return what was written."""
+        """Read the task from a folder."""
         return cls(**json.loads((folder / TASK).read_text(encoding="utf-8")))
 
 

@@ -64,7 +64,7 @@ class PhasePeak:
         return self.measured / max(self.planned, 1)
 
     def words(self) -> str:
-        """Return both, as a clause."""
+        """Return the measured and the planned peak, as a clause."""
         return f"{self.phase} took {size_words(self.measured)} of {size_words(self.planned)} planned"
 
 
@@ -90,7 +90,7 @@ def compared(plan: SavedPlan, device: str, measured: Mapping[str, int]) -> list[
 
 
 def measured_lines(plan: Mapping[str, Any], directory: Path) -> list[str]:
-    """Return what a run has measured beside what a plan that was just made says, a line for each phase."""
+    """Return one line for each phase that compares a plan with what the run in a directory measured."""
     phases = compared(SavedPlan.of(plan), *measured_peaks(directory))
     return [f"measured in {directory}: {phase.words()} ({phase.ratio:.0%})" for phase in phases]
 

@@ -65,14 +65,14 @@ class Ledger:
 
     @property
     def moment(self) -> str:
-        """The phase; where passes are made forwards and backwards, which of them."""
+        """The current phase; within a training pass, `forward` or `backward`."""
         if self.phase in {"forward_backward", "critic"}:
             return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
         return self.phase
 
     @contextlib.contextmanager
     def scope(self, kind: str) -> Iterator[None]:
-        """Count what is made in the block as a kind, wherever it is made."""
+        """Count storages that are allocated within the block as a kind, on any device."""
         self._scopes.append(kind)
         try:
             yield
@@ -201,7 +201,7 @@ _FOLLOWED = "_holdfast_gradient_followed"
 
 
 def _follow_gradients(ledger: Ledger, parameters: Iterable[Any]) -> None:
-    """Count the gradient of a parameter as such from the moment it is there."""
+    """Count the gradients of parameters as gradients as soon as they are accumulated."""
     for parameter in parameters:
         if parameter.requires_grad and not hasattr(parameter, _FOLLOWED):
             setattr(parameter, _FOLLOWED, True)

@@ -68,7 +68,7 @@ def shape_of(model: ModelConfig, base: Path) -> tuple[ModelConfig, list[str]]:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """Return what makes the same configuration again."""
+    """Return the values from which the same configuration can be built."""
     values: dict[str, Any] = {"model_type": config.model_type}
     for name in (field.name for field in fields(config) if not field.name.startswith("_")):
         value = getattr(config, name, None)

@@ -59,7 +59,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
 
 
 def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
-    """Return what a run is planned for on this machine: its own GPUs, or the CPU where it would compute there."""
+    """Return the plan options of this machine: its GPUs, or the CPU if the run computes on it."""
     import torch
 
     if launch.device == "cpu" or not torch.cuda.is_available():

@@ -177,7 +177,7 @@ class _ExternalEngine:
     """Stands for an engine outside of the ranks; behind `rollout/engine.py: RolloutEngine`."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take none."""
+        """Ignore the weights."""
 
     def submit(self, requests: Sequence[object], sampling: SamplingConfig) -> None:
         """Sample nothing."""

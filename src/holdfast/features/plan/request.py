@@ -108,7 +108,7 @@ class MemorySaving:
 
 
 def turns(config: TrainingConfig, spec: RankSpec) -> Iterator[MemorySaving]:
-    """Yield what can be turned, each on top of those before it."""
+    """Yield changes of keys that save memory; each configuration includes the changes before it."""
     for key, cost, change in _LIST:
         changed = change(config, spec)
         if changed is not None:
@@ -212,7 +212,7 @@ def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str
 
 
 def _uncounted(config: TrainingConfig) -> str:
-    """Return what of a run formulas leave out; "" if nothing."""
+    """Return the parts of a run that the formulas do not count; "" if they count everything."""
     match config:
         case GRPOConfig():
             return "rollouts, a reference and a critic"

@@ -49,7 +49,7 @@ _SIDE = 1024
 
 @dataclass
 class PlannedStep:
-    """A model that is trained, those beside it, and what makes a step of them."""
+    """The trained model of a planned run, its further models, and the counters of its step."""
 
     setting: Setting
     ledger: Ledger
@@ -68,12 +68,12 @@ class PlannedStep:
 
     @property
     def all_trained(self) -> list[Trained]:
-        """The model, and those that are trained beside it."""
+        """All trained models: the model itself and, for example, a critic."""
         return [self.trained, *self.companions.values()]
 
     @property
     def run(self) -> Run:
-        """What of a run its checkpoints ask for; it measures nothing, and has no rows."""
+        """The run as its checkpoints need it; it writes no metrics and has no rows."""
         absent: Any = None
         return Run(
             trained=self.trained,

@@ -63,7 +63,7 @@ class Traffic:
         self._calls, self._times, self._work = 0, 1, 1.0
 
     def restart(self) -> None:
-        """Begin to count anew."""
+        """Reset all counts."""
         self.messages.clear()
         self.flops.clear()
 
@@ -190,7 +190,7 @@ _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 
 
 def _is_indexed_from_host(tensor: Tensor, indices: Any) -> bool:
-    """Return whether places of a tensor on a device are told by tensors on the host: torch copies them, and waits."""
+    """Return whether host tensors index a tensor on a device: torch copies the indices and waits."""
     devices = [leaf.device.type for leaf in tree_leaves(indices) if isinstance(leaf, Tensor)]
     return tensor.device.type != "cpu" and "cpu" in devices
 
@@ -247,7 +247,7 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._asked(args[0], "an index that lies on the host")
 
     def _is_answered(self, value: Tensor) -> bool:
-        """Note a check that a transformers model makes of its inputs, and say that it holds: ours hold what it asks."""
+        """Record an input check of a transformers model and answer that it holds, as it does for our inputs."""
         caller = _asked_by_transformers() if value.dtype is torch.bool else None
         if caller is not None:
             self._asked(value, caller)

@@ -168,16 +168,16 @@ class UserTracker:
         self._takes_completions = callable(inspect.getattr_static(self._tracker, "completions", None))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand numbers on."""
+        """Pass the metrics of a step to the user's class."""
         self._tracker.write(step, metrics)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hand rows on where the class takes them."""
+        """Pass completions to the user's class, if it takes them."""
         if self._takes_completions:
             self._tracker.completions(step, rows)
 
     def close(self, status: str) -> None:
-        """Hand the end on."""
+        """Pass the final status to the user's class."""
         self._tracker.close(status)
 
 

@@ -78,7 +78,7 @@ class Pump:
         self._waiting_since = math.inf
 
     def move(self, *, to_the_end: bool) -> bool:
-        """Hand on what is there; return whether there was anything."""
+        """Send new lines and samples to the backend; return whether there were any."""
         lines = self._metrics.take()
         for _, line in lines:
             self._send_line(line)
@@ -87,7 +87,7 @@ class Pump:
             self._waiting += samples
             self._waiting_since = time.monotonic()
         self._send_completions(
-            whole=to_the_end or time.monotonic() - self._waiting_since > patience.current.tracker_group_seconds
+            includes_last=to_the_end or time.monotonic() - self._waiting_since > patience.current.tracker_group_seconds
         )
         if lines or samples:
             first_waiting = self._waiting[0][0] if self._waiting else self._samples.offset
@@ -229,7 +229,7 @@ class JsonLinesReader:
             return False
 
     def size(self) -> int:
-        """Return the bytes that are there now."""
+        """Return the present size of the file in bytes."""
         try:
             return self._path.stat().st_size
         except FileNotFoundError:

@@ -49,7 +49,7 @@ class _CheckpointMixin:
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning's own signature
-        """Gather nothing, as above."""
+        """Gather nothing: `save_checkpoint` reads the live optimizer."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # noqa: ARG002
@@ -97,7 +97,7 @@ class FSDPStrategy(_CheckpointMixin, strategies.FSDPStrategy):  # type: ignore[m
     """FSDP1, with saves that are verified."""
 
     def __init__(self, *args: Any, rehearse: bool = True, **kwargs: Any) -> None:
-        """Take the arguments of Lightning's own strategy; as of `ModelParallelStrategy`."""
+        """Take the arguments of Lightning's own strategy, and `rehearse` as `ModelParallelStrategy` does."""
         super().__init__(*args, **kwargs)
         self._rehearse = rehearse
 

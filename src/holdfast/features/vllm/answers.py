@@ -49,7 +49,7 @@ class Field(NamedTuple):
         raise EndpointMistaken(f"answers {self.route} with {subject}, where {needed} is needed")
 
     def key(self, name: str) -> Field:
-        """Return a value of an object; where the object lacks it, whoever reads that refuses it."""
+        """Return a value of an object; a missing value is refused by the method that reads it."""
         if not isinstance(self.value, dict):
             self.refuse(f"an object with {name}")
         return Field(self.route, self.value.get(name, _ABSENT), (*self.path, name))

@@ -130,7 +130,7 @@ class VLLMFlight:
         self._await(interrupted)
 
     def give_up(self) -> None:
-        """Ask for nothing any more, and wait for nothing."""
+        """End all requests without waiting for their completions."""
         pending = [future for future in self._futures if not future.done()]
         if pending:
             self._give_up(pending)

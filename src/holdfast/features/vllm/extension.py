@@ -38,7 +38,7 @@ _IDENTITY = uuid.uuid4().hex
 
 @dataclass
 class Init(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a push will hold."""
+    """Names, shapes and dtypes of the tensors of all pushes."""
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)

@@ -43,7 +43,7 @@ _BATCHED_TOKENS = 16384
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What servers serve."""
+    """The model, dtype and folders of the servers that are started."""
 
     section: VLLMEngineConfig
     model: Path

@@ -165,7 +165,7 @@ class VLLMServer:
             return  # a server that does not hear us answers nobody either
 
     def hang_up(self) -> None:
-        """Wait for none of the answers that are on their way."""
+        """Close the connections whose answers are still awaited."""
         self.endpoint.hang_up()
         self.control.hang_up()
 

@@ -186,8 +186,10 @@ def _choose_method(draft: FirstFile, verb: str, weights: int, of_teacher: int) -
     adapters = needed > 0.7 * memory
     if adapters:
         teacher_note = " and the teacher" if of_teacher else ""
-        reason = f"{size} weights with AdamW{teacher_note} take {needed / 2**30:.0f} GiB, "
+        reason = (
+            f"{size} weights with AdamW{teacher_note} take {needed / 2**30:.0f} GiB, "
             f"and {holder} {memory / 2**30:.0f} GiB"
+        )
         draft.put("model.lora", {"rank": 16}, f"adapters: {reason}")
     kind = "adapters" if adapters else "large" if weights >= _LARGE / 10 else "small"
     of = "adapters" if adapters else f"{size} weights"
