@@ -150,7 +150,7 @@ class _NoFailureChannel:
 
 @contextlib.contextmanager
 def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
-    """Join a fake process group of so many ranks within the block; its collectives return at once and change nothing."""
+    """Join a fake process group of many ranks within the block; its collectives return at once and change nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         local_size = min(size, 8)
