@@ -33,15 +33,15 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
     """Return what an execution said, JSON-ready."""
     from holdfast.config.verbs.roots import run_from_mapping
     from holdfast.features.plan.execute import execute
-    from holdfast.features.plan.records import Place
+    from holdfast.features.plan.records import RankSpec
 
-    made = execute(run_from_mapping(values), folder, Place(ranks, rank))
+    made = execute(run_from_mapping(values), folder, RankSpec(ranks, rank))
     return {
-        "peaks": {f"{phase} {device}": [peak.total, peak.parts] for (phase, device), peak in made.steady.items()},
-        "resumed": {f"{phase} {device}": [peak.total, peak.parts] for (phase, device), peak in made.resumed.items()},
+        "peaks": {f"{phase} {device}": [peak.total, peak.by_kind] for (phase, device), peak in made.steady.items()},
+        "resumed": {f"{phase} {device}": [peak.total, peak.by_kind] for (phase, device), peak in made.resumed.items()},
         "host_values": [[value.phase, value.reason] for value in made.host_values],
         "messages": {f"{phase} {kind}": note for (phase, kind), note in made.messages.items()},
-        "made": {" ".join(key): size for key, size in made.made.items() if key[1] == "cuda"},
+        "made": {" ".join(key): size for key, size in made.allocated.items() if key[1] == "cuda"},
         "units": [[unit.name, unit.bytes_, unit.trainable] for unit in made.plan.units],
         "micro_batches": made.micro_batches,
         "sharded": made.plan.sharded,

@@ -10,7 +10,7 @@ import pytest
 from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.features.plan.execute import execute
 from holdfast.features.plan.kinds import CHECKPOINT
-from holdfast.features.plan.records import Execution, Place
+from holdfast.features.plan.records import Execution, RankSpec
 from tests.training.cases import run, tree
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
@@ -61,7 +61,7 @@ def values_of(folder: Path, optimizer: str, model: str, **sections: Any) -> dict
 
 
 def planned(folder: Path, values: dict[str, Any], ranks: int = 1) -> Execution:
-    return execute(run_from_mapping(values), folder, Place(ranks=ranks, device="cpu"))
+    return execute(run_from_mapping(values), folder, RankSpec(ranks=ranks, device="cpu"))
 
 
 @pytest.mark.cases("all")
@@ -77,7 +77,7 @@ def test_checkpoints_host_copies_and_exports_take_what_is_planned(
 
     checkpoint = tmp_path / "r/checkpoints/step-00000001"
     assert made.checkpoint_bytes == pytest.approx(of_files(checkpoint), rel=WITHIN)
-    copied = made.steady["save", "cpu"].parts[CHECKPOINT]
+    copied = made.steady["save", "cpu"].by_kind[CHECKPOINT]
     assert copied == pytest.approx((checkpoint / "dcp/__0_0.distcp").stat().st_size, rel=5 * WITHIN)
     assert made.export_bytes == pytest.approx(of_files(tmp_path / "r/exports"), rel=WITHIN)
 

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
-from holdfast.features.cluster.ray import RayAsk, launch_ray
+from holdfast.features.cluster.ray import RayOptions, launch_ray
 from holdfast.features.cluster.slurm import Job, JobStep, agent_options, batch_script, check_cluster, check_interfaces
 from holdfast.launch.first_rank import leave
 from holdfast.parallel.failure.heartbeat import Sightings, Whereabouts, silences
@@ -83,7 +83,7 @@ def test_a_port_in_use_is_one_paragraph() -> None:
 
 def test_without_ray_a_run_on_it_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'holdfast\[ray\]'"):
-        launch_ray(["sft"], RayAsk(2, 0, None), LaunchConfig())
+        launch_ray(["sft"], RayOptions(2, 0, None), LaunchConfig())
 
 
 def seen(sightings: Sightings, beats: dict[int, tuple[str, str]]) -> None:

@@ -26,7 +26,7 @@ _ELSEWHERE = {
 }
 
 
-class Listed(NamedTuple):
+class CommandEntry(NamedTuple):
     """A command in the list of a command line."""
 
     path: str
@@ -39,7 +39,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def command_line(
-    commands: Mapping[str, Listed], groups: Mapping[str, str], before_all: Callable[..., None]
+    commands: Mapping[str, CommandEntry], groups: Mapping[str, str], before_all: Callable[..., None]
 ) -> typer.Typer:
     """Return the program.
 
@@ -57,7 +57,7 @@ def command_line(
     return app
 
 
-def _group(listed: Mapping[str, Listed], **options: Any) -> typer.Typer:
+def _group(listed: Mapping[str, CommandEntry], **options: Any) -> typer.Typer:
     kind = type("ListedGroup", (HintingGroup,), {"listed": listed})
     return _typer(cls=kind, no_args_is_help=True, **options)
 
@@ -69,7 +69,7 @@ def _typer(**options: Any) -> typer.Typer:
 class HintingGroup(TyperGroup):
     """Commands that say what was meant where a word is none of theirs."""
 
-    listed: Mapping[str, Listed] = {}
+    listed: Mapping[str, CommandEntry] = {}
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - the signature is click's
         """Return the names, groups last."""
@@ -98,10 +98,10 @@ class HintingGroup(TyperGroup):
         """
         if ctx.resilient_parsing:  # a shell asks for completions, and shows what is said amid the line
             return super().resolve_command(ctx, args)
-        name, rest = args[0], args[1:]
+        name, arguments = args[0], args[1:]
         if self.get_command(ctx, name) is None:
             if ctx.parent is None:
-                _refuse_command(name, rest)
+                _refuse_command(name, arguments)
             close = [repr(match) for match in get_close_matches(name, self.list_commands(ctx))]
             ctx.fail(f"No such command {name!r}.{f' Did you mean {chr(32).join(close)}?' if close else ''}")
         resolved = super().resolve_command(ctx, args)
@@ -112,7 +112,7 @@ class HintingGroup(TyperGroup):
         return resolved
 
 
-def _refuse_command(name: str, rest: list[str]) -> None:
+def _refuse_command(name: str, arguments: list[str]) -> None:
     if name in _ELSEWHERE:
         raise ConfigError(f"There is no command `holdfast {name}`. {_ELSEWHERE[name]}")
     if name not in _TRAINS:
@@ -122,7 +122,7 @@ def _refuse_command(name: str, rest: list[str]) -> None:
     from holdfast.config.verbs.roots import ROOTS, verb_of
     from holdfast.config.yaml12 import parse_file
 
-    file = rest[0] if rest else "RUN.yaml"
+    file = arguments[0] if arguments else "RUN.yaml"
     text = f"There is no command `holdfast {name}`: each way of training has its own, {', '.join(ROOTS)}."
     at = recognise(file)
     if at.kind not in {PathKind.RUN_FILE, PathKind.UNKNOWN}:
@@ -134,15 +134,15 @@ def _refuse_command(name: str, rest: list[str]) -> None:
     raise ConfigError(f"{text} {file} looks like one for {verb}: `holdfast {verb} {file}`.")
 
 
-def _refuse_dashes(words: list[str], options: set[str]) -> None:
+def _refuse_dashes(arguments: list[str], options: set[str]) -> None:
     """Refuse a key of the run that is written as an option."""
-    for place, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if word == "--":
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if argument == "--":
             return
         if not name.startswith("--") or name in {*options, "--help"} or not _is_key(name[2:], bool(equals)):
             continue
-        following = words[place + 1] if place + 1 < len(words) else ""
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
         value = value if equals else following if following and not following.startswith("-") else "VALUE"
         raise ConfigError(f"{name} is no option. A run's keys are written without dashes: {name[2:]}={value}")
 

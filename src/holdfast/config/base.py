@@ -104,9 +104,9 @@ def _check_function_path(path: str) -> str:
 
 
 def _check_import_path(path: str) -> str:
-    place, colon, name = path.rpartition(":")
-    is_module = all(part.isidentifier() for part in place.split("."))
-    if not colon or not (place.endswith(".py") or is_module) or not name.isidentifier():
+    module, colon, name = path.rpartition(":")
+    is_module = all(identifier.isidentifier() for identifier in module.split("."))
+    if not colon or not (module.endswith(".py") or is_module) or not name.isidentifier():
         raise ValueError(
             f"{path!r} must name a function in a file or in a module, as in my_file.py:my_function or "
             "package.module:my_function"

@@ -86,7 +86,7 @@ def _described(
     for item in items:
         if item["type"] == "rules":
             for key, text in item["ctx"]["mistakes"]:
-                yield (*path, *(int(part) if part.isdecimal() else part for part in key.split("."))), text
+                yield (*path, *(int(step) if step.isdecimal() else step for step in key.split("."))), text
             return
     yield path, _describe(path, items, document, root)
 
@@ -113,8 +113,8 @@ def _describe(path: KeyPath, items: Sequence[Any], document: Document, root: typ
         case "none_required":
             return f"{_short(first['input'])} has no use for this command; remove it, or write null"
         case "model_type" | "dict_type":
-            words = f"this is a section with keys of its own, not the value {_short(first['input'])}"
-            return words + written_as_section(path, first["input"], document.values, root)
+            text = f"this is a section with keys of its own, not the value {_short(first['input'])}"
+            return text + written_as_section(path, first["input"], document.values, root)
     expected = [_WANTED.get(item["type"], str(item["msg"]).removeprefix("Input should be ")) for item in items]
     return f"{_short(items[0]['input'])} should be {' or '.join(dict.fromkeys(expected))}"
 
@@ -128,11 +128,11 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
         return belonging
     kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]
     if kinds:
-        own = " or ".join(kinds_of(section))
+        kind = " or ".join(kinds_of(section))
         # `reward` and `rewards` are two sections, and a key of one is easily written into the other.
         plural = f"{path[0]}s.{name}"
         meant = f"; did you mean {plural}?" if plural in all_keys(root) else ""
-        return f"kind {own} has no such key; it belongs to kind {' and '.join(kinds)}{meant}"
+        return f"kind {kind} has no such key; it belongs to kind {' and '.join(kinds)}{meant}"
     return _misplaced_or_misspelt(name, list(section.model_fields), sorted(set(all_keys(root))))
 
 
@@ -164,35 +164,37 @@ def _with_last_word(name: str, everywhere: Sequence[str]) -> list[str]:
     return [dotted for dotted in matches if "*" not in dotted] or matches
 
 
-def _no_such_kind(word: str, kinds: Sequence[str]) -> str:
-    close = _close(word, kinds, 0.6)
+def _no_such_kind(kind: str, kinds: Sequence[str]) -> str:
+    close = _close(kind, kinds, 0.6)
     meant = f" Did you mean {close}?" if close else ""
-    return f"there is no kind {word!r}.{meant} Kinds: {', '.join(kinds)}"
+    return f"there is no kind {kind!r}.{meant} Kinds: {', '.join(kinds)}"
 
 
-def _close(word: str, candidates: Sequence[str], cutoff: float) -> str | None:
+def _close(typed: str, candidates: Sequence[str], cutoff: float) -> str | None:
     """Return the candidate that a mistake of the hand explains.
 
     One letter in three is wrong at most, or one; or letters are left out, no more than half of them.
     """
-    near = difflib.get_close_matches(word, candidates, n=3, cutoff=cutoff)
-    return next((name for name in near if _edits(word, name) <= max(1, len(word) // 3) or _shortens(word, name)), None)
+    near = difflib.get_close_matches(typed, candidates, n=3, cutoff=cutoff)
+    return next(
+        (name for name in near if _edits(typed, name) <= max(1, len(typed) // 3) or _shortens(typed, name)), None
+    )
 
 
-def _shortens(word: str, name: str) -> bool:
+def _shortens(typed: str, name: str) -> bool:
     letters = iter(name)
-    return 2 * len(word) >= len(name) and all(letter in letters for letter in word)
+    return 2 * len(typed) >= len(name) and all(letter in letters for letter in typed)
 
 
-def _edits(word: str, other: str) -> int:
+def _edits(typed: str, name: str) -> int:
     """Return how many letters were inserted, left out, replaced or exchanged with the next."""
     before: list[int] = []
-    above = list(range(len(other) + 1))
-    for row, letter in enumerate(word, 1):
+    above = list(range(len(name) + 1))
+    for row, letter in enumerate(typed, 1):
         line = [row]
-        for column, there in enumerate(other, 1):
-            least = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != there))
-            if row > 1 and column > 1 and letter == other[column - 2] and word[row - 2] == there:
+        for column, name_letter in enumerate(name, 1):
+            least = min(above[column] + 1, line[-1] + 1, above[column - 1] + (letter != name_letter))
+            if row > 1 and column > 1 and letter == name[column - 2] and typed[row - 2] == name_letter:
                 least = min(least, before[column - 2] + 1)
             line.append(least)
         before, above = above, line
@@ -322,11 +324,11 @@ def _apply(draft: Draft, override: str, root: type[BaseModel]) -> None:
 
 def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[BaseModel]) -> KeyPath:
     """Set a key below nested mappings and lists, making sections on the way; return its path."""
-    place: Any = values
+    container: Any = values
     path: KeyPath = ()
     for key in keys[:-1]:
-        path = (*path, _step(place, key))
-        below = place.get(key) if isinstance(place, dict) else place[path[-1]]
+        path = (*path, _step(container, key))
+        below = container.get(key) if isinstance(container, dict) else container[path[-1]]
         if below is None:
             below = {}
         elif section_at(root, path, values)[1].is_union:
@@ -336,20 +338,20 @@ def _set(values: dict[str, Any], keys: Sequence[str], value: Any, root: type[Bas
                 f"{'.'.join(map(str, path))} is the value {below!r}, not a section; name one of its own keys, or "
                 "replace it whole"
             )
-        place[path[-1]] = below
-        place = below
-    path = (*path, _step(place, keys[-1]))
-    if value is None and isinstance(place, dict) and not takes_null(root, path, values):
-        place.pop(path[-1], None)  # what a file says there is switched off; defaults are in its place
+        container[path[-1]] = below
+        container = below
+    path = (*path, _step(container, keys[-1]))
+    if value is None and isinstance(container, dict) and not takes_null(root, path, values):
+        container.pop(path[-1], None)  # what a file says there is switched off; defaults are in its place
     else:
-        place[path[-1]] = value
+        container[path[-1]] = value
     return path
 
 
-def _step(place: dict[str, Any] | list[Any], key: str) -> str | int:
+def _step(container: dict[str, Any] | list[Any], key: str) -> str | int:
     """Return a key as its container takes it."""
-    if isinstance(place, dict):
+    if isinstance(container, dict):
         return key
-    if not key.isdecimal() or int(key) >= len(place):
-        raise ConfigError(f"{key!r} is not an index of a list with {len(place)} items")
+    if not key.isdecimal() or int(key) >= len(container):
+        raise ConfigError(f"{key!r} is not an index of a list with {len(container)} items")
     return int(key)

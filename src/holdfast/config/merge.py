@@ -18,8 +18,8 @@ from holdfast.config.yaml12 import Document, KeyPath
 
 def merged(documents: Sequence[Document], root: type[BaseModel]) -> Document:
     """Return one document; the first one is changed."""
-    first, *others = documents
-    for later in others:
+    first, *later_documents = documents
+    for later in later_documents:
         merge = _Merge(replace(first, later_files=[*first.later_files, later.file]), later, root)
         merge.mappings(first.values, later.values, ())
         first = merge.into

@@ -69,14 +69,14 @@ class Recognised:
 def recognise(path: str | Path) -> Recognised:
     """Return the kind of a local path; `UNKNOWN` where nothing is there, or nobody can look."""
     text = str(path)
-    place = expanded(text)
+    local_path = expanded(text)
     kind, facts = K.UNKNOWN, dict[str, str]()
     with contextlib.suppress(OSError):
         if "://" not in text and "\0" not in text:
-            if place.is_dir():
-                kind, facts = _directory(place)
-            elif place.is_file():
-                kind, facts = _file(place)
+            if local_path.is_dir():
+                kind, facts = _directory(local_path)
+            elif local_path.is_file():
+                kind, facts = _file(local_path)
     return Recognised(text.rstrip("/") or text, kind, facts)
 
 
@@ -95,36 +95,36 @@ _OF_A_CHECKPOINT = ("manifest.json", "trainer.json")
 Kind = tuple[PathKind, dict[str, str]]
 
 
-def _directory(place: Path) -> Kind:
+def _directory(directory: Path) -> Kind:
     names = set()
-    for entry, _ in zip(place.iterdir(), range(_MOST_ENTRIES), strict=False):
+    for entry, _ in zip(directory.iterdir(), range(_MOST_ENTRIES), strict=False):
         names.add(entry.name)
-    if _is_run(place, names):
-        return K.RUN, _facts_of_run(place)
+    if _is_run(directory, names):
+        return K.RUN, _facts_of_run(directory)
     if {"manifest.json", "dcp"} <= names:
-        return K.CHECKPOINT, _run_above(place, 2)
+        return K.CHECKPOINT, _run_above(directory, 2)
     if any(_STEP.fullmatch(name) for name in names):
-        return K.CHECKPOINTS, _run_above(place, 1)
-    return _model_directory(place, names) or _other_directory(place, names)
+        return K.CHECKPOINTS, _run_above(directory, 1)
+    return _model_directory(directory, names) or _other_directory(directory, names)
 
 
-def _model_directory(place: Path, names: set[str]) -> Kind | None:
+def _model_directory(directory: Path, names: set[str]) -> Kind | None:
     if {"config.json", "adapter_config.json"} & names:
-        pointer = next((name for name in sorted(names) if _is_pointer(place / name)), None)
+        pointer = next((name for name in sorted(names) if _is_pointer(directory / name)), None)
         if pointer is not None:
-            return K.LFS_POINTER, _pointer_facts(place / pointer)
+            return K.LFS_POINTER, _pointer_facts(directory / pointer)
     if "adapter_config.json" in names and "config.json" not in names:
-        return K.ADAPTER, _facts_of_adapter(place)
+        return K.ADAPTER, _facts_of_adapter(directory)
     ours = names & {"holdfast.yaml", "holdfast_export.json"}
-    if ours or ("config.json" in names and _is_model_config(place / "config.json")):
-        return (K.EXPORT, _run_above(place, 2)) if ours else (K.MODEL, {})
+    if ours or ("config.json" in names and _is_model_config(directory / "config.json")):
+        return (K.EXPORT, _run_above(directory, 2)) if ours else (K.MODEL, {})
     return None
 
 
-def _other_directory(place: Path, names: set[str]) -> Kind:
+def _other_directory(directory: Path, names: set[str]) -> Kind:
     if any(_OF_OTHERS.fullmatch(name) for name in names):
         return K.FOREIGN_CHECKPOINT, {}
-    below = [place / name for name in sorted(names) if not name.startswith(".")]
+    below = [directory / name for name in sorted(names) if not name.startswith(".")]
     if any((entry / "run.json").is_file() and _is_run(entry, {"run.json"}) for entry in below):
         return K.RUNS, {}
     if any(entry.name.endswith(_ROW_FILES) for entry in below):
@@ -132,47 +132,47 @@ def _other_directory(place: Path, names: set[str]) -> Kind:
     return K.UNKNOWN, {}
 
 
-def _file(place: Path) -> Kind:
-    if is_lfs_pointer(place):
-        return K.LFS_POINTER, _pointer_facts(place)
+def _file(file: Path) -> Kind:
+    if is_lfs_pointer(file):
+        return K.LFS_POINTER, _pointer_facts(file)
     for names, kind, above in ((_OF_A_RUN, K.RECORD, K.RUN), (_OF_A_CHECKPOINT, K.CHECKPOINT_FILE, K.CHECKPOINT)):
-        if place.name in names and recognise(place.parent).kind is above:
-            return kind, {"run": str(place.parent), "checkpoint": str(place.parent)}
-    if place.name.endswith(_WEIGHTS):
+        if file.name in names and recognise(file.parent).kind is above:
+            return kind, {"run": str(file.parent), "checkpoint": str(file.parent)}
+    if file.name.endswith(_WEIGHTS):
         return K.WEIGHTS, {}
-    if place.name.endswith(_SCRIPTS):
+    if file.name.endswith(_SCRIPTS):
         return K.SCRIPT, {}
-    if place.name == "config.json" and _is_model_config(place):
+    if file.name == "config.json" and _is_model_config(file):
         return K.MODEL_CONFIG, {}
-    if place.name.endswith(_ROW_FILES) or place.name.endswith((".jsonl.gz", ".jsonl.zst")):
+    if file.name.endswith(_ROW_FILES) or file.name.endswith((".jsonl.gz", ".jsonl.zst")):
         return K.ROWS, {}
-    return _configuration(place) if place.name.endswith(_CONFIGURATIONS) else (K.UNKNOWN, {})
+    return _configuration(file) if file.name.endswith(_CONFIGURATIONS) else (K.UNKNOWN, {})
 
 
-def _configuration(place: Path) -> Kind:
+def _configuration(file: Path) -> Kind:
     """Tell our configuration files from those of other systems by whose keys they have more of."""
     from holdfast.config.verbs.roots import verb_of
     from holdfast.config.yaml12 import parse_file
 
     try:
-        values = parse_file(place).values
+        values = parse_file(file).values
     except ConfigError:
         return K.UNKNOWN, {}
     keys = set(_dotted(values))
     ours = len(keys & _own_keys())
     has_sections = any(isinstance(values.get(name), Mapping) for name in ("model", "data"))
     if has_sections and 2 * ours >= len(keys):
-        return K.RUN_FILE, {"verb": verb_of(values), **_run_of_file(place, values)}
+        return K.RUN_FILE, {"verb": verb_of(values), **_run_of_file(file, values)}
     foreign = registry.load(registry.FOREIGN_CONFIGURATION)(keys, more_than=ours)
     return (K.FOREIGN_CONFIG, foreign) if foreign else (K.UNKNOWN, {})
 
 
-def _run_of_file(place: Path, values: Mapping[str, Any]) -> dict[str, str]:
+def _run_of_file(file: Path, values: Mapping[str, Any]) -> dict[str, str]:
     section = values.get("run")
     section = section if isinstance(section, Mapping) else {}
-    directory = Path(str(section.get("dir", "runs"))) / str(section.get("name", place.stem))
-    there = {"run": str(directory)} if _is_run(directory, {"run.json"}) else {}
-    return {"expected": str(directory), **there}
+    directory = Path(str(section.get("dir", "runs"))) / str(section.get("name", file.stem))
+    run = {"run": str(directory)} if _is_run(directory, {"run.json"}) else {}
+    return {"expected": str(directory), **run}
 
 
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -192,30 +192,30 @@ def _own_keys() -> frozenset[str]:
     return frozenset(key for root in ROOTS.values() for key in all_keys(root))
 
 
-def _is_pointer(place: Path) -> bool:
-    return place.name.endswith((*_WEIGHTS, ".json", ".model")) and is_lfs_pointer(place)
+def _is_pointer(file: Path) -> bool:
+    return file.name.endswith((*_WEIGHTS, ".json", ".model")) and is_lfs_pointer(file)
 
 
-def _pointer_facts(place: Path) -> dict[str, str]:
-    return {"file": str(place), "size": f"{place.stat().st_size} bytes"}
+def _pointer_facts(file: Path) -> dict[str, str]:
+    return {"file": str(file), "size": f"{file.stat().st_size} bytes"}
 
 
-def _is_run(place: Path, names: set[str]) -> bool:
-    return "run.json" in names and "run_id" in _mapping(place / "run.json")
+def _is_run(directory: Path, names: set[str]) -> bool:
+    return "run.json" in names and "run_id" in _mapping(directory / "run.json")
 
 
-def _facts_of_run(place: Path) -> dict[str, str]:
-    verb = _mapping(place / "run.json").get("verb")
+def _facts_of_run(run: Path) -> dict[str, str]:
+    verb = _mapping(run / "run.json").get("verb")
     facts = {"verb": verb} if isinstance(verb, str) else {}
-    named = {"model": place / "exports" / "final", "adapter": place / "exports" / "final-adapter"}
-    facts |= {name: str(path) for name, path in named.items() if path.is_dir()}
-    steps = sorted(path for path in (place / "checkpoints").glob("step-*") if _STEP.fullmatch(path.name))
+    exports = {"model": run / "exports" / "final", "adapter": run / "exports" / "final-adapter"}
+    facts |= {name: str(path) for name, path in exports.items() if path.is_dir()}
+    steps = sorted(path for path in (run / "checkpoints").glob("step-*") if _STEP.fullmatch(path.name))
     return facts | ({"newest": str(steps[-1])} if steps else {})
 
 
-def _run_above(place: Path, levels: int) -> dict[str, str]:
+def _run_above(path: Path, levels: int) -> dict[str, str]:
     """Return the run that a checkpoint or an export lies in, if it still does."""
-    directory = place
+    directory = path
     for _ in range(levels):
         directory = directory.parent if directory.name else directory.absolute().parent
     if not _is_run(directory, {"run.json"}):
@@ -224,20 +224,20 @@ def _run_above(place: Path, levels: int) -> dict[str, str]:
     return {"run": str(directory)} | ({"verb": verb} if isinstance(verb, str) else {})
 
 
-def _facts_of_adapter(place: Path) -> dict[str, str]:
-    base = _mapping(place / "adapter_config.json").get("base_model_name_or_path")
+def _facts_of_adapter(directory: Path) -> dict[str, str]:
+    base = _mapping(directory / "adapter_config.json").get("base_model_name_or_path")
     facts = {"base": base} if isinstance(base, str) and base else {}
-    merged = place.with_name(place.name.removesuffix("-adapter"))
-    return facts | ({"merged": str(merged)} if merged != place and merged.is_dir() else {})
+    merged = directory.with_name(directory.name.removesuffix("-adapter"))
+    return facts | ({"merged": str(merged)} if merged != directory and merged.is_dir() else {})
 
 
-def _is_model_config(place: Path) -> bool:
-    return bool({"model_type", "architectures"} & _mapping(place).keys())
+def _is_model_config(file: Path) -> bool:
+    return bool({"model_type", "architectures"} & _mapping(file).keys())
 
 
-def _mapping(place: Path) -> dict[str, Any]:
+def _mapping(file: Path) -> dict[str, Any]:
     """Return a JSON object; an empty one where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        values = read_json(place)
+        values = read_json(file)
         return values if isinstance(values, dict) else {}
     return {}

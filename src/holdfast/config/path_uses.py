@@ -141,15 +141,15 @@ Of several sentences the first counts whose every field is known of the path.
 """
 
 
-def use(at: Recognised, wanted: PathKind) -> str:
+def use(at: Recognised, expected: PathKind) -> str:
     """Return the sentence that names what takes the path, for someone who was to name another kind."""
     uses = _USES[at.kind]
-    templates = uses.get(wanted, uses[None])
-    known = {"path": at.path, "parent": str(Path(at.path).parent), **at.facts}
+    templates = uses.get(expected, uses[None])
+    facts = {"path": at.path, "parent": str(Path(at.path).parent), **at.facts}
     several = (templates,) if isinstance(templates, str) else templates
     for template in several:
-        if all(name is None or name in known for _, name, _, _ in Formatter().parse(template)):
-            return template.format_map(known)
+        if all(name is None or name in facts for _, name, _, _ in Formatter().parse(template)):
+            return template.format_map(facts)
     raise AssertionError(at)
 
 
@@ -174,6 +174,6 @@ def misplaced(path: str, taken: Collection[PathKind], subject: str) -> str | Non
     at = recognise(path)
     if at.kind is K.UNKNOWN or at.kind in taken:
         return None
-    wanted = list(taken)
-    nouns = " or ".join(wanted[:2])
-    return f"{path} is {at.noun}, and {subject} takes {nouns}. {use(at, wanted[0])}"
+    expected = list(taken)
+    nouns = " or ".join(expected[:2])
+    return f"{path} is {at.noun}, and {subject} takes {nouns}. {use(at, expected[0])}"

@@ -54,28 +54,28 @@ def belongs_to_sibling(path: KeyPath, values: Any, root: type[BaseModel]) -> str
     if section is None or not isinstance(written, Mapping):
         return ""
     strangers = {key: value for key, value in written.items() if key not in section.model_fields}
-    chosen = [(key, shape) for key, shape in _unions(section) if key in written]
+    written_unions = [(key, shape) for key, shape in _unions(section) if key in written]
     # The default of a list has no dotted name that could be written.
     absent = [
         (key, shape)
         for key, shape in _unions(section)
         if key not in written and shape.default_kind != PATH and _takes_one_or_several(section, key)
     ]
-    for key, shape in [*chosen, *absent]:
+    for key, shape in [*written_unions, *absent]:
         form = _with_strangers(shape, written.get(key), strangers, name)
         if form is not None:
             line = to_flow({key: form})
             return f"unknown key here; it belongs to {key}: write {line if len(line) <= _LONGEST else 'it inside'}"
-    return _of_kind_not_chosen(path, chosen, written, root)
+    return _of_kind_not_chosen(path, written_unions, written, root)
 
 
 def _of_kind_not_chosen(
-    path: KeyPath, chosen: list[tuple[str, KeyType]], written: Mapping[str, Any], root: type[BaseModel]
+    path: KeyPath, written_unions: list[tuple[str, KeyType]], written: Mapping[str, Any], root: type[BaseModel]
 ) -> str:
     """Say that another kind of a section beside the key has it, where no other section of the tree does."""
-    name, above = str(path[-1]), [str(part) for part in path[:-1]]
+    name, above = str(path[-1]), [str(step) for step in path[:-1]]
     elsewhere = [dotted.split(".") for dotted in all_keys(root) if dotted.split(".")[-1] == name]
-    for key, shape in chosen:
+    for key, shape in written_unions:
         if isinstance(written[key], list) or any(dotted[: len(above) + 1] != [*above, key] for dotted in elsewhere):
             continue
         kinds = [kinds_of(member)[0] for member in shape.sections if name in member.model_fields]
@@ -106,7 +106,7 @@ def _with_strangers(shape: KeyType, value: Any, strangers: Mapping[str, Any], na
             continue
         member = shape.of_kind(str(long.get("kind", shape.default_kind))).section
         if member is not None and name in member.model_fields and name not in long:
-            form = {**long, **{key: own for key, own in strangers.items() if key in member.model_fields}}
+            form = {**long, **{key: stranger for key, stranger in strangers.items() if key in member.model_fields}}
             return [*items[:index], form, *items[index + 1 :]] if isinstance(value, list) else form
     return None
 

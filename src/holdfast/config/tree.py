@@ -117,23 +117,23 @@ def key_path(root: type[BaseModel], location: Sequence[int | str], values: Any) 
     """Return the keys of the file that a location of pydantic's means: without the kinds of unions and other marks."""
     path: list[int | str] = []
     shape = KeyType((root,))
-    for part in location:
+    for step in location:
         if shape.is_union:
-            shape = shape.of_kind(part)
+            shape = shape.of_kind(step)
         elif shape.alone(values) is not shape:
-            shape = shape.below(part)
-        elif shape.section is not None or shape.several or _has(values, part):
-            path.append(part)
-            values = _below(values, part)
-            shape = shape.below(part)
+            shape = shape.below(step)
+        elif shape.section is not None or shape.several or _has(values, step):
+            path.append(step)
+            values = _below(values, step)
+            shape = shape.below(step)
     return tuple(path)
 
 
-def _has(values: Any, part: int | str) -> bool:
+def _has(values: Any, step: int | str) -> bool:
     if isinstance(values, Mapping):
-        return part in values
-    return isinstance(values, list) and isinstance(part, int) and part < len(values)
+        return step in values
+    return isinstance(values, list) and isinstance(step, int) and step < len(values)
 
 
-def _below(values: Any, part: int | str) -> Any:
-    return values[part] if _has(values, part) else None
+def _below(values: Any, step: int | str) -> Any:
+    return values[step] if _has(values, step) else None

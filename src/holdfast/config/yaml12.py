@@ -243,7 +243,7 @@ def parse_text(text: str, file: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        advice = next((text for part, text in _ADVICE.items() if part in problem), "")
+        advice = next((text for pattern, text in _ADVICE.items() if pattern in problem), "")
         raise ConfigError(f"{file}{line}: not YAML: {problem}.{advice}") from error
     except TooMuch as error:
         raise TooMuch(f"{file}{error}") from None

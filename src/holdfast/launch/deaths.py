@@ -80,13 +80,13 @@ def _signal_name(number: int) -> str:
 
 def _sentence(death: Death, step: int | None) -> str:
     report = death.report
-    where = f" in phase {death.phase!r}" if death.phase else ""
-    where += f" at step {step}" if step is not None else ""
-    sentence = f"Rank {death.rank} {how_it_ended(death.exit_code)}{where}"
+    context = f" in phase {death.phase!r}" if death.phase else ""
+    context += f" at step {step}" if step is not None else ""
+    sentence = f"Rank {death.rank} {how_it_ended(death.exit_code)}{context}"
     if death.ended_by_launcher and report is not None:
-        sentence = f"Rank {death.rank} failed{where}"
+        sentence = f"Rank {death.rank} failed{context}"
     if report is not None and report.type == HANG:
-        sentence = f"Rank {death.rank} hung{where}: {report.message}"
+        sentence = f"Rank {death.rank} hung{context}: {report.message}"
     elif report is not None and report.kind in ("error", "user", "peer"):
         sentence += f": {report.type}: {report.message}"
     return sentence if sentence.endswith((".", "!", "?")) else sentence + "."
@@ -129,8 +129,8 @@ def last_error(log: str) -> str:
     # Frames are indented, the exception is not; its message may go on over several lines.
     exception = next((index for index, line in enumerate(body) if line and not line.startswith(" ")), len(body))
     frames = [index for index in range(exception) if body[index].lstrip().startswith("File ")]
-    place = body[frames[-1] : exception] if frames else []
-    return "\n".join([*place, *_paragraph(body[exception:]).splitlines()])
+    frame = body[frames[-1] : exception] if frames else []
+    return "\n".join([*frame, *_paragraph(body[exception:]).splitlines()])
 
 
 def _paragraph(lines: Sequence[str]) -> str:

@@ -83,9 +83,9 @@ class LaunchDirectory:
 
     def begin_log(self, rank: int, ranks: int, attempt: int) -> int:
         """Head a new part of a log; return the offset at which it starts."""
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        timestamp = datetime.now().astimezone().isoformat(timespec="seconds")
         with self.log(rank).open("a") as log:
-            log.write(f"--- rank {rank} of {ranks}, attempt {attempt}, {now} ---\n")
+            log.write(f"--- rank {rank} of {ranks}, attempt {attempt}, {timestamp} ---\n")
             return log.tell()
 
     def begin_attempt(self) -> None:
@@ -134,10 +134,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _remove_abandoned(parent: Path, prefix: str, own: Path) -> None:
+def _remove_abandoned(parent: Path, prefix: str, current: Path) -> None:
     """Remove launch directories of this run whose launcher has gone: their lock is free."""
     for path in parent.glob(f"{prefix}*"):
-        if path == own:
+        if path == current:
             continue
         try:
             lock = os.open(path / "lock", os.O_RDWR)

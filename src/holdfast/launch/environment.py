@@ -145,9 +145,9 @@ def _gpu_facts(environ: Mapping[str, str]) -> dict[str, str]:
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return {}
-    asked = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        listing = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return {}
     lines = listing.stdout.splitlines() if listing.returncode == 0 else []

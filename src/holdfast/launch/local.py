@@ -87,9 +87,9 @@ def _attempts(start: Start, max_restarts: int, directory: LaunchDirectory, guard
         number += 1
         if ending.verdict is not Verdict.DIED:
             return ending
-        place = "before its first step" if ending.step is None else f"at step {ending.step}"
+        moment = "before its first step" if ending.step is None else f"at step {ending.step}"
         if ending.step in died_at:
-            tell(f"The run died {place} twice, so it is not started again: the cause is not chance.")
+            tell(f"The run died {moment} twice, so it is not started again: the cause is not chance.")
             return ending
         if stops.any or restarts == max_restarts:
             tell(how_to_go_on(ending.step))

@@ -111,17 +111,17 @@ def _closing_words(outcome: Outcome, *, dry: bool) -> str:
         return f"the dry run of {outcome.step} steps did everything once; nothing of it was kept"
     ending = f"{outcome.stopped}, after" if outcome.stopped is not None else "done after"
     model = f"; the model is in {outcome.export}" if outcome.export is not None else ""
-    words = f"{ending} step {outcome.step}. The run is in {outcome.directory}{model}."
-    return words if outcome.export is not None else "\n".join((words, *_models(outcome)))
+    sentence = f"{ending} step {outcome.step}. The run is in {outcome.directory}{model}."
+    return sentence if outcome.export is not None else "\n".join((sentence, *_models(outcome)))
 
 
 def _models(outcome: Outcome) -> list[str]:
     """Return what a run that ended without an export has in place of one, and how it gets one."""
     from holdfast.training.saving.exports import EXPORTS, describe_exports
 
-    place = Path(outcome.directory) / EXPORTS
-    there = describe_exports(Path(outcome.directory))
-    lines = [f"{place} holds {there}." if there else f"{place} holds no model yet."]
+    exports = Path(outcome.directory) / EXPORTS
+    content = describe_exports(Path(outcome.directory))
+    lines = [f"{exports} holds {content}." if content else f"{exports} holds no model yet."]
     if outcome.export_command is not None:
         lines.append(f"To make a model of its newest checkpoint: {outcome.export_command}")
     return lines

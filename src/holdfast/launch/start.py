@@ -108,21 +108,23 @@ def _check_rows(section: SourceConfig, base: Path, key: str) -> None:
 def _models(config: TrainingConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys and values that name model directories, which may be names of a hub."""
     model, lora = config.model, config.model.lora
-    named = [("model.path", model.path), ("model.tokenizer", model.tokenizer)]
-    named += [("model.lora.path", lora.path)] if lora is not None else []
+    model_keys = [("model.path", model.path), ("model.tokenizer", model.tokenizer)]
+    model_keys += [("model.lora.path", lora.path)] if lora is not None else []
     if isinstance(config, DistillConfig) and isinstance(config.teacher, TeacherConfig):
-        named += [("teacher.path", config.teacher.path), ("teacher.tokenizer", config.teacher.tokenizer)]
+        model_keys += [("teacher.path", config.teacher.path), ("teacher.tokenizer", config.teacher.tokenizer)]
     if isinstance(config, GRPOConfig):
-        named += [("reward.path", reward.path) for reward in config.reward if isinstance(reward, ModelRewardConfig)]
-        named += [("critic.path", config.critic.path)] if config.critic is not None else []
-    yield from ((key, name) for key, name in named if name is not None and not name.startswith("builtin:"))
+        model_keys += [
+            ("reward.path", reward.path) for reward in config.reward if isinstance(reward, ModelRewardConfig)
+        ]
+        model_keys += [("critic.path", config.critic.path)] if config.critic is not None else []
+    yield from ((key, name) for key, name in model_keys if name is not None and not name.startswith("builtin:"))
 
 
 def _own_code(section: Any, key: str) -> Iterator[tuple[str, str]]:
     """Yield the key, as messages of the ranks have it, and the path of every `kind: path` of a configuration."""
     if isinstance(section, list | tuple):
-        for each in section:
-            yield from _own_code(each, key)
+        for member in section:
+            yield from _own_code(member, key)
     elif isinstance(section, Section):
         if isinstance(section, UserRewardConfig):
             yield f"reward {section.label}", section.path

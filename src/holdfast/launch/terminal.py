@@ -28,11 +28,11 @@ class PlainLines:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the next output, return the lines that are whole."""
-        lines, newline, rest = (self._rest + chunk).rpartition(b"\n")
-        rest = rest[max(0, rest.rfind(b"\r", 0, -1)) :]  # a \r at the end may be half of a line's end
-        if len(rest) > _LONGEST_LINE:
-            lines, newline, rest = lines + newline + rest, b"\n", b""
-        self._rest = rest
+        lines, newline, incomplete = (self._rest + chunk).rpartition(b"\n")
+        incomplete = incomplete[max(0, incomplete.rfind(b"\r", 0, -1)) :]  # a \r at the end may be half of a line's end
+        if len(incomplete) > _LONGEST_LINE:
+            lines, newline, incomplete = lines + newline + incomplete, b"\n", b""
+        self._rest = incomplete
         return as_shown((lines + newline).decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
     def close(self) -> bytes:

@@ -113,11 +113,11 @@ def attempt(number: int, start: Start, directory: LaunchDirectory, guard: Guard,
             relay.start()
             if len(ranks) == start.ranks:
                 _watch(ranks, directory, stops, start.patience)
-            left = _end(ranks, directory, start.patience)
+            survivors = _end(ranks, directory, start.patience)
             relay.finish(1.0)
             directory.settle()
-    if left:
-        tell(f"These processes did not end even on SIGKILL: {', '.join(map(str, sorted(left)))}.")
+    if survivors:
+        tell(f"These processes did not end even on SIGKILL: {', '.join(map(str, sorted(survivors)))}.")
     return _judge(ranks, directory, stops, relay.wrote)
 
 
@@ -149,15 +149,15 @@ def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignal
         if stops.now:
             tell("Stopping now.")
             return
-        now = time.monotonic()
-        if now >= next_look:
-            next_look = now + patience.launcher_look_seconds
+        seconds = time.monotonic()
+        if seconds >= next_look:
+            next_look = seconds + patience.launcher_look_seconds
             directory.settle()
             # Also once there is trouble: a survivor may say that it lost a rank before that rank is seen dead, and
             # then waits for the word that is left here for the dead one.
             if _trouble(ranks, directory) and deadline is None:
-                deadline = now + patience.settle_seconds
-        if deadline is not None and now > deadline:
+                deadline = seconds + patience.settle_seconds
+        if deadline is not None and seconds > deadline:
             return
         time.sleep(patience.launcher_poll_seconds)
 
@@ -264,8 +264,8 @@ def _judge(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignal
     if verdict is not None:
         return Ending(verdict, "", step)
     cause = first_cause(deaths)
-    shown = cause.rank == 0 and wrote
-    return Ending(Verdict.DIED, describe_death(cause, step, _short(directory.log(cause.rank)), shown), step)
+    is_on_terminal = cause.rank == 0 and wrote
+    return Ending(Verdict.DIED, describe_death(cause, step, _short(directory.log(cause.rank)), is_on_terminal), step)
 
 
 def _refusal(refused: Sequence[Death], first: Death, rank_0_wrote: bool) -> str:

@@ -102,7 +102,7 @@ class ServedModel:
             case "/collective_rpc" if asked["method"] == "holdfast_inspect":
                 return {"results": [self.inspect(load_file(asked["kwargs"]["file"]))]}
             case "/collective_rpc" if asked["method"] == "holdfast_lease":
-                return {"results": [self.lease.ask(**asked["kwargs"], now=time.monotonic())]}
+                return {"results": [self.lease.ask(**asked["kwargs"], clock=time.monotonic())]}
             case "/collective_rpc":
                 return {"results": [self.identity()]}
             case "/pause":

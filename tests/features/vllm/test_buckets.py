@@ -19,7 +19,7 @@ from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.buckets import Leases, digest
-from holdfast.features.vllm.processes import Served, command_of, environment_of
+from holdfast.features.vllm.processes import ServerSpec, command_of, environment_of
 from holdfast.features.vllm.servers import VLLMServer
 from tests.features.vllm.served import ServedModel, serving
 
@@ -114,7 +114,7 @@ def test_a_section_that_cannot_work_is_told(section: dict[str, object], words: s
 
 def test_no_secret_stands_on_a_command_line(tmp_path: Path) -> None:
     section = VLLMEngineConfig(url=[URL], start=True, api_key_variable="SERVER_KEY")
-    served = Served(section, tmp_path, "policy", "float32", 256, True, tmp_path)
+    served = ServerSpec(section, tmp_path, "policy", "float32", 256, True, tmp_path)
 
     command = command_of(served, URL)
     environment = environment_of(served, {"SERVER_KEY": "s3cret", "PYTHONPATH": "/ours"})

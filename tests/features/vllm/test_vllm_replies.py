@@ -121,7 +121,7 @@ def test_a_server_says_which_run_pushes_to_it() -> None:
 
     told = record["answer"]["results"][0]
 
-    assert told == served.lease.ask(**record["content"]["kwargs"], replaces=None, now=0.0)
+    assert told == served.lease.ask(**record["content"]["kwargs"], replaces=None, clock=0.0)
     assert told["holder"] == record["content"]["kwargs"]["holder"]
 
 

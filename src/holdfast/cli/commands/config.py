@@ -56,10 +56,10 @@ def schema(verb: str) -> str:
 def diff_configs(first: Path, second: Path) -> list[str]:
     """Return one line per key in which two trees differ; a run's directory stands for what was resolved for it."""
     files = (path / "config.resolved.yaml" if path.is_dir() else path for path in (first, second))
-    left, right = (dict(leaves(as_plain(load_run(file, []).config))) for file in files)
+    first_leaves, second_leaves = (dict(leaves(as_plain(load_run(file, []).config))) for file in files)
     lines = []
-    for key in sorted(set(left) | set(right)):
-        a, b = left.get(key, "(absent)"), right.get(key, "(absent)")
+    for key in sorted(set(first_leaves) | set(second_leaves)):
+        a, b = first_leaves.get(key, "(absent)"), second_leaves.get(key, "(absent)")
         if a != b and key != "run.name":
             lines.append(f"{key}: {a} -> {b}")
     return lines

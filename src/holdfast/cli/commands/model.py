@@ -61,10 +61,10 @@ def check(target: str, overrides: Sequence[str]) -> int:
     from holdfast.parallel.mesh import joined_world
     from holdfast.training.setup.suitability import check_suitability
 
-    config, base, asked = _run_of(target, overrides)
+    config, base, is_asked = _run_of(target, overrides)
     _say(f"looking at {target}, which may take half a minute")
     with joined_world(LaunchConfig(ranks=1, device="cpu")) as world, _without_warnings():
-        accepted = check_suitability(config, base, world, has_config=asked, say=_say)
+        accepted = check_suitability(config, base, world, has_config=is_asked, say=_say)
     return 0 if accepted else 1
 
 

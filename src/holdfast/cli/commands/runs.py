@@ -77,8 +77,8 @@ def print_runs(directory: Path, *, as_json: bool) -> None:
     """
     runs, passed = listed(directory)
     if as_json:
-        others = [{"path": path, "reason": reason} for path, reason in passed]
-        typer.echo(json.dumps({"runs": [asdict(run) for run in runs], "passed_over": others}, indent=2))
+        passed_over = [{"path": path, "reason": reason} for path, reason in passed]
+        typer.echo(json.dumps({"runs": [asdict(run) for run in runs], "passed_over": passed_over}, indent=2))
         return
     for line in runs_table(runs):
         typer.echo(line)
@@ -97,23 +97,23 @@ def listed(directory: Path) -> tuple[list[RunLine], list[tuple[str, str]]]:
     """
     try:
         single = (directory / IDENTITY).exists()
-        places = [directory] if single else sorted(entry for entry in directory.iterdir() if entry.is_dir())
+        paths = [directory] if single else sorted(entry for entry in directory.iterdir() if entry.is_dir())
     except OSError as error:
         raise UserError(
             f"{directory} is no directory of runs: {error.strerror or error}. Name one: holdfast runs ls DIR."
         ) from error
     runs: list[tuple[float, RunLine]] = []
     passed: list[tuple[str, str]] = []
-    for place in places:
-        if place.name.startswith(".") and not single:  # launches and dry runs
+    for path in paths:
+        if path.name.startswith(".") and not single:  # launches and dry runs
             continue
         try:
-            runs.append(_looked_at(place))
+            runs.append(_looked_at(path))
         except FileNotFoundError as error:
             missing = Path(str(error.filename)).name == IDENTITY
-            passed.append((place.name, f"it has no {IDENTITY}, so it is no run" if missing else str(error)))
+            passed.append((path.name, f"it has no {IDENTITY}, so it is no run" if missing else str(error)))
         except (OSError, ValueError, UserError) as error:
-            passed.append((place.name, str(error)))
+            passed.append((path.name, str(error)))
     runs.sort(key=lambda pair: pair[0], reverse=True)
     return [run for _, run in runs], passed
 
@@ -143,35 +143,35 @@ def _cut(text: str, width: int = WIDTH) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
 
 
-def _looked_at(place: Path) -> tuple[float, RunLine]:
+def _looked_at(directory: Path) -> tuple[float, RunLine]:
     """Return when a run was last active, and the run.
 
     Raises:
         OSError: A file of it is missing or is none.
         ValueError: A file of it is damaged.
     """
-    verb, run_id = _identity(place)
-    step, events = last_step(place / METRICS), read_events(place / EVENTS)
-    state: RunState = state_of(place, events, step)
+    verb, run_id = _identity(directory)
+    step, events = last_step(directory / METRICS), read_events(directory / EVENTS)
+    state: RunState = state_of(directory, events, step)
     names = (IDENTITY, METRICS, EVENTS, f"{CHECKPOINTS}/.lease.json")
-    active = max((place / name).stat().st_mtime for name in names if (place / name).exists())
+    active = max((directory / name).stat().st_mtime for name in names if (directory / name).exists())
     run = RunLine(
-        name=place.absolute().name,
-        path=str(place),
+        name=directory.absolute().name,
+        path=str(directory),
         verb=verb,
         run_id=run_id,
         step=step,
         state=state.name,
         why=state.why,
-        checkpoint=_newest_checkpoint(place, events),
-        best=_rating(place / "exports" / "best"),
+        checkpoint=_newest_checkpoint(directory, events),
+        best=_rating(directory / "exports" / "best"),
         last_activity=datetime.fromtimestamp(active).astimezone().isoformat(timespec="seconds"),
     )
     return active, run
 
 
-def _identity(place: Path) -> tuple[str, str]:
-    path = place / IDENTITY
+def _identity(directory: Path) -> tuple[str, str]:
+    path = directory / IDENTITY
     try:
         values = read_json(path)
     except ValueError as error:
@@ -198,28 +198,30 @@ def last_step(path: Path) -> int | None:
     return next((step for step in reversed(steps) if type(step) is int), None)
 
 
-def _newest_checkpoint(place: Path, events: Sequence[dict[str, Any]]) -> int | None:
+def _newest_checkpoint(directory: Path, events: Sequence[dict[str, Any]]) -> int | None:
     saved: set[int] = {
         event["saved"] for event in events if event.get("event") == "checkpoint" and type(event.get("saved")) is int
     }
-    folder = place / CHECKPOINTS
+    folder = directory / CHECKPOINTS
     if saved and not any(folder.glob("step-*")):
-        other = _storage(place)
-        if other is not None and "://" in other and not other.startswith("file://"):
+        storage = _storage(directory)
+        if storage is not None and "://" in storage and not storage.startswith("file://"):
             return max(saved)  # a store that only torch's side can ask
-        folder = Path((other or str(folder)).removeprefix("file://"))
-    there = (step for step in sorted(saved, reverse=True) if (folder / f"step-{step:08d}" / "manifest.json").is_file())
-    return next(there, None)
+        folder = Path((storage or str(folder)).removeprefix("file://"))
+    complete = (
+        step for step in sorted(saved, reverse=True) if (folder / f"step-{step:08d}" / "manifest.json").is_file()
+    )
+    return next(complete, None)
 
 
-def _storage(place: Path) -> str | None:
+def _storage(directory: Path) -> str | None:
     """Return the run's checkpoint.storage, None where it has none."""
     try:
-        section = parse_file(place / "config.resolved.yaml").values.get("checkpoint")
+        section = parse_file(directory / "config.resolved.yaml").values.get("checkpoint")
     except (OSError, ConfigError):
         return None
-    other = section.get("storage") if isinstance(section, dict) else None
-    return other if isinstance(other, str) else None
+    storage = section.get("storage") if isinstance(section, dict) else None
+    return storage if isinstance(storage, str) else None
 
 
 def _rating(export: Path) -> dict[str, Any] | None:

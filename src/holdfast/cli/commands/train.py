@@ -64,8 +64,8 @@ def train_run(  # noqa: PLR0913, PLR0917 - each is an option of a command
     # Without a file the first override stands in its place.
     values = [*([] if path is None else [str(path)]), *overrides]
     is_taught = verb == DistillConfig.verb
-    named = [model, data, *([teacher] if is_taught else [])]
-    if model is None or data is None or None in named or any("=" not in value for value in values):
+    needed = [model, data, *([teacher] if is_taught else [])]
+    if model is None or data is None or None in needed or any("=" not in value for value in values):
         learns_from = " --teacher TEACHER" if is_taught else ""
         raise ConfigError(
             f"`holdfast {verb}` takes a file, `holdfast {verb} RUN.yaml`, or a model and rows instead of one: "

@@ -73,11 +73,11 @@ class SourceConfig(Section):
 
 
 def _one_of(origins: dict[str, Any]) -> Iterator[Mistake]:
-    named = [name for name, value in origins.items() if value]
-    if not named:
+    present = [name for name, value in origins.items() if value]
+    if not present:
         yield next(iter(origins)), f"no rows are named; set one of {', '.join(origins)}"
-    if len(named) > 1:
-        yield named[1], f"rows come from {' and '.join(named)} at once; keep one of them"
+    if len(present) > 1:
+        yield present[1], f"rows come from {' and '.join(present)} at once; keep one of them"
 
 
 class TextConfig(Section):

@@ -78,9 +78,9 @@ class MetricsConfig(Section):
         if self.samples == "parquet" and self.sinks and "completions" in self.track:
             yield "samples", "trackers read samples.jsonl; use jsonl, or leave completions out of metrics.track"
         labels = [tracker.label for tracker in self.sinks]
-        for place, label in enumerate(labels):
-            if label in labels[:place]:
-                yield f"sinks.{place}", f"{label} is there already; every tracker has a name of its own"
+        for index, label in enumerate(labels):
+            if label in labels[:index]:
+                yield f"sinks.{index}", f"{label} is there already; every tracker has a name of its own"
 
 
 class ProfileConfig(Section):

@@ -309,9 +309,9 @@ class MuonConfig(_Optim):
 
 
 def _check_class_path(path: str) -> str:
-    place, colon, name = path.rpartition(":")
-    is_module = all(part.isidentifier() for part in place.split("."))
-    if not colon or not (place.endswith(".py") or is_module) or not name.isidentifier():
+    module, colon, name = path.rpartition(":")
+    is_module = all(identifier.isidentifier() for identifier in module.split("."))
+    if not colon or not (module.endswith(".py") or is_module) or not name.isidentifier():
         raise ValueError(f"{path!r} must name a class, as in my_file.py:MyOptimizer or torch.optim:RMSprop")
     return path
 

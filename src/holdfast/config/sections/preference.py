@@ -186,8 +186,8 @@ class PreferenceConfig(Section):
     def mistakes(self) -> Iterator[Mistake]:
         """Yield losses that do not go together."""
         if len(self.loss) > 1 and "kto" in self.kinds:
-            others = ", ".join(kind for kind in self.kinds if kind != "kto")
-            yield "loss", f"kto takes single answers with a label, {others} pairs of answers; keep one of the two"
+            pair_kinds = ", ".join(kind for kind in self.kinds if kind != "kto")
+            yield "loss", f"kto takes single answers with a label, {pair_kinds} pairs of answers; keep one of the two"
         twice = next((kind for kind in self.kinds if self.kinds.count(kind) > 1), None)
         if twice is not None:
             yield "loss", f"{twice} stands there twice, and metrics could not tell the two apart; keep one of them"

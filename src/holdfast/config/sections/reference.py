@@ -21,7 +21,7 @@ class ServerReferenceConfig(ServerConfig):
     has another model by intent, and the difference is only printed."""
 
 
-class _Kept(Section):
+class _PrecomputedReference(Section):
     precompute: bool = False
     """Score all rows once before the first step, keep the numbers in a file, and train without the reference in
     memory. A later start finds the file. Not for kto, which compares with answers of
@@ -37,7 +37,7 @@ class _Kept(Section):
             yield "cache", "nothing is kept there unless reference.precompute is true; set it, or leave cache out"
 
 
-class PairReferenceConfig(_Kept, ReferenceConfig):
+class PairReferenceConfig(_PrecomputedReference, ReferenceConfig):
     """Where the reference policy lives, and whether it is asked once for all."""
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -52,7 +52,7 @@ def sync_of(section: ReferenceConfig | ServerReferenceConfig) -> ReferenceSyncCo
     return section.sync if isinstance(section, ReferenceConfig) else None
 
 
-class PairServerReferenceConfig(_Kept, ServerReferenceConfig):
+class PairServerReferenceConfig(_PrecomputedReference, ServerReferenceConfig):
     """A model behind an OpenAI-compatible endpoint, such as vLLM's, that tells the log-probabilities of given tokens.
 
     Before step 1 its tokenizer is compared with the policy's, and what it says of a text with what the policy says.

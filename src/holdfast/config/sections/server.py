@@ -50,7 +50,7 @@ def endpoint_mistakes(url: str, key_variable: str | None) -> Iterator[Mistake]:
 
 def _is_address(url: str) -> bool:
     try:
-        parts = urlsplit(url)
-        return parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        split = urlsplit(url)
+        return split.scheme in {"http", "https"} and bool(split.hostname) and split.port != 0
     except ValueError:  # a port that is not a number
         return False

@@ -55,9 +55,9 @@ def critic_model(model: ModelConfig, critic: CriticConfig) -> ModelConfig:
     """Return the `model` section of a critic: the policy's, with its own origin and its own frozen parameters."""
     changed: dict[str, Any] = {"lora": None, "freeze": critic.freeze, "unfreeze": []}
     if critic.path is not None:
-        own = ModelConfig(path=critic.path)
+        defaults = ModelConfig(path=critic.path)
         origin = ("path", "config", "revision", "tokenizer", "image_processor", "config_override", "resize_vocab")
-        changed |= {name: getattr(own, name) for name in origin}
+        changed |= {name: getattr(defaults, name) for name in origin}
     return model.model_copy(update=changed)
 
 

@@ -147,9 +147,9 @@ class DistillConfig(TrainingConfig):
     def _of_samples(self) -> Iterator[Mistake]:
         key, kind, rollout = "distill.loss", self.distill.loss.kind, self.rollout
         if rollout is None or rollout.share < 1:
-            where = "no rollout section" if rollout is None else f"rollout.share={rollout.share:g}"
+            state = "no rollout section" if rollout is None else f"rollout.share={rollout.share:g}"
             fix = "set rollout: {share: 1}" if isinstance(self.teacher, ServerTeacherConfig) else "use reverse_kl"
-            yield key, f"{kind} is an estimate on tokens that the student sampled, and there is {where}; {fix}"
+            yield key, f"{kind} is an estimate on tokens that the student sampled, and there is {state}; {fix}"
             return
         if rollout.temperature != self.distill.temperature:
             yield (

@@ -75,9 +75,9 @@ class DPOConfig(TrainingConfig):
             if reference.precompute and not self.preference.takes_pairs:
                 yield "reference.precompute", "kto compares with answers of other rows of a batch; leave it out"
             return
-        asked = {"kind": reference.kind not in {"auto", "none"}, "precompute": reference.precompute}
-        asked["sync"] = sync_of(reference) is not None
-        for key, is_asked in asked.items():
+        unused_keys = {"kind": reference.kind not in {"auto", "none"}, "precompute": reference.precompute}
+        unused_keys["sync"] = sync_of(reference) is not None
+        for key, is_asked in unused_keys.items():
             if is_asked:
                 yield f"reference.{key}", f"preference.loss: {losses} compares with no reference; leave {key} out"
 

@@ -44,8 +44,8 @@ def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfi
         ConfigError: As `load`.
     """
     _, values = split_overrides(overrides)
-    asked = {override.partition(".")[0].partition("=")[0]: override for override in values}
-    return load_config(path, overrides, ROOTS[verb_of(asked | sections_of(path, overrides))])
+    keys = {override.partition(".")[0].partition("=")[0]: override for override in values}
+    return load_config(path, overrides, ROOTS[verb_of(keys | sections_of(path, overrides))])
 
 
 def sections_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:

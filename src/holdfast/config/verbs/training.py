@@ -141,17 +141,19 @@ class TrainingConfig(_Root):
     def metrics_of_best(self) -> dict[str, str]:
         """Return the metrics that checkpoints and exports are chosen by, each by the key that names it."""
         section = self.checkpoint
-        named = {f"checkpoint.keep.best.{number}.metric": best.metric for number, best in enumerate(section.keep.best)}
+        metrics = {
+            f"checkpoint.keep.best.{number}.metric": best.metric for number, best in enumerate(section.keep.best)
+        }
         if section.export_best is not None:
-            named["checkpoint.export_best.metric"] = section.export_best.metric
-        return named
+            metrics["checkpoint.export_best.metric"] = section.export_best.metric
+        return metrics
 
     def _metrics_that_decide(self) -> dict[str, str]:
         """Return the metrics that a run waits for while it goes on, each by the key that names it."""
-        named = {} if self.stop_when is None else {"stop_when.metric": self.stop_when.metric}
+        metrics = {} if self.stop_when is None else {"stop_when.metric": self.stop_when.metric}
         if isinstance(self.optim.schedule, PlateauSchedule):
-            named["optim.schedule.metric"] = self.optim.schedule.metric
-        return named
+            metrics["optim.schedule.metric"] = self.optim.schedule.metric
+        return metrics
 
     def _measured_meanwhile(self) -> Iterator[Mistake]:
         """Yield metrics that decide while the run goes on, and are measured at its end alone."""
@@ -168,8 +170,8 @@ class TrainingConfig(_Root):
         for key, metric in (self.metrics_of_best() | self._metrics_that_decide()).items():
             head, *rest = metric.split("/")
             if head == "eval" and not any(metric.startswith(f"eval/{name}/") for name in sets):
-                there = f"there are {', '.join(sorted(sets))}" if sets else "there is none"
-                yield key, f"{metric} is of no evaluation set ({there}); write eval/SET/METRIC as in metrics.jsonl"
+                available = f"there are {', '.join(sorted(sets))}" if sets else "there is none"
+                yield key, f"{metric} is of no evaluation set ({available}); write eval/SET/METRIC as in metrics.jsonl"
             elif head != "eval" and not rest and head.startswith(("val", "eval")):
                 yield key, f"{metric} is no metric of an evaluation; write eval/SET/METRIC as in metrics.jsonl"
 

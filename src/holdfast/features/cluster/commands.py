@@ -20,9 +20,9 @@ def run_by_slurm(  # noqa: PLR0913, PLR0917 - each is an option of the command
     to_submit: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch instead of printing it.")] = False,
 ) -> None:
     """Print a batch job for Slurm that requeues itself until the run is done, or submit it."""
-    from holdfast.features.cluster.submission import Ask, launch_slurm
+    from holdfast.features.cluster.submission import SlurmOptions, launch_slurm
 
-    launch_slurm(run, overrides or [], Ask(nodes, gpus_per_node, time, interface), to_submit=to_submit)
+    launch_slurm(run, overrides or [], SlurmOptions(nodes, gpus_per_node, time, interface), to_submit=to_submit)
 
 
 def run_by_ray(  # noqa: PLR0913, PLR0917 - each is an option of the command
@@ -35,7 +35,7 @@ def run_by_ray(  # noqa: PLR0913, PLR0917 - each is an option of the command
     ] = None,
 ) -> None:
     """Run on a Ray cluster, an actor a rank, and end with the run's exit code."""
-    from holdfast.features.cluster.ray import RayAsk
+    from holdfast.features.cluster.ray import RayOptions
     from holdfast.features.cluster.submission import launch_on_ray
 
-    raise typer.Exit(launch_on_ray(run, overrides or [], RayAsk(ranks, gpus_per_rank, address)))
+    raise typer.Exit(launch_on_ray(run, overrides or [], RayOptions(ranks, gpus_per_rank, address)))

@@ -103,7 +103,7 @@ class RankProcess:
 
 
 @dataclass(frozen=True)
-class RayAsk:
+class RayOptions:
     """What the command line asks of Ray."""
 
     ranks: int
@@ -128,7 +128,7 @@ class _Rank:
         return self.code is not None or bool(self.gone)
 
 
-def launch_ray(command: Sequence[str], ask: RayAsk, launch: LaunchConfig) -> int:
+def launch_ray(command: Sequence[str], options: RayOptions, launch: LaunchConfig) -> int:
     """Run `command` once per rank on a Ray cluster and return the exit code of the whole.
 
     Raises:
@@ -141,16 +141,16 @@ def launch_ray(command: Sequence[str], ask: RayAsk, launch: LaunchConfig) -> int
             "Ray is not installed here. Install it beside Holdfast with `pip install 'holdfast[ray]'`, or start the "
             "run without it: `holdfast launch slurm`, or torchrun."
         ) from error
-    _check_address(ask.address)
+    _check_address(options.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        ray.init(address=ask.address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=options.address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise _no_ray(ask.address, str(error).strip().partition("\n")[0]) from error
+        raise _no_ray(options.address, str(error).strip().partition("\n")[0]) from error
     try:
-        group = _placed(ray, ask, launch)
-        ranks = _actors(ray, ask, launch, group)
+        group = _placed(ray, options, launch)
+        ranks = _actors(ray, options, launch, group)
         _start(ray, ranks, command, launch)
         with StopSignals() as stops:
             _watch(ray, ranks, stops)
@@ -176,33 +176,33 @@ def _no_ray(address: str | None, reason: str) -> ConfigError:
     )
 
 
-def _bundle(ask: RayAsk, launch: LaunchConfig) -> dict[str, float]:
+def _bundle(options: RayOptions, launch: LaunchConfig) -> dict[str, float]:
     bundle = {"CPU": float(launch.threads_per_rank)}
-    return bundle | ({"GPU": float(ask.gpus_per_rank)} if ask.gpus_per_rank else {})
+    return bundle | ({"GPU": float(options.gpus_per_rank)} if options.gpus_per_rank else {})
 
 
-def _placed(ray: Any, ask: RayAsk, launch: LaunchConfig) -> Any:
-    bundle, there = _bundle(ask, launch), ray.cluster_resources()
-    for name, each in bundle.items():
-        if there.get(name, 0) < each * ask.ranks:
+def _placed(ray: Any, options: RayOptions, launch: LaunchConfig) -> Any:
+    bundle, total = _bundle(options, launch), ray.cluster_resources()
+    for name, needed in bundle.items():
+        if total.get(name, 0) < needed * options.ranks:
             raise ConfigError(
-                f"{ask.ranks} ranks need {each * ask.ranks:g} {name}s, {each:g} each, and this Ray has "
-                f"{there.get(name, 0):g}. Lower --ranks{' or leave out --gpus-per-rank' if name == 'GPU' else ''}, or "
+                f"{options.ranks} ranks need {needed * options.ranks:g} {name}s, {needed:g} each, and this Ray has "
+                f"{total.get(name, 0):g}. Lower --ranks{' or leave out --gpus-per-rank' if name == 'GPU' else ''}, or "
                 "add nodes to the cluster."
             )
     from ray.util.placement_group import placement_group
 
-    group = placement_group([bundle] * ask.ranks, strategy="PACK")
+    group = placement_group([bundle] * options.ranks, strategy="PACK")
     if not group.wait(timeout_seconds=patience.current.ray_place_seconds):
         raise ConfigError(
-            f"Ray has not placed {ask.ranks} ranks in {patience.current.ray_place_seconds:.0f} s: other work holds "
+            f"Ray has not placed {options.ranks} ranks in {patience.current.ray_place_seconds:.0f} s: other work holds "
             f"what they need ({', '.join(f'{amount:g} {name}' for name, amount in bundle.items())} each). Wait for it, "
             "or lower --ranks."
         )
     return group
 
 
-def _actors(ray: Any, ask: RayAsk, launch: LaunchConfig, group: Any) -> list[_Rank]:
+def _actors(ray: Any, options: RayOptions, launch: LaunchConfig, group: Any) -> list[_Rank]:
     """Return an actor a rank, those of one machine next to each other."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -210,35 +210,35 @@ def _actors(ray: Any, ask: RayAsk, launch: LaunchConfig, group: Any) -> list[_Ra
     actors = [
         remote.options(
             num_cpus=launch.threads_per_rank,
-            num_gpus=ask.gpus_per_rank,
+            num_gpus=options.gpus_per_rank,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         ).remote()
-        for index in range(ask.ranks)
+        for index in range(options.ranks)
     ]
-    places = ray.get([actor.place.remote() for actor in actors], timeout=patience.current.ray_place_seconds)
+    locations = ray.get([actor.place.remote() for actor in actors], timeout=patience.current.ray_place_seconds)
     by_node: defaultdict[str, list[int]] = defaultdict(list)
-    for index, (_, node, _) in enumerate(places):
+    for index, (_, node, _) in enumerate(locations):
         by_node[node].append(index)
     order = [index for members in by_node.values() for index in members]
-    return [_Rank(number, actors[index], places[index][0]) for number, index in enumerate(order)]
+    return [_Rank(number, actors[index], locations[index][0]) for number, index in enumerate(order)]
 
 
 def _start(ray: Any, ranks: Sequence[_Rank], command: Sequence[str], launch: LaunchConfig) -> None:
-    places = ray.get([rank.actor.place.remote() for rank in ranks])
+    locations = ray.get([rank.actor.place.remote() for rank in ranks])
     port = ray.get(ranks[0].actor.free_port.remote())
     starts = []
-    for rank, (_, node, _) in zip(ranks, places, strict=True):
-        members = [number for number, place in enumerate(places) if place[1] == node]
-        gpus = [gpu for number in members for gpu in places[number][2]]
+    for rank, (_, node, _) in zip(ranks, locations, strict=True):
+        members = [number for number, location in enumerate(locations) if location[1] == node]
+        gpus = [gpu for number in members for gpu in locations[number][2]]
         variables = {
             "RANK": str(rank.number),
             "WORLD_SIZE": str(len(ranks)),
             "LOCAL_RANK": str(members.index(rank.number)),
             "LOCAL_WORLD_SIZE": str(len(members)),
-            "MASTER_ADDR": places[0][0],
+            "MASTER_ADDR": locations[0][0],
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": str(launch.threads_per_rank),
             "PYTHONUNBUFFERED": "1",
@@ -321,5 +321,5 @@ def _code(ranks: Sequence[_Rank]) -> int:
 
 
 def _tell_death(rank: _Rank) -> None:
-    words = rank.tail.decode(errors="replace").strip() if rank.number else ""
-    tell(f"Rank {rank.number} on {rank.host} {how_it_ended(rank.code or 0)}. {words}".rstrip())
+    log = rank.tail.decode(errors="replace").strip() if rank.number else ""
+    tell(f"Rank {rank.number} on {rank.host} {how_it_ended(rank.code or 0)}. {log}".rstrip())

@@ -21,17 +21,17 @@ _MOST_AT_ONE_STEP = 3
 _EVENT = "requeue"
 
 
-def decide(place: Path, job: str) -> tuple[bool, str]:
-    """Return whether a job is requeued, and why, in words for its log; a requeue is noted in the run's events.
+def decide(directory: Path, job: str) -> tuple[bool, str]:
+    """Return whether a job is requeued, and why, in a sentence for its log; a requeue is noted in the run's events.
 
     Args:
-        place: The run's directory.
+        directory: The run's directory.
         job: Its number, to tell its requeues from an earlier job's.
     """
-    if not (place / IDENTITY).exists():
-        return False, f"{place} holds no run: it was refused before its first step. The job is not requeued."
-    events, step = read_events(place / EVENTS), last_step(place / METRICS)
-    state = state_of(place, events, step)
+    if not (directory / IDENTITY).exists():
+        return False, f"{directory} holds no run: it was refused before its first step. The job is not requeued."
+    events, step = read_events(directory / EVENTS), last_step(directory / METRICS)
+    state = state_of(directory, events, step)
     if state.name == "done":
         return False, "The run is done."
     at = step or 0
@@ -41,14 +41,14 @@ def decide(place: Path, job: str) -> tuple[bool, str]:
     if here >= _MOST_AT_ONE_STEP:
         return False, f"{why} It was requeued {here} times at this step, so it is not again: the cause is not chance."
     line = {"event": _EVENT, "step": at, "job": job, "reason": state.why, "time": time.time()}
-    append_text(place / EVENTS, json.dumps(line) + "\n")
+    append_text(directory / EVENTS, json.dumps(line) + "\n")
     return True, f"{why} Job {job} is requeued, {here + 1} of at most {_MOST_AT_ONE_STEP} times at this step."
 
 
 def main() -> int:
     """Decide for the run and the job of the command line; 0: requeue, 1: do not."""
-    again, words = decide(Path(sys.argv[1]), sys.argv[2])
-    print(words, flush=True)
+    again, reason = decide(Path(sys.argv[1]), sys.argv[2])
+    print(reason, flush=True)
     return 0 if again else 1
 
 

@@ -260,9 +260,9 @@ def agent_options(step: JobStep, launch: LaunchConfig) -> list[str]:
     Raises:
         ConfigError: launch.min_ranks is more than there are.
     """
-    place, ranks = step.meeting, resolve_ranks(launch, step.environ)
+    meeting, ranks = step.meeting, resolve_ranks(launch, step.environ)
     options = ["--nproc-per-node", str(ranks), "--rdzv-id", step.job, "--no-python"]
-    address, port = place["MASTER_ADDR"], place["MASTER_PORT"]
+    address, port = meeting["MASTER_ADDR"], meeting["MASTER_PORT"]
     if launch.min_ranks is None:
         return [
             *("--nnodes", str(step.nodes), "--node-rank", str(step.node)),
@@ -318,7 +318,7 @@ def check_interfaces(environ: Mapping[str, str] | None = None) -> None:
 
 def _address_of(node: str) -> list[str]:
     described = _answer("scontrol", "--oneliner", "show", "node", node).split()
-    return [word.partition("=")[2] for word in described if word.startswith("NodeAddr=")]
+    return [field.partition("=")[2] for field in described if field.startswith("NodeAddr=")]
 
 
 def _answer(*command: str) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from holdfast.config.verbs.roots import load_run, verb_of
 from holdfast.config.verbs.training import as_plain
-from holdfast.features.cluster.ray import RayAsk, launch_ray
+from holdfast.features.cluster.ray import RayOptions, launch_ray
 from holdfast.features.cluster.slurm import Job, batch_script, check_cluster, submit
 from holdfast.launch.environment import resolve_ranks
 from holdfast.launch.start import check_paths
@@ -19,7 +19,7 @@ from holdfast.training.directory import run_directory
 
 
 @dataclass(frozen=True)
-class Ask:
+class SlurmOptions:
     """What the command line asks of Slurm; see `Job`."""
 
     nodes: int
@@ -28,7 +28,7 @@ class Ask:
     interface: str | None
 
 
-def launch_on_ray(file: Path, overrides: Sequence[str], ask: RayAsk) -> int:
+def launch_on_ray(file: Path, overrides: Sequence[str], options: RayOptions) -> int:
     """Run on a Ray cluster, and return the exit code of the run.
 
     Raises:
@@ -38,10 +38,10 @@ def launch_on_ray(file: Path, overrides: Sequence[str], ask: RayAsk) -> int:
     verb = verb_of(as_plain(loaded.config))
     check_paths(verb, loaded.config, loaded.base)
     command = [sys.executable, "-m", "holdfast.cli.main", verb, str(file), *overrides]
-    return launch_ray(command, ask, loaded.config.launch)
+    return launch_ray(command, options, loaded.config.launch)
 
 
-def launch_slurm(file: Path, overrides: Sequence[str], ask: Ask, *, to_submit: bool) -> None:
+def launch_slurm(file: Path, overrides: Sequence[str], options: SlurmOptions, *, to_submit: bool) -> None:
     """Print the batch job of a run, or submit it.
 
     Raises:
@@ -54,11 +54,11 @@ def launch_slurm(file: Path, overrides: Sequence[str], ask: Ask, *, to_submit: b
     job = Job(
         command=[verb, str(file), *overrides],
         run_directory=run_directory(config),
-        nodes=ask.nodes,
-        ranks_per_node=ask.gpus_per_node or resolve_ranks(config.launch),
-        gpus_per_node=ask.gpus_per_node or 0,
-        time=ask.time,
-        interface=ask.interface,
+        nodes=options.nodes,
+        ranks_per_node=options.gpus_per_node or resolve_ranks(config.launch),
+        gpus_per_node=options.gpus_per_node or 0,
+        time=options.time,
+        interface=options.interface,
         grace_seconds=config.checkpoint.grace_seconds,
         elastic=config.launch.min_ranks is not None,
     )

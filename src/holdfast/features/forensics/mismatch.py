@@ -60,28 +60,28 @@ def at_temperature(temperature: float, support: Support = EVERY_TOKEN, *, keeps_
     """
 
     def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
-        left = support.restrict(logits / temperature, tokens if keeps_chosen else None)
-        return left.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        restricted = support.restrict(logits / temperature, tokens if keeps_chosen else None)
+        return restricted.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
     return chosen
 
 
 def causes(temperature: float, support: Support = EVERY_TOKEN, *, renormalised: bool = False) -> dict[str, CauseTried]:
-    """Return what is tried on one pass of the trainer; the first is that nothing is wrong.
+    """Return the causes that are tried on one pass of the trainer; the first assumes no error.
 
     Args:
         temperature: Of the run.
         support: What the run's own top_k, top_p and min_p leave.
         renormalised: Whether the trainer scores over that support (`rollout.renormalise`).
     """
-    own = support if renormalised else EVERY_TOKEN
+    run_support = support if renormalised else EVERY_TOKEN
     which = "the tokens that rollout.top_k, top_p and min_p leave" if renormalised else "all tokens"
-    as_it_was = at_temperature(temperature, own, keeps_chosen=True)
+    as_it_was = at_temperature(temperature, run_support, keeps_chosen=True)
     tried = {f"temperature {temperature:g}, {which}": as_it_was}
-    for other in _TEMPERATURES:
-        if other != temperature:
-            name = f"temperature: sampled at {other:g}, scored at {temperature:g}"
-            tried[name] = at_temperature(other, own, keeps_chosen=True)
+    for wrong_temperature in _TEMPERATURES:
+        if wrong_temperature != temperature:
+            name = f"temperature: sampled at {wrong_temperature:g}, scored at {temperature:g}"
+            tried[name] = at_temperature(wrong_temperature, run_support, keeps_chosen=True)
     for k in _TOP_K:
         name = f"top_k support: renormalised over the {k} most probable tokens"
         tried[name] = at_temperature(temperature, Support(top_k=k))
@@ -122,7 +122,9 @@ def best_of_each(tried: Sequence[Fit]) -> list[Fit]:
 
 def fits(sharded: ShardedModel, groups: Sequence[Group], tried: dict[str, CauseTried]) -> list[Fit]:
     """Return how near each cause comes, on the present weights; one process."""
-    return [fit_of(cause, torch.cat(parts)) for cause, parts in differences_of(sharded, groups, tried).items()]
+    return [
+        fit_of(cause, torch.cat(differences)) for cause, differences in differences_of(sharded, groups, tried).items()
+    ]
 
 
 @torch.no_grad()
@@ -131,7 +133,7 @@ def differences_of(
 ) -> dict[str, list[Tensor]]:
     """Return [C] differences of each completion, by cause, on the present weights; one process."""
     differences: dict[str, list[Tensor]] = {cause: [] for cause in tried}
-    for prompt_size, tokens, told in completions_of(groups):
+    for prompt_size, tokens, engine_logprobs in completions_of(groups):
         example = Example(0, 0, tokens, np.arange(tokens.size) >= prompt_size)
         batch = pack([example], [Share(1.0, 1.0)], padded=sharded.model.padded)
         logits: list[Tensor] = []
@@ -141,15 +143,15 @@ def differences_of(
 
         with without_dropout(sharded.model):
             sharded.model.show_predictors(to_device(batch, sharded.setting.world.device), look)
-        chosen = torch.from_numpy(tokens[prompt_size:]).to(logits[0].device)
+        sampled = torch.from_numpy(tokens[prompt_size:]).to(logits[0].device)
         for cause, logprobs_of in tried.items():
-            differences[cause].append(apart(logprobs_of(logits[0], chosen), told))
+            differences[cause].append(apart(logprobs_of(logits[0], sampled), engine_logprobs))
     return differences
 
 
-def apart(logprobs: Tensor, told: np.ndarray) -> Tensor:
+def apart(logprobs: Tensor, engine_logprobs: np.ndarray) -> Tensor:
     """Return [C] absolute differences in nats, NaN where the engine told nothing."""
-    return (logprobs.cpu().double() - torch.from_numpy(told).double()).abs()
+    return (logprobs.cpu().double() - torch.from_numpy(engine_logprobs).double()).abs()
 
 
 def fits_without(sharded: ShardedModel, groups: Sequence[Group], logprobs_of: CauseTried) -> list[Fit]:
@@ -158,11 +160,11 @@ def fits_without(sharded: ShardedModel, groups: Sequence[Group], logprobs_of: Ca
     differences = torch.cat(differences_of(sharded, groups, {cause: logprobs_of})[cause])
     ends, cut_otherwise = [], []
     for size, trajectory in _chosen(groups):
-        chosen = trajectory.tokens[size:].tolist()
-        end = np.zeros(len(chosen), np.bool_)
+        sampled = trajectory.tokens[size:].tolist()
+        end = np.zeros(len(sampled), np.bool_)
         end[-1] = trajectory.finish is Finish.STOP
         ends.append(end)
-        cut_otherwise.append(np.full(len(chosen), _encoded_again(sharded.origin.tokenizer, chosen) != chosen))
+        cut_otherwise.append(np.full(len(sampled), _encoded_again(sharded.origin.tokenizer, sampled) != sampled))
     spoilt = {
         "stop tokens: all but the tokens that end completions agree": torch.from_numpy(np.concatenate(ends)),
         "re-encoding: all completions agree whose text is cut into the same tokens again": torch.from_numpy(

@@ -74,24 +74,24 @@ def fits_elsewhere(
             blocks = "" if block == 1 else f", whole blocks of {block} tokens"
             name = f"prefix cache: keys and values of prompts are of {earlier[1]}{blocks}"
             ways[name] = _behind_a_cache(earlier[0], present, block)
-    made = [_fit(cause, way, groups, logprobs_of) for cause, way in ways.items()]
+    fits = [_fit(cause, way, groups, logprobs_of) for cause, way in ways.items()]
     if routers_of(low.model):
-        made += _routing(groups, logprobs_of, plain_copy(sharded), low)
-    return made
+        fits += _routing(groups, logprobs_of, plain_copy(sharded), low)
+    return fits
 
 
 def _fit(cause: str, way: _Logits, groups: Sequence[Group], logprobs_of: CauseTried) -> Fit:
-    parts = []
-    for size, tokens, told in completions_of(groups):
+    differences = []
+    for size, tokens, engine_logprobs in completions_of(groups):
         sequence = torch.from_numpy(tokens)
-        parts.append(apart(logprobs_of(way(sequence, size), sequence[size:]), told))
-    return fit_of(cause, torch.cat(parts))
+        differences.append(apart(logprobs_of(way(sequence, size), sequence[size:]), engine_logprobs))
+    return fit_of(cause, torch.cat(differences))
 
 
 def _whole(replica: Replica) -> _Logits:
     def logits(tokens: Tensor, size: int) -> Tensor:
-        told: Tensor = replica.model(input_ids=tokens[None].to(replica.device), use_cache=False).logits
-        return told[0, size - 1 : -1].float().cpu()
+        scores: Tensor = replica.model(input_ids=tokens[None].to(replica.device), use_cache=False).logits
+        return scores[0, size - 1 : -1].float().cpu()
 
     return logits
 
@@ -105,24 +105,24 @@ def _behind_a_cache(earlier: Replica, present: Replica, block: int) -> _Logits:
         if cached == 0:
             return _whole(present)(tokens, size)
         cache = earlier.model(input_ids=row[:, :cached], use_cache=True).past_key_values
-        told: Tensor = present.model(input_ids=row[:, cached:], past_key_values=cache, use_cache=True).logits
-        return told[0, size - 1 - cached : -1].float().cpu()
+        scores: Tensor = present.model(input_ids=row[:, cached:], past_key_values=cache, use_cache=True).logits
+        return scores[0, size - 1 - cached : -1].float().cpu()
 
     return logits
 
 
 def _routing(groups: Sequence[Group], logprobs_of: CauseTried, exact: Replica, low: Replica) -> list[Fit]:
     differences, near_ties = [], []
-    way, routers = _whole(exact), [Routers(each.model) for each in (exact, low)]
-    for size, tokens, told in completions_of(groups):
+    way, routers = _whole(exact), [Routers(routed.model) for routed in (exact, low)]
+    for size, tokens, engine_logprobs in completions_of(groups):
         sequence = torch.from_numpy(tokens)
         choices = []
         for replica, router in zip((exact, low), routers, strict=True):
-            with router.choices() as seen:
+            with router.choices() as layers:
                 replica.model(input_ids=sequence[None].to(replica.device), use_cache=False)
-            choices.append(torch.stack([layer.reshape(tokens.size, -1).sort(-1).values.cpu() for layer in seen]))
+            choices.append(torch.stack([layer.reshape(tokens.size, -1).sort(-1).values.cpu() for layer in layers]))
         moved = (choices[0] != choices[1]).any(-1).any(0)  # [P + C]
-        differences.append(apart(logprobs_of(way(sequence, size), sequence[size:]), told))
+        differences.append(apart(logprobs_of(way(sequence, size), sequence[size:]), engine_logprobs))
         near_ties.append(moved[size - 1 : -1])
     name = "routing: all but tokens whose experts change by rounding agree"
     return fits_on_the_rest(torch.cat(differences), {name: torch.cat(near_ties)})

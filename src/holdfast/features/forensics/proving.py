@@ -78,7 +78,7 @@ def prove(
     loaded = load_run(path, [*overrides, f"steps={steps}"])
     _refuse_unrecorded(loaded.config)
     ranks = resolve_ranks(loaded.config.launch)
-    chosen = random.Random(seed)
+    generator = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
     plan = ProofPlan(
         loaded.config.verb,
@@ -86,14 +86,14 @@ def prove(
         tuple(overrides),
         steps,
         kill_at,
-        chosen.randrange(ranks),
-        chosen.choice(PROOF_PHASES[loaded.config.verb]),
+        generator.randrange(ranks),
+        generator.choice(PROOF_PHASES[loaded.config.verb]),
         every,
         engine_of(loaded.config) is not None,
     )
-    place = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
-    shutil.rmtree(place, ignore_errors=True)  # an earlier proof's: no run can have such a name
-    straight, broken = place / _STRAIGHT, place / _KILLED
+    folder = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier proof's: no run can have such a name
+    straight, broken = folder / _STRAIGHT, folder / _KILLED
     print(f"straight: {steps} steps on {ranks} rank(s), a checkpoint every {every}", flush=True)
     if plan.served:
         print(_OUTSIDE, flush=True)
@@ -171,8 +171,12 @@ def _print_resume(plan: ProofPlan, directory: Path, began: int, first: int, seco
 def _compare(straight: Path, broken: Path) -> int:
     from holdfast.metrics.sink import METRICS, read_metrics
 
-    one, two = ([line for line in read_metrics(run / METRICS) if "loss" in line] for run in (straight, broken))
-    divergence = _first_difference_of_steps(one, two) or _first_difference_of_states(straight, broken)
+    straight_lines, broken_lines = (
+        [line for line in read_metrics(run / METRICS) if "loss" in line] for run in (straight, broken)
+    )
+    divergence = _first_difference_of_steps(straight_lines, broken_lines) or _first_difference_of_states(
+        straight, broken
+    )
     if divergence is not None:
         print(f"first divergence: {divergence}")
         print(f"both runs are in {straight.parent}")
@@ -182,14 +186,14 @@ def _compare(straight: Path, broken: Path) -> int:
     return 0
 
 
-def _first_difference_of_steps(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> str | None:
-    for line, other in zip(one, two, strict=False):
+def _first_difference_of_steps(straight: list[dict[str, Any]], broken: list[dict[str, Any]]) -> str | None:
+    for line, resumed in zip(straight, broken, strict=False):
         for name in (name for name in PROVED_METRICS if name in line):
-            if line[name] != other[name] or line["step"] != other["step"]:
-                return f"step {line['step']}: {name} is {line[name]!r} straight and {other[name]!r} after the resume"
-    if len(one) != len(two):
-        return f"{len(one)} steps straight, {len(two)} with the resume"
-    print(f"steps 1 to {len(one)}: loss, gradient norm, learning rate and sequences are identical")
+            if line[name] != resumed[name] or line["step"] != resumed["step"]:
+                return f"step {line['step']}: {name} is {line[name]!r} straight and {resumed[name]!r} after the resume"
+    if len(straight) != len(broken):
+        return f"{len(straight)} steps straight, {len(broken)} with the resume"
+    print(f"steps 1 to {len(straight)}: loss, gradient norm, learning rate and sequences are identical")
     return None
 
 
@@ -197,12 +201,12 @@ def _first_difference_of_states(straight: Path, broken: Path) -> str | None:
     from holdfast.checkpoint.inspect.compare import first_different_value, state_hash
     from holdfast.checkpoint.keep import find
 
-    one, two = find.one(str(straight)), find.one(str(broken))
-    different = first_different_value(one, two)
+    first, second = find.one(str(straight)), find.one(str(broken))
+    different = first_different_value(first, second)
     if different is None:
-        count = len(one.manifest.tensors)
-        print(f"state of step {one.manifest.step}: {count} tensors, cursor and random state are identical")
-        print(f"state hash {state_hash(one)}")
+        count = len(first.manifest.tensors)
+        print(f"state of step {first.manifest.step}: {count} tensors, cursor and random state are identical")
+        print(f"state hash {state_hash(first)}")
     return different
 
 
@@ -241,8 +245,8 @@ def explain(directory: Path, step: int) -> int:
         print(f"{fit.mean:9.2g} {fit.largest:9.2g}  {fit.cause}")
     for cause, why in explanation.not_tried.items():
         print(f"{'-':>9} {'-':>9}  {cause}: not tried, {why}")
-    print(explanation.words)
-    return 0 if explanation.words.startswith("nothing") else 1
+    print(explanation.sentence)
+    return 0 if explanation.sentence.startswith("nothing") else 1
 
 
 def _recorded_run(directory: Path) -> GRPOConfig:

@@ -47,7 +47,7 @@ class RecordedEngine:
             )
         self._place = 0
         self._open: _Completions = {}
-        self._submitted: list[_Answered] = []
+        self._submitted: list[_RecordedFlight] = []
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take no weights: nothing is sampled from them."""
@@ -57,14 +57,14 @@ class RecordedEngine:
         requests: Sequence[Request],
         sampling: SamplingConfig,
         done: Sequence[Sampled] = (),  # noqa: ARG002 - all of them are
-    ) -> _Answered:
+    ) -> _RecordedFlight:
         """Look up what was recorded.
 
         Raises:
             RunStopped: There is no such completion.
         """
-        return _Answered(
-            [self._completion(request, place, sampling) for request in requests for place in range(len(request.seeds))]
+        return _RecordedFlight(
+            [self._completion(request, index, sampling) for request in requests for index in range(len(request.seeds))]
         )
 
     def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
@@ -74,7 +74,7 @@ class RecordedEngine:
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:  # noqa: ARG002 - it takes no time
         """Return all completions of what was submitted."""
         answered, self._submitted = self._submitted, []
-        return [one for each in answered for one in each.collect()]
+        return [sampled for flight in answered for sampled in flight.collect()]
 
     def sleep(self) -> bool:
         """Have no weights to give back."""
@@ -83,28 +83,28 @@ class RecordedEngine:
     def close(self) -> None:
         """Have nothing to close."""
 
-    def _completion(self, request: Request, place: int, sampling: SamplingConfig) -> Sampled:
-        key = request.request_id, request.seeds[place]
+    def _completion(self, request: Request, index: int, sampling: SamplingConfig) -> Sampled:
+        key = request.request_id, request.seeds[index]
         if key not in self._open:
             self._open = self._step_with(key)
-        one = self._open[key]
-        if one["temperature"] != sampling.temperature:
+        completion = self._open[key]
+        if completion["temperature"] != sampling.temperature:
             raise RunStopped(
-                f"Completion {place} of prompt {request.request_id} was recorded at temperature "
-                f"{one['temperature']:g}, and rollout.temperature is {sampling.temperature:g}."
+                f"Completion {index} of prompt {request.request_id} was recorded at temperature "
+                f"{completion['temperature']:g}, and rollout.temperature is {sampling.temperature:g}."
             )
-        tokens = np.asarray(one["tokens"], np.int64)
-        logprobs = np.asarray(one["sampler_logprobs"], np.float32)
-        parts = tuple((int(start), int(version)) for start, version in one["versions"])
+        tokens = np.asarray(completion["tokens"], np.int64)
+        logprobs = np.asarray(completion["sampler_logprobs"], np.float32)
+        versions = tuple((int(start), int(version)) for start, version in completion["versions"])
         return Sampled(
             request.request_id,
-            place,
+            index,
             tokens,
             logprobs,
-            Finish(one["finish"]),
-            parts[0][1] if parts else -1,
+            Finish(completion["finish"]),
+            versions[0][1] if versions else -1,
             None,
-            parts if len(parts) > 1 else (),
+            versions if len(versions) > 1 else (),
             int(np.count_nonzero(np.isnan(logprobs))),
         )
 
@@ -123,18 +123,18 @@ class RecordedEngine:
         )
 
 
-class _Answered:
+class _RecordedFlight:
     """Behind `rollout/engine.py: Flight`."""
 
     def __init__(self, completions: list[Sampled]) -> None:
         self._completions = completions
 
     def finished(self) -> list[Sampled]:
-        """Return all: they are done."""
+        """Return all completions: recorded ones are finished from the start."""
         return list(self._completions)
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:  # noqa: ARG002 - it takes no time
-        """Return all."""
+        """Return all completions."""
         return list(self._completions)
 
 
@@ -145,7 +145,11 @@ def _read(path: Path) -> _Completions:
         RunStopped: The file is damaged, or was written by a version that kept less.
     """
     try:
-        return {(line["prompt_id"], one["seed"]): one for line in _lines(path) for one in line["completions"]}
+        return {
+            (line["prompt_id"], completion["seed"]): completion
+            for line in _lines(path)
+            for completion in line["completions"]
+        }
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise RunStopped(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
 

@@ -57,7 +57,7 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
     everyone = run.setting.ranks.gather([*(_group_line(group) for group in rollout.groups), *left_out])
     if not run.setting.world.is_first:
         return
-    lines = {line["prompt_id"]: line for part in everyone for line in part}
+    lines = {line["prompt_id"]: line for rank_lines in everyone for line in rank_lines}
     head = {
         "step": run.trained.state.step,
         "base": str(run.setting.base),
@@ -66,15 +66,15 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
     }
     path = record_path(run.setting.directory, run.trained.state.step)
     path.parent.mkdir(exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    with gzip.open(beside, "wt", encoding="utf-8", compresslevel=3) as file:
+    temporary = path.with_suffix(".tmp")
+    with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=3) as file:
         file.write(json.dumps(head) + "\n")
         for fact in rollout.facts:
             file.write(json.dumps(lines[fact.prompt_id] | {"facts": _fact_lines(fact)}) + "\n")
         for line in lines.values():
             if "left_out" in line:
                 file.write(json.dumps(line) + "\n")
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def _group_line(group: Group) -> dict[str, Any]:
@@ -133,8 +133,8 @@ def read_record(directory: Path, step: int) -> Record:
     path = record_path(directory, step)
     if not path.exists():
         steps = sorted(int(entry.name[5:13]) for entry in (directory / RECORD_FOLDER).glob("step-*.jsonl.gz"))
-        there = f"kept are steps {steps[0]} to {steps[-1]}" if steps else "none was kept; set rollout.record: true"
-        raise ConfigError(f"{path} does not exist: {there}.")
+        existing = f"kept are steps {steps[0]} to {steps[-1]}" if steps else "none was kept; set rollout.record: true"
+        raise ConfigError(f"{path} does not exist: {existing}.")
     try:
         with open_regular(path) as packed, gzip.open(packed, "rt", encoding="utf-8") as file:
             head, *lines = (parse_json(line) for line in file)
@@ -152,42 +152,48 @@ def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
     tokens = np.asarray(line["prompt"], np.int64)
     prompt = Prompt(line["prompt_id"], tokens, "", {}, line["source"])
     facts = line["facts"]["completions"]
-    trajectories = tuple(_trajectory(prompt, one, fact) for one, fact in zip(line["completions"], facts, strict=True))
+    trajectories = tuple(
+        _trajectory(prompt, completion, fact) for completion, fact in zip(line["completions"], facts, strict=True)
+    )
     completions = tuple(
         CompletionSummary(
             _number(fact["reward"]),
             fact["parts"],
-            len(one["tokens"]),
-            tokens.size + len(one["tokens"]),
+            len(completion["tokens"]),
+            tokens.size + len(completion["tokens"]),
             Finish(fact["finish"]),
             None,
             None,
         )
-        for one, fact in zip(line["completions"], facts, strict=True)
+        for completion, fact in zip(line["completions"], facts, strict=True)
     )
     return Group(prompt, trajectories), GroupFact(prompt.prompt_id, 0, completions, _number(line["facts"]["greedy"]))
 
 
-def _trajectory(prompt: Prompt, one: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
-    size, chosen = prompt.tokens.size, np.asarray(one["tokens"], np.int64)
-    own = np.arange(size + chosen.size) >= size
-    versions = np.where(own, one.get("weights_version", -1), -1).astype(np.int32)  # earlier records have one version
-    for start, version in one.get("versions", ()):
+def _trajectory(prompt: Prompt, completion: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
+    size, sampled = prompt.tokens.size, np.asarray(completion["tokens"], np.int64)
+    is_sampled = np.arange(size + sampled.size) >= size
+    versions = np.where(is_sampled, completion.get("weights_version", -1), -1).astype(
+        np.int32
+    )  # earlier records have one version
+    for start, version in completion.get("versions", ()):
         versions[size + start :] = version
     return Trajectory(
         prompt_id=prompt.prompt_id,
-        sample_id=one["sample_id"],
-        seed=one["seed"],
-        temperature=one["temperature"],
-        tokens=np.concatenate([prompt.tokens, chosen]),
-        loss_mask=own & one["trained"],
-        sampler_logprobs=np.concatenate([np.zeros(size, np.float32), np.asarray(one["sampler_logprobs"], np.float32)]),
+        sample_id=completion["sample_id"],
+        seed=completion["seed"],
+        temperature=completion["temperature"],
+        tokens=np.concatenate([prompt.tokens, sampled]),
+        loss_mask=is_sampled & completion["trained"],
+        sampler_logprobs=np.concatenate(
+            [np.zeros(size, np.float32), np.asarray(completion["sampler_logprobs"], np.float32)]
+        ),
         weights_versions=versions,
         finish=Finish(fact["finish"]),
-        completion=one["text"],
+        completion=completion["text"],
         reward=fact["reward"],
         rewards=fact["parts"],
-        per_token={name: np.asarray(one[name], np.int16) for name in (CHOICES_COLUMN,) if name in one},
+        per_token={name: np.asarray(completion[name], np.int16) for name in (CHOICES_COLUMN,) if name in completion},
     )
 
 

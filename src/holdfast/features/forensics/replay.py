@@ -64,15 +64,15 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
         metrics = learn(rebuilt.run, record.rollout)
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
     pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
-    return [f"{name}: recorded {then:.9g}, replayed {now:.9g}" for name, (then, now) in pairs.items()], all(
-        abs(then - now) <= REPLAY_TOLERANCE * scale for then, now in pairs.values()
-    )
+    return [
+        f"{name}: recorded {recorded:.9g}, replayed {replayed:.9g}" for name, (recorded, replayed) in pairs.items()
+    ], all(abs(recorded - replayed) <= REPLAY_TOLERANCE * scale for recorded, replayed in pairs.values())
 
 
 class Explanation(NamedTuple):
     """Why an engine's log-probabilities of a step differ from the trainer's."""
 
-    words: str
+    sentence: str
     """The sentence that a user reads first."""
     fits: list[Fit]
     """That nothing is wrong, and then the nearest of each cause, the nearest first."""
@@ -88,7 +88,7 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
     """
     record = read_record(directory, step)
     groups, rollout = record.rollout.groups, config.rollout
-    if not any(np.isfinite(told).any() for _, _, told in completions_of(groups)):
+    if not any(np.isfinite(engine_logprobs).any() for _, _, engine_logprobs in completions_of(groups)):
         raise ConfigError(
             f"{record_path(directory, step)} has no completion whose log-probabilities the engine told, so there is "
             "nothing to compare the trainer's with: no group of the step was trained on, or the engine told none. Look "
@@ -100,32 +100,32 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
     logprobs_of = next(iter(tried.values()))
     with _rebuilt(config, directory, record, world) as rebuilt:
         sharded = rebuilt.run.trained
-        others: list[Fit] = []
+        further_fits: list[Fit] = []
         earlier, before = None, f"step {step - 2}"
         if step > 1 and rebuilt.has(step - 2):
             rebuilt.go_to(step - 2)
             stale = f"stale weights: those of {before}"
             if rollout.max_staleness:
                 stale += ", as rollout.max_staleness: 1 asks for"
-            others.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
+            further_fits.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
             earlier = plain_copy(sharded), before
         rebuilt.go_to(step - 1)
         nothing, *ranked = fits(sharded, groups, tried)
-        others += fits_without(sharded, groups, logprobs_of)
-        others += fits_elsewhere(sharded, groups, logprobs_of, earlier)
+        further_fits += fits_without(sharded, groups, logprobs_of)
+        further_fits += fits_elsewhere(sharded, groups, logprobs_of, earlier)
         with torch.no_grad():
             for value in sharded_parameters(sharded.model).values():
                 local_part(value).copy_(local_part(value).bfloat16())
-        others.append(replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16"))
+        further_fits.append(replace(fits(sharded, groups, as_it_was)[0], cause="dtype: weights in bfloat16"))
         dtype = sharded.plan.compute_dtype
-    best = best_of_each([*ranked, *others])
+    best = best_of_each([*ranked, *further_fits])
     no_earlier = f"there is no checkpoint of {before}" if step > 1 else "step 1 has no step before it"
     reasons = dict.fromkeys(("stale weights", "prefix cache"), no_earlier) | WHY_NOT
-    seen = {fit.cause.partition(":")[0] for fit in best}
+    tried_causes = {fit.cause.partition(":")[0] for fit in best}
     return Explanation(
         verdict(best, nothing, dtype),
         [nothing, *best],
-        {cause: reasons[cause] for cause in CAUSES if cause not in seen},
+        {cause: reasons[cause] for cause in CAUSES if cause not in tried_causes},
     )
 
 
@@ -162,10 +162,10 @@ class _Rebuilt:
 @contextmanager
 def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
     storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
-    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as place:
+    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as folder:
         # Nothing is sampled here, so nothing need rest meanwhile, no server need live, and no step comes early.
         changed = {
-            "run": config.run.model_copy(update={"dir": place}),
+            "run": config.run.model_copy(update={"dir": folder}),
             "residency": ResidencyConfig(),
             "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig(), "max_staleness": 0}),
         }

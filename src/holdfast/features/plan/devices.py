@@ -70,14 +70,14 @@ def device_named(name: str) -> Device:
     return device
 
 
-def bytes_of(words: str) -> int:
+def bytes_of(amount: str) -> int:
     """Return the bytes that words like 80GiB or 24 GB mean.
 
     Raises:
         ConfigError: They mean none.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", words)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", amount)
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None or float(match[1]) <= 0:
-        raise ConfigError(f"--memory {words}: this is no amount of memory. Write it like 80GiB or 24GB.")
+        raise ConfigError(f"--memory {amount}: this is no amount of memory. Write it like 80GiB or 24GB.")
     return int(float(match[1]) * unit)

@@ -62,7 +62,7 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
     from holdfast.cli.commands.data.survey import survey_of
     from holdfast.features.plan.findings import Check, fail, ok, unknown
-    from holdfast.features.plan.inputs import Looked, checks_of_run
+    from holdfast.features.plan.inputs import CheckedRun, checks_of_run
     from holdfast.features.plan.machine import checks_of_machine
     from holdfast.features.plan.measured import plan_verdict
     from holdfast.features.plan.planning import NoPlan, options_here, planned_apart
@@ -96,10 +96,10 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
             return error
 
     def planned() -> dict[str, Any]:
-        made = attempted()
-        if isinstance(made, HoldfastError):
-            raise made
-        return made
+        outcome = attempted()
+        if isinstance(outcome, HoldfastError):
+            raise outcome
+        return outcome
 
     def fits() -> Iterator[Finding]:
         try:
@@ -109,7 +109,7 @@ def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> 
 
     ranks = world_size() if under_torchrun() else resolve_ranks(config.launch)
     yield Check("configuration", paths)
-    yield from checks_of_run(Looked(config, base, ranks, survey_of, planned, runs_code))
+    yield from checks_of_run(CheckedRun(config, base, ranks, survey_of, planned, runs_code))
     yield Check("plan", fits)
 
 

@@ -29,7 +29,7 @@ from holdfast.features.plan.fake_devices import fake_devices
 from holdfast.features.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
 from holdfast.features.plan.memory import Ledger, watched_storages
 from holdfast.features.plan.origin import without_files
-from holdfast.features.plan.records import Execution, HostValue, Place
+from holdfast.features.plan.records import Execution, HostValue, RankSpec
 from holdfast.features.plan.saved import (
     checkpoint_bytes,
     export_bytes,
@@ -72,7 +72,7 @@ class _Phases(PhaseClock):
             self._traffic.begin_phase()
 
 
-def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
+def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
     """Build the run's models, optimizers and batches; load a checkpoint, make two steps and a save.
 
     Nothing is read but shapes.
@@ -80,39 +80,39 @@ def execute(config: TrainingConfig, base: Path, place: Place) -> Execution:
     Args:
         config: The user's own.
         base: The directory of its YAML.
-        place: Which rank, among how many, on what.
+        spec: Which rank, among how many, on what.
 
     Raises:
         UserError: The run could not start.
     """
     shapes, notes = without_files(config, base)
-    _refuse_more_ranks_than_rows(shapes, place.ranks)
+    _refuse_more_ranks_than_rows(shapes, spec.ranks)
     import_first(shapes)
-    counts = _Counts(place)
+    counts = _Counts(spec)
     with contextlib.ExitStack() as stack:
-        free = lambda: max(0, place.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
-        mode = stack.enter_context(fake_devices(place.device, free))
-        world = stack.enter_context(_alone_among(place.ranks, place.rank, place.torch_device))
+        free = lambda: max(0, spec.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
+        mode = stack.enter_context(fake_devices(spec.device, free))
+        world = stack.enter_context(_alone_among(spec.ranks, spec.rank, spec.torch_device))
         setting = Setting(
             config=shapes,
             base=base,
             world=world,
-            ranks=_AlikeRanks(place.rank, place.ranks),
+            ranks=_AlikeRanks(spec.rank, spec.ranks),
             log=Logbook(clock=_Phases(counts.ledger, counts.traffic)),
             without_numbers=partial(counts.without_numbers, mode),
         )
         stack.enter_context(answered_by(counts.answer))
         stack.enter_context(watched_storages(counts.ledger))
-        stack.enter_context(contextlib.redirect_stdout(_Nowhere()))
+        stack.enter_context(contextlib.redirect_stdout(_NullWriter()))
         step = planned_step(setting, counts.ledger, counts.traffic)
         with counts.without_numbers(mode):
-            made = _executed(counts, step)
-            made.notes[:0] = notes
-            made.export_bytes = export_bytes(shapes, step.trained.model, step.trained.origin, made.notes)
+            execution = _executed(counts, step)
+            execution.notes[:0] = notes
+            execution.export_bytes = export_bytes(shapes, step.trained.model, step.trained.origin, execution.notes)
     small = small_bytes(shapes, step.trained.origin)
-    made.checkpoint_bytes += small
-    made.export_bytes += small
-    return made
+    execution.checkpoint_bytes += small
+    execution.export_bytes += small
+    return execution
 
 
 class _AlikeRanks(RankGroup):
@@ -139,7 +139,7 @@ class _AlikeRanks(RankGroup):
         return act()
 
 
-class _Silent:
+class _NoFailureChannel:
     """Stands for the channel by which ranks learn of failures."""
 
     @contextlib.contextmanager
@@ -150,11 +150,11 @@ class _Silent:
 
 @contextlib.contextmanager
 def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
-    """Be one of so many ranks within the block; collectives return at once, and change nothing."""
+    """Join a fake process group of many ranks within the block; its collectives return at once and change nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         local_size = min(size, 8)
-        failure = cast("FailureChannel", _Silent())
+        failure = cast("FailureChannel", _NoFailureChannel())
         yield World(rank, size, rank % local_size, device, failure, local_size)
     finally:
         dist.destroy_process_group()
@@ -164,8 +164,8 @@ def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
 class _Counts:
     """What is counted while a step runs."""
 
-    def __init__(self, place: Place) -> None:
-        self.place, self.ledger = place, Ledger()
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec, self.ledger = spec, Ledger()
         self.traffic = Traffic(lambda: self.ledger.moment)
         self.values: list[HostValue] = []
         self.random: RandomState = host_random_state()
@@ -173,13 +173,13 @@ class _Counts:
 
     @contextlib.contextmanager
     def without_numbers(self, mode: FakeTensorMode) -> Iterator[None]:
-        """Let tensors hold no numbers within the block, and count them."""
+        """Create tensors without data within the block, and count their bytes."""
         with mode, self._observer:
             yield
 
     def answer(self, tensor: Tensor, reason: str) -> NDArray[Any]:
-        """Note what the host waits for, and return numbers in the place of those that are not there."""
-        if tensor.device.type != "cpu" or self.place.device == "cpu":
+        """Record that the host waits for a tensor, and return numbers in place of the absent data."""
+        if tensor.device.type != "cpu" or self.spec.device == "cpu":
             self.values.append(HostValue(self.ledger.moment, reason, tensor.numel()))
         kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
         return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
@@ -206,7 +206,7 @@ def _executed(counts: _Counts, step: PlannedStep) -> Execution:
     size = _save(counts, step)
     for phase, factor in step.repeats.items():
         counts.traffic.scale(phase, factor)
-    return _execution(counts, step, Execution(counts.place, step.trained.plan, loaded, resumed, checkpoint_bytes=size))
+    return _execution(counts, step, Execution(counts.spec, step.trained.plan, loaded, resumed, checkpoint_bytes=size))
 
 
 def _learned(counts: _Counts, step: PlannedStep) -> Manifest:
@@ -222,8 +222,8 @@ def _learned(counts: _Counts, step: PlannedStep) -> Manifest:
         trained.optimizer.step()
         trained.optimizer.zero_grad(set_to_none=True)
     manifest = manifest_of(saved_snapshot(step.run, counts.random))
-    for trained, kept in zip(step.all_trained, built, strict=True):
-        for parameter in [each for each in trained.optimizer.state if each not in kept]:
+    for trained, earlier_keys in zip(step.all_trained, built, strict=True):
+        for parameter in [state_key for state_key in trained.optimizer.state if state_key not in earlier_keys]:
             del trained.optimizer.state[parameter]
     return manifest
 
@@ -246,10 +246,10 @@ def _make(step: PlannedStep) -> None:
     step.setting.log.batches.clear()  # as the journal does once a step is written down
 
 
-def _execution(counts: _Counts, step: PlannedStep, made: Execution) -> Execution:
+def _execution(counts: _Counts, step: PlannedStep, execution: Execution) -> Execution:
     """Add what was counted of the later step."""
     return replace(
-        made,
+        execution,
         steady=dict(counts.ledger.peaks),
         host_values=counts.values,
         messages={key: (note.count, note.bytes) for key, note in counts.traffic.messages.items()},
@@ -257,7 +257,7 @@ def _execution(counts: _Counts, step: PlannedStep, made: Execution) -> Execution
         micro_batches=step.micro_batches,
         tokens=step.tokens,
         parameters=step.trained.plan.parameters,
-        made=dict(counts.ledger.made),
+        allocated=dict(counts.ledger.allocated),
         read=_read(counts.ledger, step),
         notes=[*step.notes],
     )
@@ -280,7 +280,7 @@ def import_first(config: TrainingConfig) -> None:
         build_optimizer(config.optim, {"weight": weight}).step()
 
 
-class _Nowhere:
+class _NullWriter:
     def write(self, text: str) -> int:
         return len(text)
 
@@ -305,14 +305,14 @@ def _name_states(ledger: Ledger, step: PlannedStep) -> None:
 def states_of(trained: Trained) -> list[Tensor]:
     """Return the tensors of a model's optimizer, and averages beside them."""
     states = [value for state in trained.optimizer.state.values() for value in state.values()]
-    beside = [] if trained.averages is None else [*trained.averages.tensors.values()]
-    return [value for value in (*states, *beside) if isinstance(value, Tensor)]
+    averages = [] if trained.averages is None else [*trained.averages.tensors.values()]
+    return [value for value in (*states, *averages) if isinstance(value, Tensor)]
 
 
 def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
     """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
-    parts = ledger.peaks["optimizer", step.setting.world.device.type].parts
-    states = 2 * (parts.get(PARAMETERS, 0) + parts.get(OPTIMIZER, 0)) + parts.get(GRADIENTS, 0)
+    bytes_by_kind = ledger.peaks["optimizer", step.setting.world.device.type].by_kind
+    states = 2 * (bytes_by_kind.get(PARAMETERS, 0) + bytes_by_kind.get(OPTIMIZER, 0)) + bytes_by_kind.get(GRADIENTS, 0)
     return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
 
@@ -325,4 +325,4 @@ def _save(counts: _Counts, step: PlannedStep) -> int:
         with ledger.scope(CHECKPOINT):
             staged(snapshot, {})
     ledger.phase = before
-    return checkpoint_bytes(snapshot.tensors.values(), counts.place.ranks, counts.random)
+    return checkpoint_bytes(snapshot.tensors.values(), counts.spec.ranks, counts.random)

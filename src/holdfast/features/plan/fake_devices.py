@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-class Idle:
+class FakeStream:
     """Stands for a stream, an event and a device context: nothing is ever waited for."""
 
     device, priority, cuda_stream, stream_id = torch.device("cuda:0"), 0, 0, 0
@@ -28,7 +28,7 @@ class Idle:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def record_event(self, *_: Any) -> Idle:
+    def record_event(self, *_: Any) -> FakeStream:
         """Return what may be waited for."""
         return self
 
@@ -42,7 +42,7 @@ class AnyGenerator(torch.Generator):
     """A generator of any device, made on the CPU: no numbers are drawn."""
 
     def __new__(cls, _: object = None) -> AnyGenerator:
-        """Leave the device out."""
+        """Create a generator on the CPU, whatever the device."""
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch's stub has none
 
 
@@ -54,22 +54,25 @@ _nothing = _always(None)
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *positional: Any, **options: Any
 ) -> Tensor:
     """Call a GPU's kernel; without a GPU, torch picks the form that lays out all [T, T] scores."""
     repeats = query.shape[1] // key.shape[1] if options.pop("enable_gqa", False) else 1
-    key, value = (part.repeat_interleave(repeats, 1) if repeats > 1 else part for part in (key, value))
-    rest = (*rest, *(options.pop(name, off) for name, off in (("dropout_p", 0.0), ("is_causal", False))[len(rest) :]))
+    key, value = (heads.repeat_interleave(repeats, 1) if repeats > 1 else heads for heads in (key, value))
+    positional = (
+        *positional,
+        *(options.pop(name, off) for name, off in (("dropout_p", 0.0), ("is_causal", False))[len(positional) :]),
+    )
     out: Tensor
     if attn_mask is None and query.dtype in {torch.bfloat16, torch.float16}:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out = flash(query, key, value, *rest, **options)[0]
+        out = flash(query, key, value, *positional, **options)[0]
         return out
     if attn_mask is not None:
         kind = query.dtype if attn_mask.dtype is torch.bool else attn_mask.dtype
         attn_mask = attn_mask.to(kind).expand(*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out = efficient(query, key, value, attn_mask, query.requires_grad, *rest, **options)[0]
+    out = efficient(query, key, value, attn_mask, query.requires_grad, *positional, **options)[0]
     return out
 
 
@@ -96,9 +99,9 @@ REPLACED: dict[str, Any] = {
     "torch:Tensor.pin_memory": lambda tensor, *_, **__: tensor,
     "torch:Tensor.is_pinned": _always(True),
     "torch.nn.functional:scaled_dot_product_attention": _attention,
-    "torch.accelerator:current_stream": _always(Idle()),
-    **_of_cuda(Idle, "Stream", "Event", "device"),
-    **_of_cuda(_always(Idle()), "current_stream", "default_stream"),
+    "torch.accelerator:current_stream": _always(FakeStream()),
+    **_of_cuda(FakeStream, "Stream", "Event", "device"),
+    **_of_cuda(_always(FakeStream()), "current_stream", "default_stream"),
     **_of_cuda(_nothing, "set_device", "synchronize", "empty_cache", "_lazy_init"),
     **_of_cuda(_always(0), "current_device", "memory_reserved", "memory_allocated"),
     **_of_cuda(_always(True), "is_available", "is_bf16_supported"),

@@ -52,7 +52,7 @@ Look = Callable[[], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A thing to look at."""
+    """A named check and the function that runs it."""
 
     name: str
     look: Look
@@ -64,7 +64,7 @@ def ok(name: str, text: str) -> Finding:
 
 
 def unknown(name: str, text: str, fix: str = "") -> Finding:
-    """Return that a thing was not looked at, or could not be; it stops nothing."""
+    """Return a finding for a check that did not or could not run; it does not refuse a run."""
     return Finding(Grade.unknown, name, text, fix)
 
 
@@ -79,17 +79,17 @@ def fail(name: str, text: str, fix: str = "") -> Finding:
 
 
 def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Look at one thing after the other; what would refuse a run fails, and what cannot be looked at is unknown."""
+    """Run the checks in order; an error that would refuse a run fails, and a check that cannot run is unknown."""
     refused: dict[str, str] = {}
     for check in checks:
         try:
             yield from check.look()
         except (HoldfastError, NotRegular) as error:
-            words = str(error)
-            earlier = next((name for sentence, name in refused.items() if words.startswith(sentence)), None)
-            refused.setdefault(words, check.name)
+            message = str(error)
+            earlier = next((name for refusal, name in refused.items() if message.startswith(refusal)), None)
+            refused.setdefault(message, check.name)
             if earlier is None:
-                yield fail(check.name, words)
+                yield fail(check.name, message)
             else:
                 yield unknown(check.name, f"not looked at, for what {earlier} says")
         except Exception as error:  # noqa: BLE001 - a fault of the check says nothing of the run

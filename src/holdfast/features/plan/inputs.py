@@ -56,8 +56,8 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Looked:
-    """A run to look at.
+class CheckedRun:
+    """The configuration of a run whose inputs are checked.
 
     `survey` reads its first rows as `holdfast data check` does; `runs_code` lets files of the user's be run.
     """
@@ -72,47 +72,49 @@ class Looked:
 
     @property
     def directory(self) -> Path:
-        """Where the run writes."""
+        """The run's directory."""
         return run_directory(self.config)
 
     @property
-    def place(self) -> str | Path:
-        """Where its checkpoints are."""
+    def checkpoints(self) -> str | Path:
+        """The path or address of the run's checkpoints."""
         return checkpoint_place(self.directory, self.config)
 
 
-def look_at_tokenizer(run: Looked) -> Iterator[Finding]:
+def look_at_tokenizer(run: CheckedRun) -> Iterator[Finding]:
     """Encode and decode a text, and write a conversation in the chat template."""
     tokenizer = load_tokenizer(run.config.model, run.base)
     tokens = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    words = f"{len(tokenizer):,} tokens"
+    summary = f"{len(tokenizer):,} tokens"
     if tokenizer.eos_token_id is None:
-        yield fail("tokenizer", f"{words}, and none ends a text", "Give the tokenizer an eos_token.")
+        yield fail("tokenizer", f"{summary}, and none ends a text", "Give the tokenizer an eos_token.")
         return
     if tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": "What is 12 + 30?"}, {"role": "assistant", "content": "42"}]
         try:
             rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception as error:  # noqa: BLE001 - a template of somebody else's
-            yield fail("tokenizer", f"{words}; its chat template fails: {error}", "Mend it, or set data.chat_template.")
-            return
-        again = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        whole = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
-        if list(again) != list(whole):
-            yield warn(
-                "tokenizer", f"{words}; a rendered conversation is read back as other tokens than it was made of"
+            yield fail(
+                "tokenizer", f"{summary}; its chat template fails: {error}", "Mend it, or set data.chat_template."
             )
-        words += ", with a chat template"
+            return
+        text_tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        direct_tokens = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        if list(text_tokens) != list(direct_tokens):
+            yield warn(
+                "tokenizer", f"{summary}; a rendered conversation is read back as other tokens than it was made of"
+            )
+        summary += ", with a chat template"
     else:
-        words += ", without a chat template"
+        summary += ", without a chat template"
     if text != _TEXT:
-        yield warn("tokenizer", f"{words}; of {_TEXT!r} it gives back {text!r}", "Rows that hold such text lose it.")
+        yield warn("tokenizer", f"{summary}; of {_TEXT!r} it gives back {text!r}", "Rows that hold such text lose it.")
         return
-    yield ok("tokenizer", f"{words}; a text comes back as it was")
+    yield ok("tokenizer", f"{summary}; a text comes back as it was")
 
 
-def look_at_first_rows(run: Looked) -> Iterator[Finding]:
+def look_at_first_rows(run: CheckedRun) -> Iterator[Finding]:
     """Read the first rows as the run will, and see how batches come out."""
     survey = run.survey(run.config, run.base, FIRST_ROWS)
     if not survey.measured:
@@ -121,56 +123,56 @@ def look_at_first_rows(run: Looked) -> Iterator[Finding]:
         )
         return
     tokens = f"{survey.mean_length:,.0f} tokens in the mean, longest {survey.longest:,}"
-    words = f"{survey.source}: first {survey.rows} rows, {tokens}"
+    summary = f"{survey.source}: first {survey.rows} rows, {tokens}"
     if survey.mistaken_rows:
-        yield fail("rows", f"{words}; {survey.mistakes[0]}", "See `holdfast data check`.")
+        yield fail("rows", f"{summary}; {survey.mistakes[0]}", "See `holdfast data check`.")
     elif survey.cut:
         fix = f"data.max_length: {survey.length_for(1.0)} has room for all of these."
-        yield warn("rows", f"{words}; {survey.cut} are longer than {survey.max_length}", fix)
+        yield warn("rows", f"{summary}; {survey.cut} are longer than {survey.max_length}", fix)
     else:
-        yield ok("rows", words)
+        yield ok("rows", summary)
     for sentence in unexpected(survey.counts):
         yield warn("rows", f"{survey.source}: of the first {survey.rows} rows, {sentence}", _TEMPLATE)
     yield from _look_at_batches(run, survey.mean_length)
 
 
-def _look_at_batches(run: Looked, mean_length: float) -> Iterator[Finding]:
+def _look_at_batches(run: CheckedRun, mean_length: float) -> Iterator[Finding]:
     config, data = run.config, run.config.data
     replicate, shard = mesh_shape(config.parallel, run.ranks)
-    sequences, words = data.batch_size, f"{data.batch_size} sequences a step"
+    sequences, summary = data.batch_size, f"{data.batch_size} sequences a step"
     if isinstance(config, GRPOConfig):
         sequences = data.batch_size * config.rollout.group_size // config.updates.mini_batches
-        words = f"{data.batch_size} prompts x {config.rollout.group_size} completions a step, {sequences} an update"
+        summary = f"{data.batch_size} prompts x {config.rollout.group_size} completions a step, {sequences} an update"
         mean_length += config.rollout.max_new_tokens
     per_rank = sequences / run.ranks
     split = f"{run.ranks} ranks ({replicate} x {shard}), {per_rank:,.1f} sequences each"
     if sequences < run.ranks:
-        text = f"{words} are fewer than {run.ranks} ranks: {run.ranks - sequences} have nothing to do"
+        text = f"{summary} are fewer than {run.ranks} ranks: {run.ranks - sequences} have nothing to do"
         yield warn("batches", text, f"Raise data.batch_size to {run.ranks} or more, or lower launch.ranks.")
         return
     budget = data.tokens_per_micro_batch
     micro_batches = max(1, -(-int(per_rank * mean_length) // budget))
-    yield ok("batches", f"{words} over {split}, about {micro_batches} micro-batches of {budget:,} tokens")
+    yield ok("batches", f"{summary} over {split}, about {micro_batches} micro-batches of {budget:,} tokens")
 
 
-def look_at_rewards(run: Looked) -> Iterator[Finding]:
+def look_at_rewards(run: CheckedRun) -> Iterator[Finding]:
     """Score two samples with each reward function, in processes that are ended where they hang."""
     assert isinstance(run.config, GRPOConfig)
-    named = [reward for reward in run.config.reward if not isinstance(reward, ModelRewardConfig)]
+    functions = [reward for reward in run.config.reward if not isinstance(reward, ModelRewardConfig)]
     for reward in run.config.reward:
         if isinstance(reward, ModelRewardConfig):
             yield unknown("rewards", f"{reward.label} is a model, which is not loaded here")
     if not run.runs_code:
-        left = [reward for reward in named if isinstance(reward, UserRewardConfig | CodeConfig)]
-        named = [reward for reward in named if reward not in left]
-        for reward in left:
+        unrun_rewards = [reward for reward in functions if isinstance(reward, UserRewardConfig | CodeConfig)]
+        functions = [reward for reward in functions if reward not in unrun_rewards]
+        for reward in unrun_rewards:
             yield unknown("rewards", f"{reward.label} is not run (--no-code)")
     samples = _samples(run)
-    for reward in named:
+    for reward in functions:
         yield from _try_reward(run, reward, samples)
 
 
-def _samples(run: Looked) -> list[Sample]:
+def _samples(run: CheckedRun) -> list[Sample]:
     """Return the first rows with a completion each: what the row has for an answer, or a word."""
     source = open_data(ConfiguredRun(config=run.config, base=run.base)).training[0]
     samples = []
@@ -182,7 +184,7 @@ def _samples(run: Looked) -> list[Sample]:
     return samples
 
 
-def _try_reward(run: Looked, reward: Any, samples: list[Sample]) -> Iterator[Finding]:
+def _try_reward(run: CheckedRun, reward: Any, samples: list[Sample]) -> Iterator[Finding]:
     assert isinstance(run.config, GRPOConfig)
     section = run.config.rewards.model_copy(update={"workers": 1})
     alone = run.config.model_copy(update={"reward": [reward], "rewards": section})
@@ -224,20 +226,20 @@ def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
         value = getattr(section, name)
         members: Mapping[str, Any] = {name: value}
         if isinstance(value, list | tuple):
-            members = {f"{name}[{place}]": each for place, each in enumerate(value)}
-        for key, each in members.items():
-            if isinstance(each, Section):
-                yield from endpoints_of(each, f"{path}.{key}".lstrip("."))
+            members = {f"{name}[{index}]": member for index, member in enumerate(value)}
+        for key, member in members.items():
+            if isinstance(member, Section):
+                yield from endpoints_of(member, f"{path}.{key}".lstrip("."))
 
 
 def without_user(url: str) -> str:
     """Return an address without a name and a password in it."""
-    scheme, mark, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
+    scheme, mark, address = url.partition("://")
+    host, slash, path = address.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
 
 
-def look_at_endpoints(run: Looked) -> Iterator[Finding]:
+def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
     """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
     for key, section in endpoints_of(run.config):
         if isinstance(section, VLLMEngineConfig) and section.start:
@@ -245,7 +247,7 @@ def look_at_endpoints(run: Looked) -> Iterator[Finding]:
             continue
         secret = api_key(section.api_key_variable, key)
         addresses = (
-            [section.url] if isinstance(section.url, str) else [f"{each.rstrip('/')}/v1" for each in section.url]
+            [section.url] if isinstance(section.url, str) else [f"{address.rstrip('/')}/v1" for address in section.url]
         )
         for url in addresses:
             yield _asked(key, section, url, secret)
@@ -281,15 +283,15 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
 
 def _names(listed: Any) -> list[str]:
     data = listed.get("data", []) if isinstance(listed, dict) else []
-    return [str(each.get("id")) for each in data if isinstance(each, dict)]
+    return [str(model.get("id")) for model in data if isinstance(model, dict)]
 
 
-def look_at_resume(run: Looked) -> Iterator[Finding]:
+def look_at_resume(run: CheckedRun) -> Iterator[Finding]:
     """Say what the run would find in its place, and from where it would go on."""
     if not run.directory.exists():
         yield ok("resume", f"{run.directory} is not there: the run begins anew")
         return
-    storage = open_storage(run.place)
+    storage = open_storage(run.checkpoints)
     damaged: list[str] = []
     for step, name in reversed(steps(storage).items()):
         try:
@@ -298,15 +300,17 @@ def look_at_resume(run: Looked) -> Iterator[Finding]:
         except (CheckpointError, NoCheckpoint) as error:
             damaged.append(f"{name}: {error}")
             continue
-        left = "" if run.config.steps is None else f", {max(0, run.config.steps - step)} steps are left"
-        words = f"the run would go on from step {step} ({size_words(manifest.bytes_)}){left}"
+        remaining = "" if run.config.steps is None else f", {max(0, run.config.steps - step)} steps are left"
+        summary = f"the run would go on from step {step} ({size_words(manifest.bytes_)}){remaining}"
         changed = changed_keys(run)
         if damaged:
-            yield warn("resume", f"{words}; newer ones are damaged: {damaged[0]}", "See `holdfast checkpoint verify`.")
+            yield warn(
+                "resume", f"{summary}; newer ones are damaged: {damaged[0]}", "See `holdfast checkpoint verify`."
+            )
         elif changed:
-            yield warn("resume", f"{words}, with other values than it had: {', '.join(changed[:_SHOWN])}")
+            yield warn("resume", f"{summary}, with other values than it had: {', '.join(changed[:_SHOWN])}")
         else:
-            yield ok("resume", f"{words}; its files have the names and sizes of its manifest, and were not read")
+            yield ok("resume", f"{summary}; its files have the names and sizes of its manifest, and were not read")
         return
     if damaged:
         yield fail("resume", f"no checkpoint can be read: {damaged[0]}", "See `holdfast checkpoint verify`.")
@@ -314,31 +318,33 @@ def look_at_resume(run: Looked) -> Iterator[Finding]:
         yield ok("resume", f"{run.directory} has no checkpoint: the run begins anew")
 
 
-def changed_keys(run: Looked) -> list[str]:
-    """Return keys with their values in the run that is there and now; what paths and ranks are does not count."""
+def changed_keys(run: CheckedRun) -> list[str]:
+    """Return the keys whose values differ from those of the existing run; `run.*` and `launch.*` are not compared."""
     file = run.directory / "config.resolved.yaml"
     if not file.exists():
         return []
     try:
-        before = dict(leaves(as_plain(load_run(file, []).config)))
+        previous = dict(leaves(as_plain(load_run(file, []).config)))
     except ConfigError:
         return []  # of an earlier version
-    now = dict(leaves(as_plain(run.config)))
-    keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if not key.startswith(("run.", "launch."))]
+    current = dict(leaves(as_plain(run.config)))
+    keys = sorted(key for key in {*previous, *current} if previous.get(key) != current.get(key))
+    return [
+        f"{key} {previous.get(key)} -> {current.get(key)}" for key in keys if not key.startswith(("run.", "launch."))
+    ]
 
 
-def bytes_of_checkpoints(run: Looked) -> int | None:
-    """Return what all checkpoints that are kept take, and two more, as planned; None where there is no plan."""
+def bytes_of_checkpoints(run: CheckedRun) -> int | None:
+    """Return the planned bytes of all kept checkpoints and two more; None if there is no plan."""
     try:
-        one = int(run.planned()["checkpoint_bytes"])
+        size = int(run.planned()["checkpoint_bytes"])
     except (HoldfastError, OSError):
         return None  # the check of the plan says why
     keep = run.config.checkpoint.keep
-    return one * (keep.last + sum(best.count for best in keep.best) + 2)
+    return size * (keep.last + sum(best.count for best in keep.best) + 2)
 
 
-def checks_of_run(run: Looked) -> list[Check]:
+def checks_of_run(run: CheckedRun) -> list[Check]:
     """Return what `holdfast doctor` looks at of a run, in the order in which it would be met.
 
     Nothing is left behind: what is tried in the place of a run is removed, and no run directory is made.
@@ -347,12 +353,12 @@ def checks_of_run(run: Looked) -> list[Check]:
     refused: list[Finding] = []
 
     def place() -> Iterator[Finding]:
-        for finding in look_at_place(storage_of_run(run.place), bytes_of_checkpoints(run)):
+        for finding in look_at_place(storage_of_run(run.checkpoints), bytes_of_checkpoints(run)):
             refused.extend([finding] if finding.grade is Grade.fail else [])
             yield finding
 
     def ranks() -> Iterator[Finding]:  # they meet without a place that cannot be written
-        yield from look_at_ranks(launch, None if refused else storage_of_run(run.place))
+        yield from look_at_ranks(launch, None if refused else storage_of_run(run.checkpoints))
 
     checks = [
         Check("versions", look_at_versions),

@@ -143,27 +143,27 @@ def _on_gpus(ranks: int, host: str) -> Finding:
 
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
     memory = [torch.cuda.mem_get_info(index) for index in range(count)]
-    free = size_words(min(part for part, _ in memory))
-    words = f"{count} x {name}, {free} free of {size_words(memory[0][1])}; {host}"
+    free = size_words(min(free_bytes for free_bytes, _ in memory))
+    summary = f"{count} x {name}, {free} free of {size_words(memory[0][1])}; {host}"
     if not under_torchrun() and ranks > count:
-        return fail("devices", f"{ranks} ranks and {words}", f"Set launch.ranks: {count}, or launch.device: cpu.")
-    used = max(1 - part / total for part, total in memory)
+        return fail("devices", f"{ranks} ranks and {summary}", f"Set launch.ranks: {count}, or launch.device: cpu.")
+    used = max(1 - free_bytes / total for free_bytes, total in memory)
     if used > _BUSY:
-        return warn("devices", f"{words}: another process uses {used:.0%} of one", "See nvidia-smi.")
-    return ok("devices", words)
+        return warn("devices", f"{summary}: another process uses {used:.0%} of one", "See nvidia-smi.")
+    return ok("devices", summary)
 
 
-def look_at_ranks(launch: LaunchConfig, place: Storage | None) -> Iterator[Finding]:
+def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Finding]:
     """Let the real ranks meet, add numbers over all of them, and see whether they share the place of the run."""
-    task = RankTask(launch.model_dump(mode="json"), None if place is None or not place.renames else place.root)
+    task = RankTask(launch.model_dump(mode="json"), None if storage is None or not storage.renames else storage.root)
     start = time.perf_counter()
     if under_torchrun():
         outcome = meet_ranks(task)
     else:
         with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as folder:
-            words = _started(task, Path(folder))
-            if words is not None:
-                yield fail("ranks", words, "Look at the network of this machine, its GPUs and NCCL_DEBUG=INFO.")
+            failure = _started(task, Path(folder))
+            if failure is not None:
+                yield fail("ranks", failure, "Look at the network of this machine, its GPUs and NCCL_DEBUG=INFO.")
                 return
             outcome = json.loads((Path(folder) / OUTCOME).read_text(encoding="utf-8"))
     shared = ", and see one directory" if task.place is not None else ""
@@ -190,9 +190,9 @@ def _started(task: RankTask, folder: Path) -> str | None:
     return " ".join(line.strip() for line in output.splitlines()[-6:] if line.strip()) or f"exit {process.returncode}"
 
 
-def storage_of_run(place: str | Path) -> Storage:
-    """Return where checkpoints would be; of a directory that is not there, the nearest one above that is."""
-    storage = open_storage(place)
+def storage_of_run(path: str | Path) -> Storage:
+    """Return the storage of checkpoints; for a directory that does not exist, that of its nearest existing parent."""
+    storage = open_storage(path)
     if not storage.renames:
         return storage
     root = Path(storage.root).resolve()
@@ -202,7 +202,7 @@ def storage_of_run(place: str | Path) -> Storage:
 
 
 def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Finding]:
-    """Write, make durable, rename and read back, and leave nothing; see whether there is room.
+    """Write, sync, rename and read back a file, remove it, and compare the free space with what checkpoints need.
 
     Args:
         storage: Where it is tried.
@@ -234,15 +234,17 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         yield fail("place", f"{storage.root} gives back other bytes than were written", "Choose another run.dir.")
         return
     speed, free = _TRIED_BYTES / max(seconds, 1e-6), storage.free_bytes()
-    words = f"{storage.root} writes {size_words(speed)} a second to the disk"
-    words += "" if free is None else f", {size_words(free)} free"
+    summary = f"{storage.root} writes {size_words(speed)} a second to the disk"
+    summary += "" if free is None else f", {size_words(free)} free"
     if needed_bytes is not None and free is not None and needed_bytes > free:
         needed = f"the checkpoints that are kept, and two more, take about {size_words(needed_bytes)}"
-        yield fail("place", f"{words}; {needed}", "Free space, lower checkpoint.keep.last, or choose another run.dir.")
+        yield fail(
+            "place", f"{summary}; {needed}", "Free space, lower checkpoint.keep.last, or choose another run.dir."
+        )
     elif speed < _SLOW:
-        yield warn("place", f"{words}, which is slow", "Set checkpoint.background: true, or choose another run.dir.")
+        yield warn("place", f"{summary}, which is slow", "Set checkpoint.background: true, or choose another run.dir.")
     else:
-        yield ok("place", words)
+        yield ok("place", summary)
     if needed_bytes is None:
         yield unknown("place", "whether checkpoints have room there: no plan says how large they are")
 
@@ -256,19 +258,19 @@ def _remove(storage: Storage, folder: str) -> None:
 
 @dataclass(frozen=True)
 class RankTask:
-    """What the ranks do."""
+    """The task of the ranks, as a JSON file passes it to them."""
 
     launch: Mapping[str, Any]
     place: str | None
     """A directory that all of them shall see."""
 
     def write(self, folder: Path) -> None:
-        """Leave it for the ranks."""
+        """Write the task to a folder, where the ranks read it."""
         (folder / TASK).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> RankTask:
-        """Return what was written."""
+        """Read the task from a folder."""
         return cls(**json.loads((folder / TASK).read_text(encoding="utf-8")))
 
 

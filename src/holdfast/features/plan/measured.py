@@ -64,7 +64,7 @@ class PhasePeak:
         return self.measured / max(self.planned, 1)
 
     def words(self) -> str:
-        """Return both, as a clause."""
+        """Return the measured and the planned peak, as a clause."""
         return f"{self.phase} took {size_words(self.measured)} of {size_words(self.planned)} planned"
 
 
@@ -89,9 +89,9 @@ def compared(plan: SavedPlan, device: str, measured: Mapping[str, int]) -> list[
     return [phase for phase in phases if phase.planned >= _LEAST[device]]
 
 
-def measured_lines(made: Mapping[str, Any], directory: Path) -> list[str]:
-    """Return what a run has measured beside what a plan that was just made says, a line for each phase."""
-    phases = compared(SavedPlan.of(made), *measured_peaks(directory))
+def measured_lines(plan: Mapping[str, Any], directory: Path) -> list[str]:
+    """Return one line for each phase that compares a plan with what the run in a directory measured."""
+    phases = compared(SavedPlan.of(plan), *measured_peaks(directory))
     return [f"measured in {directory}: {phase.words()} ({phase.ratio:.0%})" for phase in phases]
 
 
@@ -102,14 +102,14 @@ def look_at_plan(directory: Path) -> Iterator[Finding]:
     if plan is None or not measured:
         return
     if device != plan.device:
-        words = f"{directory / PLAN} is of {plan.device}, and the run measured on {device}: not compared by phase"
-        yield ok("plan", words)
+        text = f"{directory / PLAN} is of {plan.device}, and the run measured on {device}: not compared by phase"
+        yield ok("plan", text)
         return
     phases = compared(plan, device, measured)
     more = [phase for phase in phases if phase.ratio > _MORE]
     if more:
-        words = "; ".join(phase.words() for phase in more)
-        yield warn("plan", words, "Leave room for it, or plan anew with the run's own lengths.")
+        text = "; ".join(phase.words() for phase in more)
+        yield warn("plan", text, "Leave room for it, or plan anew with the run's own lengths.")
     elif phases:
         yield ok("plan", max(phases, key=lambda phase: phase.measured).words())
 
@@ -118,13 +118,13 @@ def plan_verdict(plan: Mapping[str, Any]) -> Finding:
     """Return what a plan that was just made says of a run, and the first thing to turn where it does not fit."""
     how = "executed" if plan["executed"] else "by formulas"
     needed = f"{size_words(plan['peak_bytes'])} of tensors and {size_words(plan['allowance_bytes'])} beside them"
-    words = f"{how}: {needed} of {size_words(plan['memory_bytes'])} per rank"
+    summary = f"{how}: {needed} of {size_words(plan['memory_bytes'])} per rank"
     if plan["fits"]:
-        return ok("plan", words)
+        return ok("plan", summary)
     if plan["uncounted"] and "turns" not in plan:
-        words = f"{words}, without {plan['uncounted']}, which formulas leave out"
-        return (ok if plan["peak_bytes"] * _AMPLE <= plan["memory_bytes"] else warn)("plan", words)
+        summary = f"{summary}, without {plan['uncounted']}, which formulas leave out"
+        return (ok if plan["peak_bytes"] * _AMPLE <= plan["memory_bytes"] else warn)("plan", summary)
     enough = [turn for turn in plan.get("turns", []) if turn["fits"]]
     turned = plan["turns"][: plan["turns"].index(enough[0]) + 1] if enough else []
     fix = ", ".join(f"{turn['key']}: {turn['value']}" for turn in turned) or "Start more ranks, or a smaller model"
-    return fail("plan", f"it does not fit: {words}", f"{fix}. See `holdfast plan`.")
+    return fail("plan", f"it does not fit: {summary}", f"{fix}. See `holdfast plan`.")

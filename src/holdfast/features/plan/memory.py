@@ -34,14 +34,14 @@ class Peak:
     """The most that was allocated at one moment of a phase."""
 
     total: int = 0
-    parts: dict[str, int] = field(default_factory=dict)
+    by_kind: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Storage:
     size: int
     kind: str
-    place: str
+    device: str
     reference: Any
 
 
@@ -55,24 +55,24 @@ class Ledger:
         self.phase = "load"
         self.loading = PARAMETERS
         """What is made while models are loaded."""
-        self.now: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self.current: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         """Device type -> kind -> bytes that are allocated."""
         self.totals: dict[str, int] = defaultdict(int)
         self.peaks: dict[tuple[str, str], Peak] = defaultdict(Peak)
         """(phase, device type) -> peak"""
-        self.made: dict[tuple[str, str, str], int] = defaultdict(int)
+        self.allocated: dict[tuple[str, str, str], int] = defaultdict(int)
         """(phase, device type, dtype) -> bytes of all tensors that were made, whenever they were freed"""
 
     @property
     def moment(self) -> str:
-        """The phase; where passes are made forwards and backwards, which of them."""
+        """The current phase; within a training pass, `forward` or `backward`."""
         if self.phase in {"forward_backward", "critic"}:
             return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
         return self.phase
 
     @contextlib.contextmanager
     def scope(self, kind: str) -> Iterator[None]:
-        """Count what is made in the block as a kind, wherever it is made."""
+        """Count storages that are allocated within the block as a kind, on any device."""
         self._scopes.append(kind)
         try:
             yield
@@ -85,23 +85,23 @@ class Ledger:
         key = storage._cdata
         if key in self._storages:
             return
-        place, size = tensor.device.type, storage.nbytes()
-        if place == "meta":
+        device, size = tensor.device.type, storage.nbytes()
+        if device == "meta":
             return
         reference = weakref.ref(storage, functools.partial(self._freed, key))
-        entry = self._storages[key] = _Storage(0, self._kind(size), place, reference)
+        entry = self._storages[key] = _Storage(0, self._kind(size), device, reference)
         self._resize(entry, size)
-        self.made[self.moment, place, str(tensor.dtype).removeprefix("torch.")] += size
+        self.allocated[self.moment, device, str(tensor.dtype).removeprefix("torch.")] += size
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Count tensors as a kind from now on."""
         for tensor in tensors:
-            for part in plain_tensors(tensor):
-                self.see(part)
-                entry = self._storages.get(part.untyped_storage()._cdata)
+            for plain in plain_tensors(tensor):
+                self.see(plain)
+                entry = self._storages.get(plain.untyped_storage()._cdata)
                 if entry is not None and entry.kind != kind:
-                    self.now[entry.place][entry.kind] -= entry.size
-                    self.now[entry.place][kind] += entry.size
+                    self.current[entry.device][entry.kind] -= entry.size
+                    self.current[entry.device][kind] += entry.size
                     entry.kind = kind
 
     def resized(self, storage: torch.UntypedStorage) -> None:
@@ -116,24 +116,24 @@ class Ledger:
     def restart(self) -> None:
         """Forget the peaks so far; what is allocated stays."""
         self.peaks.clear()
-        self.made.clear()
+        self.allocated.clear()
 
     def _resize(self, entry: _Storage, size: int) -> None:
-        unit = self._rounding.get(entry.place, 1)
+        unit = self._rounding.get(entry.device, 1)
         size = -(-size // unit) * unit
         more, entry.size = size - entry.size, size
-        self.now[entry.place][entry.kind] += more
-        self.totals[entry.place] += more
+        self.current[entry.device][entry.kind] += more
+        self.totals[entry.device] += more
         if more > 0:
-            peak = self.peaks[self.moment, entry.place]
-            if self.totals[entry.place] > peak.total:
-                peak.total, peak.parts = self.totals[entry.place], dict(self.now[entry.place])
+            peak = self.peaks[self.moment, entry.device]
+            if self.totals[entry.device] > peak.total:
+                peak.total, peak.by_kind = self.totals[entry.device], dict(self.current[entry.device])
 
     def _freed(self, key: int, _: object) -> None:
         entry = self._storages.pop(key, None)
         if entry is not None:
-            self.now[entry.place][entry.kind] -= entry.size
-            self.totals[entry.place] -= entry.size
+            self.current[entry.device][entry.kind] -= entry.size
+            self.totals[entry.device] -= entry.size
 
     def _kind(self, size: int) -> str:
         if self._scopes:
@@ -176,7 +176,7 @@ def watched_storages(ledger: Ledger) -> Iterator[None]:
             with ledger.scope(GATHERED):
                 result = before[name](group, *args, **kwargs)
             if name == "wait_for_unshard":
-                _follow_gradients(ledger, [part._unsharded_param for part in group.fsdp_params])
+                _follow_gradients(ledger, [parameter._unsharded_param for parameter in group.fsdp_params])
             return result
 
         return call
@@ -201,7 +201,7 @@ _FOLLOWED = "_holdfast_gradient_followed"
 
 
 def _follow_gradients(ledger: Ledger, parameters: Iterable[Any]) -> None:
-    """Count the gradient of a parameter as such from the moment it is there."""
+    """Count the gradients of parameters as gradients as soon as they are accumulated."""
     for parameter in parameters:
         if parameter.requires_grad and not hasattr(parameter, _FOLLOWED):
             setattr(parameter, _FOLLOWED, True)
@@ -212,7 +212,7 @@ def follow_model(ledger: Ledger, model: nn.Module, kind: str = PARAMETERS) -> No
     """Count a model's parameters and buffers as a kind, and what its head makes as the head's."""
     tensors = [*model.parameters(), *model.buffers()]
     ledger.name(tensors, kind)
-    _follow_gradients(ledger, [each for each in model.parameters() if not isinstance(each, DTensor)])
+    _follow_gradients(ledger, [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)])
     scored: Any = getattr(model, "_scored", None)
     if scored is not None:
 

@@ -55,8 +55,8 @@ def shape_of(model: ModelConfig, base: Path) -> tuple[ModelConfig, list[str]]:
     if model.path is None:
         raw = config_from_values(model.config or {})
     else:
-        raw, known = _raw(model, base)
-        notes += [f"model: the configuration of {model.path} as the package knows it"] if known else []
+        raw, is_shipped = _raw(model, base)
+        notes += [f"model: the configuration of {model.path} as the package knows it"] if is_shipped else []
     try:
         load_tokenizer(model, base)
         tokenizer = model.tokenizer or model.path
@@ -68,23 +68,23 @@ def shape_of(model: ModelConfig, base: Path) -> tuple[ModelConfig, list[str]]:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """Return what makes the same configuration again."""
-    own: dict[str, Any] = {"model_type": config.model_type}
-    for name in (each.name for each in fields(config) if not each.name.startswith("_")):
+    """Return the values from which the same configuration can be built."""
+    values: dict[str, Any] = {"model_type": config.model_type}
+    for name in (field.name for field in fields(config) if not field.name.startswith("_")):
         value = getattr(config, name, None)
         if hasattr(value, "attribute_map"):
-            own[name] = _values(value)
+            values[name] = _values(value)
         elif isinstance(value, _PLAIN):
-            own[name] = copy.deepcopy(value)
-    return own
+            values[name] = copy.deepcopy(value)
+    return values
 
 
 def _raw(model: ModelConfig, base: Path) -> tuple[Any, bool]:
     """Return the transformers configuration of a named model, and whether it is one that the package knows."""
     name = str(model.path)
-    known = SHAPE_FOLDER / f"{name.replace('/', '--')}.json"
-    if known.is_file() and not (base / name).is_dir() and not Path(name).is_dir():
-        values = json.loads(known.read_text(encoding="utf-8"))
+    shape_file = SHAPE_FOLDER / f"{name.replace('/', '--')}.json"
+    if shape_file.is_file() and not (base / name).is_dir() and not Path(name).is_dir():
+        values = json.loads(shape_file.read_text(encoding="utf-8"))
         return config_from_values(values), True
     try:
         return configured(model, base)[0], False

@@ -45,27 +45,27 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     directory = run_directory(loaded.config)
     if save:
         check_writable(directory)
-    made = planned_apart(loaded, options)
+    planned = planned_apart(loaded, options)
     if save:
-        save_plan(directory, made)
+        save_plan(directory, planned)
     if as_json:
-        print(json.dumps(made, indent=2), flush=True)
+        print(json.dumps(planned, indent=2), flush=True)
     else:
         from holdfast.features.plan.measured import measured_lines
         from holdfast.features.plan.table import table
 
-        print("\n".join([*table(made), *measured_lines(made, directory)]), flush=True)
-    return 0 if made["fits"] else 1
+        print("\n".join([*table(planned), *measured_lines(planned, directory)]), flush=True)
+    return 0 if planned["fits"] else 1
 
 
 def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
-    """Return what a run is planned for on this machine: its own GPUs, or the CPU where it would compute there."""
+    """Return the plan options of this machine: its GPUs, or the CPU if the run computes on it."""
     import torch
 
     if launch.device == "cpu" or not torch.cuda.is_available():
         return PlanOptions(ranks, "cpu")
-    words = torch.cuda.get_device_name(0).lower()
-    name = next((name for name in DEVICES if name in words), None)
+    device_name = torch.cuda.get_device_name(0).lower()
+    name = next((name for name in DEVICES if name in device_name), None)
     return PlanOptions(ranks, name, f"{torch.cuda.mem_get_info(0)[1]}b")
 
 
@@ -77,12 +77,12 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
         NoPlan: The process ended without an answer.
     """
     request = _request(loaded, options)
-    with tempfile.TemporaryDirectory(prefix="holdfast-plan-") as place:
-        output = Path(place) / "plan.json"
-        asked = json.dumps({**request, "output": str(output)})
+    with tempfile.TemporaryDirectory(prefix="holdfast-plan-") as folder:
+        output = Path(folder) / "plan.json"
+        message_text = json.dumps({**request, "output": str(output)})
         done = subprocess.run(
             [sys.executable, "-m", "holdfast.features.plan.process"],
-            input=asked,
+            input=message_text,
             capture_output=True,
             text=True,
             check=False,

@@ -155,9 +155,9 @@ def sampling_of(
     if not isinstance(sampler.engine, InProcessEngine):
         step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
-    own = -(-rows // step.setting.ranks.size)
-    at_once = max(1, min(own, section.rows // group))
-    step.repeats["rollout"] = -(-own // at_once)
+    own_rows = -(-rows // step.setting.ranks.size)
+    at_once = max(1, min(own_rows, section.rows // group))
+    step.repeats["rollout"] = -(-own_rows // at_once)
     engine = PlannedEngine(sampler.engine, step.ledger, step.traffic, section)
     requests = [Request(number, np.zeros(prompt, np.int64), tuple(range(group))) for number in range(at_once)]
 
@@ -165,19 +165,19 @@ def sampling_of(
         with step.setting.phase("rollout"):
             engine.publish(sampler, step)
             engine.decode(requests)
-            now = step.ledger.peaks["rollout", step.setting.world.device.type].parts
-            read = now.get(ROLLOUT_WEIGHTS, 0) + now.get(CACHE, 0) / 4
+            bytes_by_kind = step.ledger.peaks["rollout", step.setting.world.device.type].by_kind
+            read = bytes_by_kind.get(ROLLOUT_WEIGHTS, 0) + bytes_by_kind.get(CACHE, 0) / 4
             step.read_by_rollout = read * section.max_new_tokens * step.repeats["rollout"]
             sampler.release(step.trained)
 
     return make
 
 
-class _Elsewhere:
+class _ExternalEngine:
     """Stands for an engine outside of the ranks; behind `rollout/engine.py: RolloutEngine`."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take none."""
+        """Ignore the weights."""
 
     def submit(self, requests: Sequence[object], sampling: SamplingConfig) -> None:
         """Sample nothing."""
@@ -197,7 +197,7 @@ class _Elsewhere:
 def _sampler_of(step: PlannedStep, section: EngineConfig, *, tells_experts: bool = False) -> Sampler:
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
-        return Sampler(_Elsewhere())
+        return Sampler(_ExternalEngine())
     return Sampler(open_engine(step.trained, section, tells_experts=tells_experts))
 
 
@@ -276,7 +276,7 @@ class PlannedEngine:
         pairs, cache.pairs = cache.pairs, {}
         with self._ledger.scope(CACHE):
             for layer in list(pairs):
-                cache.pairs[layer] = tuple(_roomy(part, room) for part in pairs.pop(layer))  # type: ignore[assignment]
+                cache.pairs[layer] = tuple(_roomy(tensor, room) for tensor in pairs.pop(layer))  # type: ignore[assignment]
         cache.lengths, cache._room = [length] * len(cache.lengths), room
 
 
@@ -298,8 +298,8 @@ def _visited(prompt: int, most: int) -> list[tuple[int, int]]:
     rooms = _rooms(prompt, prompt + most)
     last = prompt + most - 1
     growth = [(rooms[-2], 1)] if len(rooms) > 1 else []
-    left = max(0, most - 1 - len(growth))
-    return [(prompt, left - left // 2), *growth, (last, left // 2)] if left else growth
+    middle = max(0, most - 1 - len(growth))
+    return [(prompt, middle - middle // 2), *growth, (last, middle // 2)] if middle else growth
 
 
 @contextlib.contextmanager

@@ -62,38 +62,41 @@ def guard_library(torch: Path, cache: Path | None = None) -> Path:
     version = importlib.metadata.version("torch")
     digest = hashlib.sha256(SOURCE.read_bytes() + str(torch).encode()).hexdigest()[:12]
     try:
-        place = (cache or Path.home() / ".cache" / "holdfast") / f"guard-{version}-{digest}.so"
-        return place if place.exists() else _built(torch, place)
+        library = (cache or Path.home() / ".cache" / "holdfast") / f"guard-{version}-{digest}.so"
+        return library if library.exists() else _built(torch, library)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise NoGuard(f"The guard of fake devices cannot be stored in the user's cache: {error}.") from error
 
 
-def _built(torch: Path, place: Path) -> Path:
+def _built(torch: Path, library: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NoGuard(
             f"No C++ compiler is here (looked for {', '.join(_COMPILERS)}), and this build of torch needs a small "
             "guard compiled before it can execute CUDA branches. Install one, for example with apt install g++."
         )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        made = Path(folder) / place.name
-        headers = [f"-I{torch / part}" for part in ("include", "include/torch/csrc/api/include")]
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        output = Path(folder) / library.name
+        headers = [f"-I{torch / include}" for include in ("include", "include/torch/csrc/api/include")]
         libraries = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
         options = ["-std=c++20", "-O1", "-fPIC", "-shared", *headers]
         done = subprocess.run(
-            [compiler, str(SOURCE), "-o", str(made), *options, *libraries], capture_output=True, text=True, check=False
+            [compiler, str(SOURCE), "-o", str(output), *options, *libraries],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             reason = (done.stderr.strip() or "it says nothing").splitlines()[0]
             raise NoGuard(f"{compiler} does not build the guard of fake devices ({SOURCE}): {reason}")
-        made.replace(place)  # whoever builds it beside us makes the same
-    return place
+        output.replace(library)  # whoever builds it beside us makes the same
+    return library
 
 
 def _version() -> tuple[int, ...]:
     """Return torch's major and minor version; torch itself must not be imported yet."""
-    return tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
+    return tuple(int(number) for number in importlib.metadata.version("torch").split(".")[:2])
 
 
 def _folder_of_torch() -> Path:

@@ -20,7 +20,7 @@ and the share of the peak that the allocator cannot use. Stated, since no GPU of
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSpec:
     """Which rank of how many is executed, and on what."""
 
     ranks: int = 1
@@ -49,7 +49,7 @@ class HostValue:
 class Execution:
     """What two steps took on one rank."""
 
-    place: Place
+    spec: RankSpec
     plan: ShardPlan
     loaded: dict[tuple[str, str], Peak] = field(default_factory=dict)
     """(phase, device type) -> peak, until models and optimizers are built"""
@@ -73,7 +73,7 @@ class Execution:
     parameters: int = 0
     read: dict[str, float] = field(default_factory=dict)
     """Phase -> bytes that it reads and writes at least"""
-    made: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    allocated: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """(phase, device type, dtype) -> bytes of all tensors that the later step made"""
     executed: bool = True
     """Whether these are numbers of an execution, and not of formulas."""
@@ -90,90 +90,90 @@ def allowance(peak: int, ranks: int) -> int:
 def rows_of(peaks: Mapping[tuple[str, str], Peak], device: str) -> dict[str, Peak]:
     """Return the peak of each row of the table, on one type of device."""
     rows: dict[str, Peak] = {}
-    for (phase, place), peak in peaks.items():
+    for (phase, peak_device), peak in peaks.items():
         row = PHASES.get(phase, phase)
-        if place == device and (row not in rows or peak.total > rows[row].total):
+        if peak_device == device and (row not in rows or peak.total > rows[row].total):
             rows[row] = peak
     return {row: rows[row] for row in (*ORDER, *sorted(set(rows) - set(ORDER))) if row in rows}
 
 
-def plain_plan(made: Execution, device: Device | None, memory: int) -> dict[str, Any]:
+def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict[str, Any]:
     """Return everything that a plan says, JSON-ready; bytes and floating-point operations are of one rank."""
-    phases = phases_of(made)
-    kind = made.place.device
+    phases = phases_of(execution)
+    kind = execution.spec.device
     total = max((peak.total for peak in phases.values()), default=0)
-    spare = allowance(total, made.place.ranks) if kind == "cuda" else 0
+    spare = allowance(total, execution.spec.ranks) if kind == "cuda" else 0
     return {
         "format": PLAN_FORMAT,
-        "executed": made.executed,
-        "ranks": made.place.ranks,
-        "rank": made.place.rank,
+        "executed": execution.executed,
+        "ranks": execution.spec.ranks,
+        "rank": execution.spec.rank,
         "device": None if device is None else device.name,
         "memory_bytes": memory,
-        "parameters": made.parameters,
-        "units": _units(made),
-        "micro_batches": made.micro_batches,
-        "tokens_per_micro_batch": made.tokens,
+        "parameters": execution.parameters,
+        "units": _units(execution),
+        "micro_batches": execution.micro_batches,
+        "tokens_per_micro_batch": execution.tokens,
         "phases": {row: _plain(peak) for row, peak in phases.items()},
-        "clock_phases": clock_phases(made),
-        "host": {row: _plain(peak) for row, peak in _host_rows(made).items()} if kind != "cpu" else {},
+        "clock_phases": clock_phases(execution),
+        "host": {row: _plain(peak) for row, peak in _host_rows(execution).items()} if kind != "cpu" else {},
         "peak_bytes": total,
         "allowance_bytes": spare,
-        "fits": total + spare <= memory and not made.uncounted,
-        "uncounted": made.uncounted,
-        "checkpoint_bytes": made.checkpoint_bytes,
-        "export_bytes": made.export_bytes,
-        "flops": _summed(made.flops),
-        "messages": _messages(made),
-        "host_values": [vars(value) for value in made.host_values],
-        "bounds_seconds": {} if device is None else bounds(made, device),
-        "notes": made.notes,
+        "fits": total + spare <= memory and not execution.uncounted,
+        "uncounted": execution.uncounted,
+        "checkpoint_bytes": execution.checkpoint_bytes,
+        "export_bytes": execution.export_bytes,
+        "flops": _summed(execution.flops),
+        "messages": _messages(execution),
+        "host_values": [vars(value) for value in execution.host_values],
+        "bounds_seconds": {} if device is None else bounds(execution, device),
+        "notes": execution.notes,
     }
 
 
-def phases_of(made: Execution) -> dict[str, Peak]:
+def phases_of(execution: Execution) -> dict[str, Peak]:
     """Return the rows of the table: a step that comes after others, loading, and a step after a resume."""
-    kind = made.place.device
-    steady, loaded = rows_of(made.steady, kind), rows_of(made.loaded, kind)
+    kind = execution.spec.device
+    steady, loaded = rows_of(execution.steady, kind), rows_of(execution.loaded, kind)
     phases = {"load": loaded["load"], **steady} if "load" in loaded else steady
-    return phases | _resume_row(made, kind)
+    return phases | _resume_row(execution, kind)
 
 
-def _host_rows(made: Execution) -> dict[str, Peak]:
-    return rows_of(made.steady, "cpu") | _resume_row(made, "cpu")
+def _host_rows(execution: Execution) -> dict[str, Peak]:
+    return rows_of(execution.steady, "cpu") | _resume_row(execution, "cpu")
 
 
-def _resume_row(made: Execution, device: str) -> dict[str, Peak]:
+def _resume_row(execution: Execution, device: str) -> dict[str, Peak]:
     """Return the largest peak of a resume on a type of device, as a row."""
-    peaks = [peak for (_, place), peak in made.resumed.items() if place == device]
+    peaks = [peak for (_, peak_device), peak in execution.resumed.items() if peak_device == device]
     return {RESUME: max(peaks, key=lambda peak: peak.total)} if peaks else {}
 
 
-def _units(made: Execution) -> list[dict[str, Any]]:
+def _units(execution: Execution) -> list[dict[str, Any]]:
     return [
-        {"name": unit.name, "bytes": unit.bytes_, "bytes_per_rank": -(-unit.bytes_ // made.plan.shard)}
-        for unit in made.plan.units
+        {"name": unit.name, "bytes": unit.bytes_, "bytes_per_rank": -(-unit.bytes_ // execution.plan.shard)}
+        for unit in execution.plan.units
     ]
 
 
-def _messages(made: Execution) -> list[dict[str, Any]]:
+def _messages(execution: Execution) -> list[dict[str, Any]]:
     return [
         {"phase": phase, "kind": name, "count": count, "bytes": sent}
-        for (phase, name), (count, sent) in sorted(made.messages.items())
+        for (phase, name), (count, sent) in sorted(execution.messages.items())
     ]
 
 
-def clock_phases(made: Execution) -> dict[str, int]:
+def clock_phases(execution: Execution) -> dict[str, int]:
     """Return the peak of each phase under the name that a run's clock gives it: to it both passes are one phase."""
-    peaks = {phase: peak.total for (phase, place), peak in made.steady.items() if place == made.place.device}
+    peaks = {phase: peak.total for (phase, device), peak in execution.steady.items() if device == execution.spec.device}
     passes = [peaks.pop(name) for name in ("forward", "backward") if name in peaks]
-    if loaded := made.loaded.get(("load", made.place.device)):
+    if loaded := execution.loaded.get(("load", execution.spec.device)):
         peaks["load"] = loaded.total
     return peaks | ({"forward_backward": max(passes)} if passes else {})
 
 
 def _plain(peak: Peak) -> dict[str, Any]:
-    return {"total": peak.total, "parts": {kind: peak.parts[kind] for kind in KINDS if peak.parts.get(kind)}}
+    return {"total": peak.total, "parts": {kind: peak.by_kind[kind] for kind in KINDS if peak.by_kind.get(kind)}}
 
 
 def _summed(values: Mapping[str, float]) -> dict[str, float]:
@@ -184,18 +184,18 @@ def _summed(values: Mapping[str, float]) -> dict[str, float]:
     return rows
 
 
-def bounds(made: Execution, device: Device) -> dict[str, float]:
+def bounds(execution: Execution, device: Device) -> dict[str, float]:
     """Return seconds that each row takes at least: by products, messages or reads of memory, the longest of them."""
-    flops = _summed(made.flops)
+    flops = _summed(execution.flops)
     wire: dict[str, float] = {}
-    for (phase, _), (_, sent) in made.messages.items():
+    for (phase, _), (_, sent) in execution.messages.items():
         row = PHASES.get(phase, phase)
         wire[row] = wire.get(row, 0.0) + sent
     result = {}
-    for row in dict.fromkeys((*flops, *wire, *_summed(made.read))):
+    for row in dict.fromkeys((*flops, *wire, *_summed(execution.read))):
         products = flops.get(row, 0.0) / device.flops
-        messages = wire.get(row, 0.0) / device.wire(made.place.ranks)
-        reading = _summed(made.read).get(row, 0.0) / device.bytes_per_second
+        messages = wire.get(row, 0.0) / device.wire(execution.spec.ranks)
+        reading = _summed(execution.read).get(row, 0.0) / device.bytes_per_second
         if longest := max(products, messages, reading):
             result[row] = longest
     return result

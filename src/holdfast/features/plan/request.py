@@ -30,7 +30,7 @@ from holdfast.features.plan.execute import execute, import_first
 from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
 from holdfast.features.plan.memory import Peak
 from holdfast.features.plan.origin import without_files
-from holdfast.features.plan.records import Execution, Place, plain_plan
+from holdfast.features.plan.records import Execution, RankSpec, plain_plan
 from holdfast.features.plan.saved import (
     checkpoint_bytes,
     export_bytes,
@@ -62,42 +62,42 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     config = from_mapping(request["config"], ROOTS[request["verb"]], "the run")
     on_cpu = request["device"] == "cpu"
     device = None if on_cpu else device_named(request["device"])
-    place = Place(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
+    spec = RankSpec(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
     base = Path(request["base"])
-    plan = plain_plan(_made(config, base, place, no_guard), device, request["memory"])
+    plan = plain_plan(_made(config, base, spec, no_guard), device, request["memory"])
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
-        plan["turns"] = list(_turns(config, base, place, device, no_guard))
+        plan["turns"] = list(_turns(config, base, spec, device, no_guard))
     return plan
 
 
-def _made(config: TrainingConfig, base: Path, place: Place, no_guard: str) -> Execution:
+def _made(config: TrainingConfig, base: Path, spec: RankSpec, no_guard: str) -> Execution:
     if no_guard:
-        return _by_formulas(config, base, place, no_guard)
+        return _by_formulas(config, base, spec, no_guard)
     try:
-        return execute(config, base, place)
+        return execute(config, base, spec)
     except (
         RuntimeError,
         DynamicOutputShapeException,
     ) as error:  # what an architecture asks of numbers that are not there
-        words = (str(error).strip() or "no reason given").splitlines()[0]
-        return _by_formulas(config, base, place, f"its step cannot be executed without numbers ({words[:160]})")
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        return _by_formulas(config, base, spec, f"its step cannot be executed without numbers ({reason[:160]})")
 
 
 def _turns(
-    config: TrainingConfig, base: Path, place: Place, device: Device | None, no_guard: str
+    config: TrainingConfig, base: Path, spec: RankSpec, device: Device | None, no_guard: str
 ) -> list[dict[str, Any]]:
-    made = []
-    for turn in turns(config, place):
-        plan = plain_plan(_made(turn.config, base, place, no_guard), device, place.memory)
-        told = {"key": turn.key, "value": turn.value, "cost": turn.cost}
-        made.append({**told, "peak_bytes": plan["peak_bytes"], "fits": plan["fits"]})
+    records = []
+    for turn in turns(config, spec):
+        plan = plain_plan(_made(turn.config, base, spec, no_guard), device, spec.memory)
+        record = {"key": turn.key, "value": turn.value, "cost": turn.cost}
+        records.append({**record, "peak_bytes": plan["peak_bytes"], "fits": plan["fits"]})
         if plan["fits"]:
             break
-    return made
+    return records
 
 
 @dataclass(frozen=True)
-class Turn:
+class MemorySaving:
     """One key that takes less memory."""
 
     key: str
@@ -107,50 +107,50 @@ class Turn:
     """With it, and with those before."""
 
 
-def turns(config: TrainingConfig, place: Place) -> Iterator[Turn]:
-    """Yield what can be turned, each on top of those before it."""
+def turns(config: TrainingConfig, spec: RankSpec) -> Iterator[MemorySaving]:
+    """Yield changes of keys that save memory; each configuration includes the changes before it."""
     for key, cost, change in _LIST:
-        changed = change(config, place)
+        changed = change(config, spec)
         if changed is not None:
             value, config = changed
-            yield Turn(key, value, cost, config)
+            yield MemorySaving(key, value, cost, config)
 
 
-Change = Callable[[TrainingConfig, Place], tuple[str, Any] | None]
+Change = Callable[[TrainingConfig, RankSpec], tuple[str, Any] | None]
 
 
-def _fewer_tokens(config: TrainingConfig, _: Place) -> tuple[str, TrainingConfig] | None:
+def _fewer_tokens(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
     least = config.data.max_length * (2 if isinstance(config, DPOConfig) else 1)
     if config.data.tokens_per_micro_batch <= least:
         return None
     return str(least), _with(config, "data", tokens_per_micro_batch=least)
 
 
-def _recompute(config: TrainingConfig, _: Place) -> tuple[str, TrainingConfig] | None:
+def _recompute(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
     if isinstance(config.parallel.recompute, FullRecompute):
         return None
     return "full", _with(config, "parallel", recompute=FullRecompute())
 
 
-def _shard(config: TrainingConfig, place: Place) -> tuple[str, TrainingConfig] | None:
-    if config.parallel.replicate == 1 or place.ranks == 1:
+def _shard(config: TrainingConfig, spec: RankSpec) -> tuple[str, TrainingConfig] | None:
+    if config.parallel.replicate == 1 or spec.ranks == 1:
         return None
     return "1", _with(config, "parallel", replicate=1, shard="auto")
 
 
-def _small_states(config: TrainingConfig, _: Place) -> tuple[str, TrainingConfig] | None:
+def _small_states(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
     section = config.optim
     if not isinstance(section, AdamWConfig):
         return None
     shared = {
         name: getattr(section, name) for name in AdamW8bitConfig.model_fields if name in type(section).model_fields
     }
-    made = AdamW8bitConfig(**{name: value for name, value in shared.items() if name != "kind"})
-    return made.kind, config.model_copy(update={"optim": made})
+    low_bit = AdamW8bitConfig(**{name: value for name, value in shared.items() if name != "kind"})
+    return low_bit.kind, config.model_copy(update={"optim": low_bit})
 
 
-def _offload(config: TrainingConfig, place: Place) -> tuple[str, TrainingConfig] | None:
-    if place.device == "cpu" or config.parallel.cpu_offload or config.optim.kind == "muon":
+def _offload(config: TrainingConfig, spec: RankSpec) -> tuple[str, TrainingConfig] | None:
+    if spec.device == "cpu" or config.parallel.cpu_offload or config.optim.kind == "muon":
         return None
     return "true", _with(config, "parallel", cpu_offload=True)
 
@@ -168,7 +168,7 @@ _LIST: tuple[tuple[str, str, Change], ...] = (
 )
 
 
-def _by_formulas(config: TrainingConfig, base: Path, place: Place, reason: str) -> Execution:
+def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str) -> Execution:
     """Return an execution's numbers without executing; `reason` says why.
 
     Raises:
@@ -179,28 +179,28 @@ def _by_formulas(config: TrainingConfig, base: Path, place: Place, reason: str) 
     origin = blueprint(shapes.model, base, seed=shapes.seed, scorer=shapes.scores)
     set_storage(origin.model, *storage_of(shapes.model))
     policy = policy_model(shapes, origin, None)
-    plan = make_plan(shapes, policy, max(1, place.ranks // shapes.parallel.replicate), place.torch_device.type)
+    plan = make_plan(shapes, policy, max(1, spec.ranks // shapes.parallel.replicate), spec.torch_device.type)
     tokens = min(shapes.data.tokens_per_micro_batch, shapes.data.batch_size * shapes.data.max_length)
     is_full = shapes.checkpoint.contents == "full"
     states = learned_states(shapes, policy)
     if states is None:
         states = {"moments": torch.empty(2 * plan.trainable, device="meta")}
         notes.append("optim.path: its states are taken as two moments in float32, since nothing was executed")
-    parts = _parts(shapes, origin, plan, tokens, sum(each.nbytes for each in states.values()))
-    loaded = {PARAMETERS: parts[PARAMETERS]}
+    bytes_by_kind = _parts(shapes, origin, plan, tokens, sum(tensor.nbytes for tensor in states.values()))
+    loaded = {PARAMETERS: bytes_by_kind[PARAMETERS]}
     peaks = {
-        ("load", place.device): Peak(sum(loaded.values()), loaded),
-        ("backward", place.device): Peak(sum(parts.values()), parts),
+        ("load", spec.device): Peak(sum(loaded.values()), loaded),
+        ("backward", spec.device): Peak(sum(bytes_by_kind.values()), bytes_by_kind),
     }
     saved = [*saved_weights(shapes, policy).values(), *(states.values() if is_full else ())]
     small = small_bytes(shapes, origin)
     return Execution(
-        place=place,
+        spec=spec,
         plan=plan,
         loaded=peaks,
         steady=peaks,
         resumed=peaks if is_full else {},
-        checkpoint_bytes=checkpoint_bytes(saved, place.ranks, host_random_state()) + small,
+        checkpoint_bytes=checkpoint_bytes(saved, spec.ranks, host_random_state()) + small,
         export_bytes=export_bytes(shapes, policy, origin, notes) + small,
         tokens=tokens,
         parameters=plan.parameters,
@@ -212,7 +212,7 @@ def _by_formulas(config: TrainingConfig, base: Path, place: Place, reason: str) 
 
 
 def _uncounted(config: TrainingConfig) -> str:
-    """Return what of a run formulas leave out; "" if nothing."""
+    """Return the parts of a run that the formulas do not count; "" if they count everything."""
     match config:
         case GRPOConfig():
             return "rollouts, a reference and a critic"
@@ -231,17 +231,17 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
     trained = plan.trainable // plan.shard
     match config.parallel.recompute:
         case NoRecompute():
-            kept = _KEPT["none"] * layers
+            activations = _KEPT["none"] * layers
         case SelectiveRecompute():
-            kept = _KEPT["selective"] * layers
+            activations = _KEPT["selective"] * layers
         case _:
-            kept = _KEPT["full"] * layers + _KEPT["none"]
+            activations = _KEPT["full"] * layers + _KEPT["none"]
     head = 8 * vocabulary * width if plan.trainable == plan.parameters else 2 * vocabulary * width
     return {
         PARAMETERS: plan.shard_bytes,
         GATHERED: computed * sum(units[:3]) if plan.sharded and plan.shard > 1 else 0,
         GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
         OPTIMIZER: 0 if plan.cpu_offload else states // plan.shard,
-        ACTIVATIONS: int(kept * tokens * width),
+        ACTIVATIONS: int(activations * tokens * width),
         HEAD: head,
     }

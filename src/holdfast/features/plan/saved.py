@@ -83,7 +83,7 @@ def checkpoint_bytes(tensors: Iterable[Tensor], ranks: int, state: RandomState) 
         ranks: Each of which writes its random state.
         state: Of one of them.
     """
-    stored = sum(prod(part.shape) * part.element_size() + CHUNK_BYTES * _chunks(part) for part in tensors)
+    stored = sum(prod(tensor.shape) * tensor.element_size() + CHUNK_BYTES * _chunks(tensor) for tensor in tensors)
     with _disable_current_modes():
         return stored + ranks * len(json.dumps(random_state_as_json(state)))
 
@@ -108,8 +108,10 @@ def learned_states(config: TrainingConfig, policy: PolicyModel) -> dict[str, Ten
         return None
     with FakeTensorMode(allow_non_fake_inputs=True), answered_by(lambda tensor, _: np.ones(tuple(tensor.shape))):
         parameters = {
-            name: nn.Parameter(torch.empty(tuple(each.shape), dtype=each.dtype), requires_grad=each.requires_grad)
-            for name, each in sharded_parameters(policy).items()
+            name: nn.Parameter(
+                torch.empty(tuple(original.shape), dtype=original.dtype), requires_grad=original.requires_grad
+            )
+            for name, original in sharded_parameters(policy).items()
         }
         optimizer = build_optimizer(config.optim, parameters, vocabulary_of(policy), stacks_of(policy))
         for parameter in parameters.values():
@@ -121,8 +123,8 @@ def learned_states(config: TrainingConfig, policy: PolicyModel) -> dict[str, Ten
 def saved_weights(config: TrainingConfig, policy: PolicyModel) -> dict[str, Tensor]:
     """Return what a checkpoint holds of a model that has no memory, and of its averages, under DCP names."""
     averages = averages_of(config.optim, sharded_parameters(policy))
-    held = hold(policy, frozen=config.checkpoint.frozen == "save", averages=averages.tensors if averages else {})
-    return tensors_of(held)
+    holdings = hold(policy, frozen=config.checkpoint.frozen == "save", averages=averages.tensors if averages else {})
+    return tensors_of(holdings)
 
 
 def export_bytes(config: TrainingConfig, policy: nn.Module, origin: Blueprint, notes: list[str]) -> int:
@@ -147,7 +149,10 @@ def export_bytes(config: TrainingConfig, policy: nn.Module, origin: Blueprint, n
         parameters = sharded_parameters(policy)
         adapters = {name: parameters[name] for name in names_in_file(policy)}
         written += file_bytes(
-            {PEFT_PREFIX + name: Header(tuple(each.shape), each.dtype) for name, each in adapters.items()}
+            {
+                PEFT_PREFIX + name: Header(tuple(parameter.shape), parameter.dtype)
+                for name, parameter in adapters.items()
+            }
         )
     return written * (2 if ema is not None and ema.export == "beside" else 1)
 

@@ -49,7 +49,7 @@ _SIDE = 1024
 
 @dataclass
 class PlannedStep:
-    """A model that is trained, those beside it, and what makes a step of them."""
+    """The trained model of a planned run, its further models, and the counters of its step."""
 
     setting: Setting
     ledger: Ledger
@@ -68,12 +68,12 @@ class PlannedStep:
 
     @property
     def all_trained(self) -> list[Trained]:
-        """The model, and those that are trained beside it."""
+        """All trained models: the model itself and, for example, a critic."""
         return [self.trained, *self.companions.values()]
 
     @property
     def run(self) -> Run:
-        """What of a run its checkpoints ask for; it measures nothing, and has no rows."""
+        """The run as its checkpoints need it; it writes no metrics and has no rows."""
         absent: Any = None
         return Run(
             trained=self.trained,
@@ -93,12 +93,14 @@ class PlannedStep:
 
     def shortened(self, mini_batch: MiniBatch) -> MiniBatch:
         """Return a mini-batch with two micro-batches, of which the first stands for all but the last."""
-        parts = sorted(mini_batch.micro_batches, key=lambda batch: -batch.tokens.numel())
-        self.micro_batches = self.traffic.micro_batches = len(parts)
-        rest = sum(part.tokens.numel() for part in parts) - sum(part.tokens.numel() for part in parts[1:2])
-        self.traffic.first_stands_for = rest / parts[0].tokens.numel()
-        self.tokens = max(self.tokens, parts[0].tokens.numel())
-        return replace(mini_batch, micro_batches=tuple(parts[:2]))
+        batches = sorted(mini_batch.micro_batches, key=lambda batch: -batch.tokens.numel())
+        self.micro_batches = self.traffic.micro_batches = len(batches)
+        represented = sum(micro_batch.tokens.numel() for micro_batch in batches) - sum(
+            micro_batch.tokens.numel() for micro_batch in batches[1:2]
+        )
+        self.traffic.first_stands_for = represented / batches[0].tokens.numel()
+        self.tokens = max(self.tokens, batches[0].tokens.numel())
+        return replace(mini_batch, micro_batches=tuple(batches[:2]))
 
 
 def planned_step(setting: Setting, ledger: Ledger, traffic: Traffic) -> PlannedStep:
@@ -164,8 +166,8 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     if section.needs_reference and reference is None:
         mini_batch = _with_column(mini_batch, "reference_logprobs")
 
-    others = [] if section.takes_pairs else mini_batch.micro_batches
-    if not others:
+    single_answers = [] if section.takes_pairs else mini_batch.micro_batches
+    if not single_answers:
 
         def make() -> object:
             return train_step(trained, compared_with_reference(evaluation, mini_batch), objective)
@@ -179,15 +181,17 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
             with step.setting.phase("reference"):
                 compared = scored(trained, reference, mini_batch, "reference_logprobs")
         with step.setting.phase("divergence"):
-            beside = mini_batch if reference is None else scored(trained, reference, mini_batch, "reference_logprobs")
-            kl = divergence(trained, beside.micro_batches)
+            reference_batch = (
+                mini_batch if reference is None else scored(trained, reference, mini_batch, "reference_logprobs")
+            )
+            kl = divergence(trained, reference_batch.micro_batches)
         return train_step(trained, with_divergence(compared, kl), objective)
 
     return judge
 
 
 def _with_column(mini_batch: MiniBatch, name: str) -> MiniBatch:
-    batches = [replace(each, per_token={**each.per_token, name: each.weights}) for each in mini_batch.micro_batches]
+    batches = [replace(batch, per_token={**batch.per_token, name: batch.weights}) for batch in mini_batch.micro_batches]
     return replace(mini_batch, micro_batches=tuple(batches))
 
 
@@ -247,8 +251,8 @@ def _rows(step: PlannedStep, layout: Layout, images: ImageSide | str) -> MiniBat
     config = step.setting.config.data
     example = sequence(config.max_length)
     if isinstance(images, ImageSide):
-        example, words = _with_image(example, images, config)
-        step.notes.append(words)
+        example, note = _with_image(example, images, config)
+        step.notes.append(note)
     return assembled_batch(step, [[example]] * config.batch_size, layout)
 
 
@@ -267,8 +271,8 @@ def _with_image(example: Example, images: ImageSide, config: TextConfig) -> tupl
         return example, "images: none is planned, since the smallest one has no room in data.max_length"
     stretch = Stretch([0, images.image_id, *[0] * text], [False, False, *[True] * text])
     laid = images.expanded(stretch, [prepared])
-    made = example_of(laid, 0, "", images.positions(laid))
-    return replace(made, sample_id=0), f"images: one of {side}x{side} pixels in every row"
+    with_image = example_of(laid, 0, "", images.positions(laid))
+    return replace(with_image, sample_id=0), f"images: one of {side}x{side} pixels in every row"
 
 
 def _answers(step: PlannedStep, layout: Layout, *, pairs: bool) -> MiniBatch:
@@ -277,8 +281,8 @@ def _answers(step: PlannedStep, layout: Layout, *, pairs: bool) -> MiniBatch:
     head = config.max_length // 2
     columns = {name: np.zeros(config.max_length, dtype) for name, dtype in layout.columns.items()}
     answer = sequence(config.max_length, head, columns)
-    parts = 2 if pairs else 1
-    return assembled_batch(step, [[answer] * parts] * config.batch_size, layout, head=head if pairs else 0)
+    per_draw = 2 if pairs else 1
+    return assembled_batch(step, [[answer] * per_draw] * config.batch_size, layout, head=head if pairs else 0)
 
 
 def sequence(length: int, prompt: int = 1, columns: dict[str, Any] | None = None) -> Example:
@@ -290,12 +294,12 @@ def assembled_batch(
     step: PlannedStep, draws: Sequence[Sequence[Example]], layout: Layout, *, head: int = 0
 ) -> MiniBatch:
     """Return this rank's micro-batches of an update whose sequences are all at hand."""
-    ranks, known, own = step.setting.ranks, [], {}
-    for draw, parts in enumerate(draws):
-        for part, example in enumerate(parts):
-            own[draw, part] = replace(example, sample_id=draw * len(parts) + part, prompt_id=draw)
+    ranks, candidates, examples = step.setting.ranks, [], {}
+    for draw, sequences in enumerate(draws):
+        for position, example in enumerate(sequences):
+            examples[draw, position] = replace(example, sample_id=draw * len(sequences) + position, prompt_id=draw)
             inputs = bool(example.model_inputs)
-            known.append(
-                SequenceInfo(draw, part, example.tokens.size, example.trained_tokens, ranks.rank, head, inputs)
+            candidates.append(
+                SequenceInfo(draw, position, example.tokens.size, example.trained_tokens, ranks.rank, head, inputs)
             )
-    return assemble(Candidates(own, known), ranks, step.setting.config.data, layout)
+    return assemble(Candidates(examples, candidates), ranks, step.setting.config.data, layout)

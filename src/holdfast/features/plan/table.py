@@ -97,11 +97,11 @@ def _title(row: str) -> str:
     return "load + step, resumed" if row == RESUME else row
 
 
-def _counted(words: Iterable[str]) -> list[str]:
+def _counted(notes: Iterable[str]) -> list[str]:
     counts: dict[str, int] = {}
-    for word in words:
-        counts[word] = counts.get(word, 0) + 1
-    return [word if count == 1 else f"{word} ({count} times)" for word, count in counts.items()]
+    for note in notes:
+        counts[note] = counts.get(note, 0) + 1
+    return [note if count == 1 else f"{note} ({count} times)" for note, count in counts.items()]
 
 
 def _several(count: int, thing: str) -> str:

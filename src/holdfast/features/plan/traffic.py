@@ -63,7 +63,7 @@ class Traffic:
         self._calls, self._times, self._work = 0, 1, 1.0
 
     def restart(self) -> None:
-        """Begin to count anew."""
+        """Reset all counts."""
         self.messages.clear()
         self.flops.clear()
 
@@ -98,9 +98,9 @@ class Traffic:
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count one operation."""
         packet = func._overloadpacket
-        own = _OWN_FLOPS.get(packet.__name__)
-        if own is not None:
-            self.flops[self._moment()] += own(args, result) * self._work
+        flops_of = _OWN_FLOPS.get(packet.__name__)
+        if flops_of is not None:
+            self.flops[self._moment()] += flops_of(args, result) * self._work
         elif packet in flop_registry:
             self.flops[self._moment()] += float(flop_registry[packet](*args, **kwargs, out_val=result)) * self._work
         elif func.namespace in _SPACES and packet.__name__ not in _NOT_SENT:
@@ -113,11 +113,11 @@ class Traffic:
 def _sent(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """Return the bytes that a rank sends: (n - 1) / n of the whole for gathering and reducing, twice that for both."""
     sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-    whole, ranks = max(sizes, default=0), _ranks(args, kwargs)
+    largest, ranks = max(sizes, default=0), _ranks(args, kwargs)
     if kind in {ALL_GATHER, REDUCE_SCATTER} and ranks is None and sizes:
-        ranks = max(1, whole // max(1, min(size for size in sizes if size)))
+        ranks = max(1, largest // max(1, min(size for size in sizes if size)))
     share = 1.0 if not ranks else (ranks - 1) / ranks
-    return round(whole * share * (2 if kind == ALL_REDUCE else 1))
+    return round(largest * share * (2 if kind == ALL_REDUCE else 1))
 
 
 def _ranks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -151,17 +151,17 @@ def _varlen_backward(args: tuple[Any, ...], _: Any) -> float:
     return 2.5 * _products(query, min(longest, key.shape[0]))
 
 
-def _products(query: Tensor, seen: int) -> float:
+def _products(query: Tensor, keys: int) -> float:
     """Return the operations of scores and of what they weigh, [T, heads, size] queries on half of `seen` keys each."""
-    return 2.0 * 2.0 * query.numel() * seen / 2
+    return 2.0 * 2.0 * query.numel() * keys / 2
 
 
 def _grouped(args: tuple[Any, ...], _: Any) -> float:
     """One product for every row, whichever expert's matrix it meets."""
-    left, right = args[0], args[1]
-    if left.ndim == 2 and right.ndim == 3:
-        return float(2 * left.shape[0] * left.shape[1] * right.shape[2])
-    return float(2 * left.shape[-2] * left.shape[-1] * right.shape[-1])
+    lhs, rhs = args[0], args[1]
+    if lhs.ndim == 2 and rhs.ndim == 3:
+        return float(2 * lhs.shape[0] * lhs.shape[1] * rhs.shape[2])
+    return float(2 * lhs.shape[-2] * lhs.shape[-1] * rhs.shape[-1])
 
 
 _OWN_FLOPS: dict[str, Callable[[tuple[Any, ...], Any], float]] = {
@@ -190,9 +190,9 @@ _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index
 
 
 def _is_indexed_from_host(tensor: Tensor, indices: Any) -> bool:
-    """Return whether places of a tensor on a device are told by tensors on the host: torch copies them, and waits."""
-    places = [leaf.device.type for leaf in tree_leaves(indices) if isinstance(leaf, Tensor)]
-    return tensor.device.type != "cpu" and "cpu" in places
+    """Return whether host tensors index a tensor on a device: torch copies the indices and waits."""
+    devices = [leaf.device.type for leaf in tree_leaves(indices) if isinstance(leaf, Tensor)]
+    return tensor.device.type != "cpu" and "cpu" in devices
 
 
 def _grouped_product(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
@@ -218,9 +218,9 @@ def _asked_by_transformers() -> str | None:
 class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Tells a ledger of tensors, and counts work and messages."""
 
-    def __init__(self, ledger: Ledger, traffic: Traffic, asked: Callable[[Tensor, str], object]) -> None:
+    def __init__(self, ledger: Ledger, traffic: Traffic, answer: Callable[[Tensor, str], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._ledger, self._traffic, self._asked = ledger, traffic, asked
+        self._ledger, self._traffic, self._asked = ledger, traffic, answer
 
     def __torch_dispatch__(  # noqa: D105, PLW3201 - torch's form
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -247,11 +247,11 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._asked(args[0], "an index that lies on the host")
 
     def _is_answered(self, value: Tensor) -> bool:
-        """Note a check that a transformers model makes of its inputs, and say that it holds: ours hold what it asks."""
-        place = _asked_by_transformers() if value.dtype is torch.bool else None
-        if place is not None:
-            self._asked(value, place)
-        return place is not None
+        """Record an input check of a transformers model and answer that it holds, as it does for our inputs."""
+        caller = _asked_by_transformers() if value.dtype is torch.bool else None
+        if caller is not None:
+            self._asked(value, caller)
+        return caller is not None
 
     def _see(self, result: Any) -> None:
         for leaf in tree_leaves(result):

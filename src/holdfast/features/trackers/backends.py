@@ -146,10 +146,10 @@ class TensorBoardTracker:
         tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
         self._add(step, summary=Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]))
 
-    def _add(self, step: int, **what: Any) -> None:
+    def _add(self, step: int, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer.add_event(Event(wall_time=time.time(), step=step, **what))
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
 
     def close(self, status: str) -> None:  # noqa: ARG002
         """Flush and close."""
@@ -168,16 +168,16 @@ class UserTracker:
         self._takes_completions = callable(inspect.getattr_static(self._tracker, "completions", None))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand numbers on."""
+        """Pass the metrics of a step to the user's class."""
         self._tracker.write(step, metrics)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Hand rows on where the class takes them."""
+        """Pass completions to the user's class, if it takes them."""
         if self._takes_completions:
             self._tracker.completions(step, rows)
 
     def close(self, status: str) -> None:
-        """Hand the end on."""
+        """Pass the final status to the user's class."""
         self._tracker.close(status)
 
 
@@ -283,11 +283,11 @@ class MlflowTracker:
 
     def _experiment(self, run: TrackedRun, *, local: bool) -> str:
         name = setting("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        there = self._client.get_experiment_by_name(name)
-        if there is not None:
-            return str(there.experiment_id)
-        place = (run.folder.absolute() / "artifacts").as_uri() if local else None
-        return str(self._client.create_experiment(name, artifact_location=place))
+        existing = self._client.get_experiment_by_name(name)
+        if existing is not None:
+            return str(existing.experiment_id)
+        artifacts = (run.folder.absolute() / "artifacts").as_uri() if local else None
+        return str(self._client.create_experiment(name, artifact_location=artifacts))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one point per metric; of a step's several, the one with the latest time counts."""
@@ -305,8 +305,8 @@ class MlflowTracker:
 
     def close(self, status: str) -> None:
         """Set the status of the run."""
-        words = {"finished": "FINISHED", "failed": "FAILED"}
-        self._client.set_terminated(self._id, words.get(status, "KILLED"))
+        statuses = {"finished": "FINISHED", "failed": "FAILED"}
+        self._client.set_terminated(self._id, statuses.get(status, "KILLED"))
 
 
 def _make_tables(database: Path) -> None:

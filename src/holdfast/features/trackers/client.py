@@ -36,7 +36,7 @@ def check_trackers(trackers: Sequence[Tracker], base: Path) -> None:
     for tracker in trackers:
         if isinstance(tracker, UserTrackerConfig):
             file = tracker.path.rpartition(":")[0]
-            if not any(place.is_file() for place in (base / file, Path(file))):
+            if not any(candidate.is_file() for candidate in (base / file, Path(file))):
                 raise ConfigError(
                     f"metrics.sinks: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. "
                     "Correct its path."
@@ -59,11 +59,11 @@ class Trackers:
 
     def news(self) -> list[str]:
         """Return what became of trackers since the last call, each thing once."""
-        now = time.monotonic()
-        if not self._processes or now < self._next_look:
+        seconds = time.monotonic()
+        if not self._processes or seconds < self._next_look:
             return []
-        self._next_look = now + patience.current.tracker_look_seconds
-        return [text for process in self._processes if (text := process.news(now))]
+        self._next_look = seconds + patience.current.tracker_look_seconds
+        return [text for process in self._processes if (text := process.news(seconds))]
 
     def close(self, status: str) -> list[str]:
         """End every process; return what the user must know of those that had not sent everything.
@@ -110,19 +110,19 @@ class _Process:
     def _arguments(self) -> list[str]:
         return [str(self._directory.absolute()), self._label, str(self._base.absolute())]
 
-    def news(self, now: float) -> str | None:
+    def news(self, seconds: float) -> str | None:
         """Return a sentence about trouble that was not yet told."""
         process = self._process
         if process is not None:
             if self._heard(process):
-                self._heard_at, self._is_silent = now, False
+                self._heard_at, self._is_silent = seconds, False
             if process.poll() is not None:
                 self._process = None
                 _close_pipes(process)
                 self._trouble = f"ended with {_how(process.returncode)}{self._last_words()}"
-            elif now - self._heard_at > patience.current.tracker_silent_seconds and not self._is_silent:
+            elif seconds - self._heard_at > patience.current.tracker_silent_seconds and not self._is_silent:
                 self._is_silent = True
-                self._trouble = f"has been silent for {now - self._heard_at:.0f} s"
+                self._trouble = f"has been silent for {seconds - self._heard_at:.0f} s"
         trouble, self._trouble = self._trouble, None
         return None if trouble is None else f"warning: tracker {self._label} {trouble}; the run goes on without it"
 
@@ -158,10 +158,10 @@ class _Process:
             _close_pipes(process)
         if process.returncode == 0:
             return None
-        words = " ".join(self._arguments())
+        arguments = " ".join(self._arguments())
         return (
             f"warning: tracker {self._label} {reason}. A resume sends what it lacks, and so does: "
-            f"python -m {_PROGRAM} {words}"
+            f"python -m {_PROGRAM} {arguments}"
         )
 
     def _last_words(self) -> str:

@@ -56,10 +56,10 @@ class RunEnd:
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
-        words = b""
+        content = b""
         while piece := os.read(0, 100):  # sys.stdin has a lock, on which the interpreter aborts at its end
-            words += piece
-        self.status = words.decode().strip() or self.status
+            content += piece
+        self.status = content.decode().strip() or self.status
         # The kernel keeps this promise also where a library holds the interpreter's lock for ever.
         signal.alarm(int(patience.current.tracker_last_seconds))
         self.ended.set()
@@ -69,16 +69,16 @@ class Pump:
     """Moves what is new from the run's files into the tracker."""
 
     def __init__(self, directory: Path, backend: Backend, cursor: Path, tracked: set[str]) -> None:
-        offsets = FollowedTo.read(cursor)
+        offsets = TrackerCursor.read(cursor)
         self._backend, self._tracked = backend, tracked
-        self._cursor = FollowedTo(cursor, backend.settle_seconds)
-        self._metrics = Followed(directory / METRICS, offsets.get(METRICS, 0))
-        self._samples = Followed(directory / SAMPLES, offsets.get(SAMPLES, 0))
+        self._cursor = TrackerCursor(cursor, backend.settle_seconds)
+        self._metrics = JsonLinesReader(directory / METRICS, offsets.get(METRICS, 0))
+        self._samples = JsonLinesReader(directory / SAMPLES, offsets.get(SAMPLES, 0))
         self._waiting: list[tuple[int, dict[str, Any]]] = []
         self._waiting_since = math.inf
 
     def move(self, *, to_the_end: bool) -> bool:
-        """Hand on what is there; return whether there was anything."""
+        """Send new lines and samples to the backend; return whether there were any."""
         lines = self._metrics.take()
         for _, line in lines:
             self._send_line(line)
@@ -87,7 +87,7 @@ class Pump:
             self._waiting += samples
             self._waiting_since = time.monotonic()
         self._send_completions(
-            whole=to_the_end or time.monotonic() - self._waiting_since > patience.current.tracker_group_seconds
+            includes_last=to_the_end or time.monotonic() - self._waiting_since > patience.current.tracker_group_seconds
         )
         if lines or samples:
             first_waiting = self._waiting[0][0] if self._waiting else self._samples.offset
@@ -111,9 +111,12 @@ class Pump:
             if accepted:
                 self._backend.write(int(line["step"]), accepted)
 
-    def _send_completions(self, *, whole: bool) -> None:
-        steps = [(step, list(group)) for step, group in groupby(self._waiting, key=lambda each: each[1].get("step"))]
-        for step, group in steps if whole else steps[:-1]:
+    def _send_completions(self, *, includes_last: bool) -> None:
+        steps = [
+            (step, list(group))
+            for step, group in groupby(self._waiting, key=lambda sample_of_step: sample_of_step[1].get("step"))
+        ]
+        for step, group in steps if includes_last else steps[:-1]:
             rows = [completion_row(sample) for _, sample in group[:MOST_ROWS] if step is not None]
             if rows and "completions" in self._tracked:
                 self._backend.completions(int(rows[0]["step"]), rows)
@@ -122,37 +125,37 @@ class Pump:
 
 def is_complete(directory: Path, cursor: Path) -> bool:
     """Return whether a tracker lacks nothing: some libraries begin a new folder whenever they are opened."""
-    offsets = FollowedTo.read(cursor)
-    files = [Followed(directory / name, offsets.get(name, 0)) for name in (METRICS, SAMPLES)]
+    offsets = TrackerCursor.read(cursor)
+    files = [JsonLinesReader(directory / name, offsets.get(name, 0)) for name in (METRICS, SAMPLES)]
     return bool(offsets) and not any(file.take() for file in files)
 
 
 def open_backend(directory: Path, label: str, base: Path) -> tuple[Backend, set[str]]:
     """Return the tracker of a run that has the label, and what it may be sent."""
     section = MetricsConfig.model_validate(parse_file(directory / "config.resolved.yaml").values["metrics"])
-    chosen = [tracker for tracker in section.sinks if tracker.label == label]
-    if not chosen:
+    matching = [tracker for tracker in section.sinks if tracker.label == label]
+    if not matching:
         raise ConfigError(f"{directory} has no tracker {label}. metrics.sinks of its configuration names them.")
-    tracker = chosen[0]
+    tracker = matching[0]
     tracked: set[str] = set(section.track)
     folder = directory / "tensorboard" if label == "tensorboard" else directory / "trackers" / label
     folder.mkdir(parents=True, exist_ok=True)
     run = describe(directory, folder, tracked)
     if isinstance(tracker, UserTrackerConfig):
         file, _, name = tracker.path.rpartition(":")
-        script = next(place for place in (base / file, Path(file)) if place.is_file())
+        script = next(candidate for candidate in (base / file, Path(file)) if candidate.is_file())
         return backends.UserTracker(run, script.resolve(), name, tracker.kwargs), tracked
     return _KINDS[tracker.kind](run), tracked
 
 
 def follow(directory: Path, label: str, base: Path, run: RunEnd, beat: Callable[[], None]) -> None:
     """Mirror a run until it ends."""
-    place = directory / "trackers"
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / f".{label}.lock").open("w") as lock:
+    folder = directory / "trackers"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{label}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the process of a start that was killed a moment ago may still write
         beat()
-        cursor = place / f".{label}.json"
+        cursor = folder / f".{label}.json"
         if run.ended.is_set() and is_complete(directory, cursor):
             return
         backend, tracked = open_backend(directory, label, base)
@@ -194,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
 _CHUNK = 1 << 20
 
 
-class Followed:
+class JsonLinesReader:
     """The whole lines of a file that grows, without those that a resume went back behind.
 
     A run writes into metrics.jsonl where it goes back to before it starts its trackers, so all of that is there when
@@ -210,7 +213,9 @@ class Followed:
         """Where each is in the file, and the step it goes back to."""
         first = self.offset
         while lines := self.take():
-            self._rewinds += [(place, int(line["to"])) for place, line in lines if line.get("event") == "rewind"]
+            self._rewinds += [
+                (line_offset, int(line["to"])) for line_offset, line in lines if line.get("event") == "rewind"
+            ]
         self.offset = first
 
     def _begins_a_line(self, offset: int) -> bool:
@@ -224,7 +229,7 @@ class Followed:
             return False
 
     def size(self) -> int:
-        """Return the bytes that are there now."""
+        """Return the present size of the file in bytes."""
         try:
             return self._path.stat().st_size
         except FileNotFoundError:
@@ -232,18 +237,18 @@ class Followed:
 
     def take(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the next lines, each with the offset at which it begins; none where there are none yet."""
-        while whole := self._read():
+        while content := self._read():
             lines = []
-            for line in whole.splitlines(keepends=True):
+            for line in content.splitlines(keepends=True):
                 with contextlib.suppress(ValueError):  # not a line of Holdfast's
                     lines.append((self.offset, parse_json(line)))
                 self.offset += len(line)
-            if counting := [(place, line) for place, line in lines if not self._is_void(place, line)]:
+            if counting := [(line_offset, line) for line_offset, line in lines if not self._is_void(line_offset, line)]:
                 return counting
         return []
 
-    def _is_void(self, place: int, line: Mapping[str, Any]) -> bool:
-        return any(place < later and line.get("step", 0) > step for later, step in self._rewinds)
+    def _is_void(self, offset: int, line: Mapping[str, Any]) -> bool:
+        return any(offset < later and line.get("step", 0) > step for later, step in self._rewinds)
 
     def _read(self) -> bytes:
         """Return the next whole lines as they are."""
@@ -256,7 +261,7 @@ class Followed:
         return data[: data.rfind(b"\n") + 1]
 
 
-class FollowedTo:
+class TrackerCursor:
     """How far a tracker has come, in a file: what was sent so long ago that it stands where a kill cannot take it.
 
     What came later is sent again by the next process. That is harmless: the last value of a step counts.
@@ -281,13 +286,13 @@ class FollowedTo:
 
     def note(self, *, all_of_it: bool = False) -> None:
         """Write what has settled; everything where the tracker was closed."""
-        now, settled = time.monotonic(), None
-        if not all_of_it and now - self._noted_at < patience.current.tracker_note_seconds:
+        seconds, settled = time.monotonic(), None
+        if not all_of_it and seconds - self._noted_at < patience.current.tracker_note_seconds:
             return
-        while self._sent and (all_of_it or now - self._sent[0][0] >= self._settle_seconds):
+        while self._sent and (all_of_it or seconds - self._sent[0][0] >= self._settle_seconds):
             settled = self._sent.popleft()[1]
         if settled is not None:
-            self._noted_at = now
+            self._noted_at = seconds
             temporary = self._path.with_suffix(".new")
             temporary.write_text(json.dumps(settled), encoding="utf-8")
             temporary.replace(self._path)

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class StepAnswer:
+class CheckResult:
     """What a check says; true if all is well."""
 
     well: bool
-    words: str
+    message: str
     """The cause, and what to do."""
 
     def __bool__(self) -> bool:
@@ -28,11 +28,11 @@ class StepAnswer:
         return self.well
 
     def __str__(self) -> str:
-        """Return the words."""
-        return self.words
+        """Return the message."""
+        return self.message
 
 
-def reference_is_sharded(model: nn.Module) -> StepAnswer:
+def reference_is_sharded(model: nn.Module) -> CheckResult:
     """Say whether a model that is only read is sharded, layer by layer, and frozen.
 
     accelerate's `prepare_model(evaluation_mode=True)` leaves FSDP out without a word: every rank then holds all of the
@@ -40,33 +40,35 @@ def reference_is_sharded(model: nn.Module) -> StepAnswer:
     """
     parameters = dict(model.named_parameters())
     if not parameters:
-        return StepAnswer(False, "the model has no parameters")
-    flat = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
-    whole = [name for name, value in parameters.items() if not isinstance(value, DTensor)]
-    if whole and not flat:
-        device = parameters[whole[0]].device
-        return StepAnswer(
+        return CheckResult(False, "the model has no parameters")
+    flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    local = [name for name, value in parameters.items() if not isinstance(value, DTensor)]
+    if local and not flat:
+        device = parameters[local[0]].device
+        return CheckResult(
             False,
-            f"{len(whole)} of {len(parameters)} parameters are whole on every rank, on {device}, such as {whole[0]}: "
+            f"{len(local)} of {len(parameters)} parameters are whole on every rank, on {device}, such as {local[0]}: "
             "the model was not sharded, as with accelerate's prepare_model(evaluation_mode=True). Call fully_shard on "
             "its layers and on itself, or TRL's prepare_fsdp.",
         )
-    units = [name for name, part in model.named_modules() if isinstance(part, FSDPModule | FullyShardedDataParallel)]
+    units = [
+        name for name, module in model.named_modules() if isinstance(module, FSDPModule | FullyShardedDataParallel)
+    ]
     if len(units) < 2 and len(list(model.modules())) > 3:
-        return StepAnswer(
+        return CheckResult(
             False,
             "only the root is sharded, so that a forward pass gathers the whole model on every rank. Call fully_shard "
             "on each layer first.",
         )
     trained = [name for name, value in parameters.items() if value.requires_grad]
     if trained:
-        return StepAnswer(
+        return CheckResult(
             False, f"{len(trained)} parameters would be trained, such as {trained[0]}: call requires_grad_(False)"
         )
-    return StepAnswer(True, f"sharded in {len(units)} units, and frozen")
+    return CheckResult(True, f"sharded in {len(units)} units, and frozen")
 
 
-def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> StepAnswer:
+def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> CheckResult:
     """Say whether the backward pass recomputes what the forward pass computed: the same gradients with and without.
 
     Nothing in the model changes: gradients that it had come back. Every rank calls it, with its own batch. Where the
@@ -82,11 +84,11 @@ def recomputation_is_exact(model: nn.Module, batch: Mapping[str, Any]) -> StepAn
     try:
         with_it = _gradients(model, batch, state)
         if isinstance(with_it, Exception):
-            return StepAnswer(False, _cause(model, with_it))
+            return CheckResult(False, _cause(model, with_it))
         with _without_recomputation(model):
             without = _gradients(model, batch, state)
         if isinstance(without, Exception):
-            return StepAnswer(False, f"the model fails without activation checkpointing too: {without}")
+            return CheckResult(False, f"the model fails without activation checkpointing too: {without}")
         return _compared(model, with_it, without)
     finally:
         torch.set_rng_state(state)
@@ -108,24 +110,24 @@ def _gradients(model: nn.Module, batch: Mapping[str, Any], state: Tensor) -> dic
 @contextmanager
 def _without_recomputation(model: nn.Module) -> Iterator[None]:
     """Let every layer keep what it computes, whether torch's wrappers or transformers' own layers recompute."""
-    wrappers = [part for part in model.modules() if isinstance(part, CheckpointWrapper)]
-    layers = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
-    functions = [part.checkpoint_fn for part in wrappers]
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    functions = [module.checkpoint_fn for module in wrappers]
     try:
-        for part in wrappers:
-            part.checkpoint_fn = partial(_called_once)
+        for module in wrappers:
+            module.checkpoint_fn = partial(_called_once)
         for layer in layers:
             layer.gradient_checkpointing = False  # type: ignore[assignment]
         yield
     finally:
-        for part, function in zip(wrappers, functions, strict=True):
-            part.checkpoint_fn = function
+        for module, function in zip(wrappers, functions, strict=True):
+            module.checkpoint_fn = function
         for layer in layers:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
 
-def _called_once(function: Any, *given: Any, **named: Any) -> Any:
-    return function(*given, **{key: value for key, value in named.items() if key not in _OF_CHECKPOINT})
+def _called_once(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **{key: value for key, value in kwargs.items() if key not in _OF_CHECKPOINT})
 
 
 _OF_CHECKPOINT = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
@@ -145,23 +147,23 @@ def _cause(model: nn.Module, error: Exception) -> str:
 
 
 def _caches(model: nn.Module) -> bool:
-    configs = [getattr(part, "config", None) for part in model.modules()]
+    configs = [getattr(module, "config", None) for module in model.modules()]
     return any(getattr(config, "use_cache", False) for config in configs)
 
 
-def _compared(model: nn.Module, with_it: Mapping[str, Tensor], without: Mapping[str, Tensor]) -> StepAnswer:
+def _compared(model: nn.Module, with_it: Mapping[str, Tensor], without: Mapping[str, Tensor]) -> CheckResult:
     if missing := sorted(set(without) - set(with_it)):
-        return StepAnswer(
+        return CheckResult(
             False, f"{missing[0]} gets no gradient with activation checkpointing, and does without: {_advice(model)}"
         )
     wrong = [name for name, gradient in without.items() if not _close(with_it[name], gradient)]
     if not wrong:
-        words = f"the gradients of {len(without)} parameters are the same with and without recomputation"
-        return StepAnswer(True, words)
+        text = f"the gradients of {len(without)} parameters are the same with and without recomputation"
+        return CheckResult(True, text)
     zero = [name for name in wrong if not _local(with_it[name]).any() and _local(without[name]).any()]
     names = ", ".join((zero or wrong)[:2])
-    what = f"are zero with it ({names})" if zero else f"differ ({names})"
-    return StepAnswer(False, f"the gradients of {len(wrong)} of {len(without)} parameters {what}: {_advice(model)}")
+    finding = f"are zero with it ({names})" if zero else f"differ ({names})"
+    return CheckResult(False, f"the gradients of {len(wrong)} of {len(without)} parameters {finding}: {_advice(model)}")
 
 
 def _advice(model: nn.Module) -> str:
@@ -182,6 +184,6 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    one, other = _local(one).double(), _local(other).double()
-    return float((one - other).norm()) <= 1e-5 * float(other.norm()) + 1e-12
+def _close(gradient: Tensor, expected: Tensor) -> bool:
+    gradient, expected = _local(gradient).double(), _local(expected).double()
+    return float((gradient - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-12

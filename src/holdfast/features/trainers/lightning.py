@@ -39,7 +39,7 @@ _APART = ("state_dict", "optimizer_states")
 _WRAPPER = "_fsdp_wrapped_module."
 
 
-class _Saving:
+class _CheckpointMixin:
     """The methods that both strategies have in the place of Lightning's own."""
 
     _rehearse = True
@@ -49,7 +49,7 @@ class _Saving:
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002 - Lightning's own signature
-        """Gather nothing, as above."""
+        """Gather nothing: `save_checkpoint` reads the live optimizer."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # noqa: ARG002
@@ -79,26 +79,26 @@ class _Saving:
             _rehearse(self)
 
 
-class ModelParallelStrategy(_Saving, strategies.ModelParallelStrategy):  # type: ignore[misc]  # Lightning is untyped here
+class ModelParallelStrategy(_CheckpointMixin, strategies.ModelParallelStrategy):  # type: ignore[misc]  # Lightning is untyped here
     """FSDP2, with saves that are verified."""
 
-    def __init__(self, *others: Any, rehearse: bool = True, **named: Any) -> None:
+    def __init__(self, *args: Any, rehearse: bool = True, **kwargs: Any) -> None:
         """Take the arguments of Lightning's own strategy.
 
         Args:
-            others, named: Its own.
+            args, kwargs: Its own.
             rehearse: Save, verify and load once before the first step, and leave nothing behind.
         """
-        super().__init__(*others, **named)
+        super().__init__(*args, **kwargs)
         self._rehearse = rehearse
 
 
-class FSDPStrategy(_Saving, strategies.FSDPStrategy):  # type: ignore[misc]  # as above
+class FSDPStrategy(_CheckpointMixin, strategies.FSDPStrategy):  # type: ignore[misc]  # as above
     """FSDP1, with saves that are verified."""
 
-    def __init__(self, *others: Any, rehearse: bool = True, **named: Any) -> None:
-        """Take the arguments of Lightning's own strategy; as of `ModelParallelStrategy`."""
-        super().__init__(*others, **named)
+    def __init__(self, *args: Any, rehearse: bool = True, **kwargs: Any) -> None:
+        """Take the arguments of Lightning's own strategy, and `rehearse` as `ModelParallelStrategy` does."""
+        super().__init__(*args, **kwargs)
         self._rehearse = rehearse
 
     def setup_environment(self) -> None:
@@ -121,31 +121,31 @@ def _optimizer(strategy: Any) -> Optimizer:
 
 def _parts(model: nn.Module, optimizer: Optimizer | None) -> _StandIn:
     """Return what is saved: the live model and optimizer, or what stands for them where FSDP1 has them."""
-    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return _stand_in(model, optimizer)
     return _StandIn(model, optimizer, {})
 
 
 def _rehearse(strategy: Any) -> None:
     trainer = strategy.lightning_module.trainer
-    place = strategy.broadcast(str(Path(trainer.default_root_dir) / ".holdfast-rehearsal"))
+    path = strategy.broadcast(str(Path(trainer.default_root_dir) / ".holdfast-rehearsal"))
     extra = _extra(strategy, trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
-    parts = _parts(strategy.model, _optimizer(strategy))
-    checkpoint.rehearse(place, parts.model, parts.optimizer, extra)
-    RankGroup().on_first_rank(lambda: Path(place).rmdir() if Path(place).is_dir() else None)
+    stand_in = _parts(strategy.model, _optimizer(strategy))
+    checkpoint.rehearse(path, stand_in.model, stand_in.optimizer, extra)
+    RankGroup().on_first_rank(lambda: Path(path).rmdir() if Path(path).is_dir() else None)
 
 
 def _extra(strategy: Any, content: dict[str, Any]) -> Any:
     """Return what Lightning saves besides weights and optimizer, which is rank 0's."""
-    whole = "optimizer_states" in content  # save_weights_only leaves it out
-    extra = {key: value for key, value in content.items() if key not in _APART} | {"weights_only": not whole}
+    has_optimizer = "optimizer_states" in content  # save_weights_only leaves it out
+    extra = {key: value for key, value in content.items() if key not in _APART} | {"weights_only": not has_optimizer}
     return strategy.broadcast(extra)
 
 
 def _save(strategy: Any, content: dict[str, Any], filepath: Any) -> None:
     extra = _extra(strategy, content)
-    parts = _parts(strategy.model, None if extra["weights_only"] else _optimizer(strategy))
-    save_again(Path(strategy.broadcast(filepath)), parts.model, parts.optimizer, extra)
+    stand_in = _parts(strategy.model, None if extra["weights_only"] else _optimizer(strategy))
+    save_again(Path(strategy.broadcast(filepath)), stand_in.model, stand_in.optimizer, extra)
     strategy.barrier()
 
 
@@ -160,10 +160,10 @@ def _load(strategy: Any, checkpoint_path: Any) -> dict[str, Any]:
             "changed. To begin anew from its weights, leave ckpt_path out and call holdfast.checkpoint.load(path, "
             "module) at the end of configure_model."
         )
-    parts = _parts(strategy.model, optimizer)
-    restored = checkpoint.load(path, parts.model, parts.optimizer, hyperparameters="checkpoint")
-    if parts.names:
-        _hand_back(strategy.model, optimizer, parts)
+    stand_in = _parts(strategy.model, optimizer)
+    restored = checkpoint.load(path, stand_in.model, stand_in.optimizer, hyperparameters="checkpoint")
+    if stand_in.names:
+        _hand_back(strategy.model, optimizer, stand_in)
     content: dict[str, Any] = dict(restored.extra)
     # The connector looks for the key, and restores nothing from an empty list: the state is where it belongs already.
     return content if content.pop("weights_only") else content | {"optimizer_states": []}
@@ -204,16 +204,16 @@ def _stand_in(model: nn.Module, optimizer: Optimizer | None) -> _StandIn:
     parameters: dict[str, nn.Parameter] = {}
     for name, value in state.items():
         *path, last = name.split(".")
-        place = root
-        for part in path:
-            if part not in place._modules:  # noqa: SLF001 - names of layers may be those of methods
-                place.add_module(part, nn.Module())
-            place = place._modules[part]  # type: ignore[assignment]  # noqa: SLF001 - as above
+        module = root
+        for layer in path:
+            if layer not in module._modules:  # noqa: SLF001 - names of layers may be those of methods
+                module.add_module(layer, nn.Module())
+            module = module._modules[layer]  # type: ignore[assignment]  # noqa: SLF001 - as above
         if name in trained | frozen:
             parameters[name] = nn.Parameter(value, requires_grad=name in trained)
-            place.register_parameter(last, parameters[name])
+            module.register_parameter(last, parameters[name])
         else:
-            place.register_buffer(last, value)
+            module.register_buffer(last, value)
     return _StandIn(
         root, None if optimizer is None else _laid_optimizer(optimizer, optimizer_state or {}, parameters), state
     )

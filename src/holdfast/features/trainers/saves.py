@@ -29,7 +29,7 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def save_again(path: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, **others: Any) -> Manifest:
+def save_again(path: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, **options: Any) -> Manifest:
     """Save, and put what had the name away once the new one is whole; all ranks call this.
 
     A checkpoint of Holdfast is never written over. Where a trainer writes a name a second time, after a resume or as
@@ -47,7 +47,7 @@ def save_again(path: Path, model: nn.Module, optimizer: Optimizer | None, extra:
     target = path.with_name(f"{path.name}.new") if taken else path
     if taken:
         ranks.on_first_rank(lambda: shutil.rmtree(target, ignore_errors=True))  # of a save that was killed
-    manifest = checkpoint.save(str(target), model, optimizer, extra, **others)
+    manifest = checkpoint.save(str(target), model, optimizer, extra, **options)
     verified_manifest(open_storage(str(target.parent)), target.name, ranks)
     if taken:
         ranks.on_first_rank(lambda: _give_name(target, path))
@@ -77,6 +77,6 @@ def is_whole(path: Path) -> bool:
 
 def clear_leftovers(folder: Path, name: str) -> None:
     """Remove what killed saves of a name left in a directory; rank 0 calls this, where no save goes on."""
-    for each in list(folder.glob("*")) + list(folder.glob(".*")):
-        if each.is_dir() and (each.name.startswith((STAGING, TRASH)) or each.name == f"{name}.new"):
-            shutil.rmtree(each, ignore_errors=True)
+    for path in list(folder.glob("*")) + list(folder.glob(".*")):
+        if path.is_dir() and (path.name.startswith((STAGING, TRASH)) or path.name == f"{name}.new"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -110,11 +110,11 @@ class _Saves:
             RehearsalFailed: A checkpoint could not be made; nothing was trained.
         """
         model = self._trainer.model
-        if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
             raise UnsuitableTrainer("This model is sharded by FSDP1. Set fsdp_config: {version: 2}.")
         checkpoint.rehearse(str(Path(self._trainer.args.output_dir)), model, self._optimizer, self._extra)
 
-    def train(self, resume_from_checkpoint: Any = None, *others: Any, **named: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train; `True` resumes from the newest whole checkpoint, and begins anew where none was ever finished.
 
         Raises:
@@ -123,13 +123,13 @@ class _Saves:
         """
         folder, ranks = Path(self._trainer.args.output_dir), RankGroup()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint, words = ranks.on_first_rank(lambda: newest_whole(folder))
+            resume_from_checkpoint, message = ranks.on_first_rank(lambda: newest_whole(folder))
             if ranks.rank == 0:
-                print(words, flush=True)
+                print(message, flush=True)
         elif resume_from_checkpoint and (Path(resume_from_checkpoint) / OUTPUT_FOLDER).is_dir():
             path = str(Path(resume_from_checkpoint) / OUTPUT_FOLDER)
             ranks.on_first_rank(lambda: checkpoint.verify(path, "files"))
-        return self._train(resume_from_checkpoint, *others, **named)
+        return self._train(resume_from_checkpoint, *args, **kwargs)
 
     def save(self, output_dir: str) -> None:
         """Write weights, optimizer, schedule and random state of all ranks.
@@ -177,7 +177,7 @@ def newest_whole(folder: Path) -> tuple[str | None, str]:
         CheckpointCorrupt: All that were finished are damaged; beginning anew would write over them.
         UnsuitableTrainer: The trainer's own checkpoint has no optimizer.
     """
-    steps = {int(match[1]): each for each in folder.glob("checkpoint-*") if (match := _STEP.match(each.name))}
+    steps = {int(match[1]): entry for entry in folder.glob("checkpoint-*") if (match := _STEP.match(entry.name))}
     skipped: list[str] = []
     damaged: list[Path] = []
     for step, path in sorted(steps.items(), reverse=True):
@@ -201,8 +201,8 @@ def newest_whole(folder: Path) -> tuple[str | None, str]:
     return None, _words(f"nothing in {folder} to resume from: beginning at step 0", skipped)
 
 
-def _words(chosen: str, skipped: list[str]) -> str:
-    return f"{chosen} (skipped: {'; '.join(skipped)})" if skipped else chosen
+def _words(sentence: str, skipped: list[str]) -> str:
+    return f"{sentence} (skipped: {'; '.join(skipped)})" if skipped else sentence
 
 
 def _own_whole(path: Path) -> Path:

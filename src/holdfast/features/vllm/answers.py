@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
     route: str
     value: Any
-    place: tuple[str | int, ...] = ()
+    path: tuple[str | int, ...] = ()
 
     def refuse(self, needed: str) -> NoReturn:
         """Refuse the answer for this value.
@@ -44,15 +44,15 @@ class Field(NamedTuple):
         Raises:
             EndpointMistaken: Always.
         """
-        steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.place).lstrip(".")
-        where = f"{escaped(steps)} {_shown(self.value)}".lstrip()
-        raise EndpointMistaken(f"answers {self.route} with {where}, where {needed} is needed")
+        steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
+        subject = f"{escaped(steps)} {_shown(self.value)}".lstrip()
+        raise EndpointMistaken(f"answers {self.route} with {subject}, where {needed} is needed")
 
     def key(self, name: str) -> Field:
-        """Return a value of an object; where the object lacks it, whoever reads that refuses it."""
+        """Return a value of an object; a missing value is refused by the method that reads it."""
         if not isinstance(self.value, dict):
             self.refuse(f"an object with {name}")
-        return Field(self.route, self.value.get(name, _ABSENT), (*self.place, name))
+        return Field(self.route, self.value.get(name, _ABSENT), (*self.path, name))
 
     def names(self) -> list[str]:
         """Return the names of an object's values."""
@@ -64,7 +64,7 @@ class Field(NamedTuple):
         """Return the values of a list."""
         if not isinstance(self.value, list) or len(self.value) < least:
             self.refuse(f"a list of at least {least}" if least else "a list")
-        return [Field(self.route, one, (*self.place, number)) for number, one in enumerate(self.value)]
+        return [Field(self.route, member, (*self.path, number)) for number, member in enumerate(self.value)]
 
     def whole(self, least: int, most: int) -> int:
         """Return a whole number."""
@@ -197,7 +197,7 @@ def server_state_of(listed: Any, described: Any, model: str = "") -> ServerState
     Raises:
         EndpointRefuses: It has no such model, or answers something else.
     """
-    models = [each.key("id").text() for each in Field(MODELS, listed).key("data").items(1) if _is_whole_model(each)]
+    models = [entry.key("id").text() for entry in Field(MODELS, listed).key("data").items(1) if _is_whole_model(entry)]
     name = model or next(iter(models), "")
     if not name or name not in models:
         raise EndpointRefuses(f"serves {escaped(', '.join(models)) or 'adapters alone'}, and no {name or 'model'}")
@@ -219,14 +219,14 @@ def server_lease_of(answer: Any) -> tuple[dict[str, Any], float]:
     return _holder(lease.key("holder")), seconds.size()
 
 
-def _holder(said: Field) -> dict[str, Any]:
-    texts = {name: said.key(name).text() for name in ("token", "host")}
-    machine = [each.text() for each in said.key("machine").items()]
-    return texts | {"pid": said.key("pid").positive(), "machine": machine}
+def _holder(holder: Field) -> dict[str, Any]:
+    texts = {name: holder.key(name).text() for name in ("token", "host")}
+    machine = [field.text() for field in holder.key("machine").items()]
+    return texts | {"pid": holder.key("pid").positive(), "machine": machine}
 
 
 def _is_whole_model(listed: Field) -> bool:
-    return any(listed.key("parent").value is each for each in (None, _ABSENT))  # an adapter has one
+    return any(listed.key("parent").value is no_parent for no_parent in (None, _ABSENT))  # an adapter has one
 
 
 def reply_of(answer: Any, limit: int, vocabulary: int = LARGEST_VOCABULARY) -> Reply:
@@ -242,12 +242,12 @@ def reply_of(answer: Any, limit: int, vocabulary: int = LARGEST_VOCABULARY) -> R
         EndpointRefuses: It is of other tokens than it has, or was cut below the limit.
     """
     choice = Field(GENERATE, answer).key("choices").items(1)[0]
-    tokens = [each.whole(0, vocabulary - 1) for each in choice.key("token_ids").items()]
+    tokens = [field.whole(0, vocabulary - 1) for field in choice.key("token_ids").items()]
     content = choice.key("logprobs").key("content").items()
     finish = _FINISHES.get(choice.key("finish_reason").text(), Finish.ERROR)
     spans = _spans_of(choice.key("weight_versions"))
-    scored = [each.key("token_id").whole(0, vocabulary - 1) for each in content]
-    logprobs = [each.key("logprob").logprob_or_nan() for each in content]
+    scored = [field.key("token_id").whole(0, vocabulary - 1) for field in content]
+    logprobs = [field.key("logprob").logprob_or_nan() for field in content]
     _check_reply(finish, tokens, scored, limit)
     if finish is Finish.ERROR:
         raise EndpointRefuses(f"ended a completion by {choice.key('finish_reason').value!r}")
@@ -258,9 +258,9 @@ def reply_of(answer: Any, limit: int, vocabulary: int = LARGEST_VOCABULARY) -> R
 
 def _spans_of(listed: Field) -> tuple[tuple[int, str], ...]:
     spans: list[tuple[int, str]] = []
-    for each in listed.items():
-        start = each.key("start").whole(spans[-1][0] + 1 if spans else 0, LARGEST_VOCABULARY)
-        spans.append((start, each.key("version").text()))
+    for span in listed.items():
+        start = span.key("start").whole(spans[-1][0] + 1 if spans else 0, LARGEST_VOCABULARY)
+        spans.append((start, span.key("version").text()))
     return tuple(spans)
 
 
@@ -290,17 +290,17 @@ def tops_of(answer: Any, length: int, count: int, vocabulary: int = LARGEST_VOCA
     Raises:
         EndpointMistaken: It lacks some, or has something else in their place.
     """
-    places = Field(GENERATE, answer).key("prompt_logprobs")
-    if len(places.items()) != length:
-        places.refuse(f"a list of {length}")
-    return [_row(each, min(count, vocabulary), vocabulary) for each in places.items()[1:]]
+    positions = Field(GENERATE, answer).key("prompt_logprobs")
+    if len(positions.items()) != length:
+        positions.refuse(f"a list of {length}")
+    return [_row(position, min(count, vocabulary), vocabulary) for position in positions.items()[1:]]
 
 
-def _row(place: Field, least: int, vocabulary: int) -> TopRow:
-    names = [Field(place.route, name, (*place.place, "key")) for name in place.names()]
-    row = {each.token(vocabulary): place.key(each.value).key("logprob").logprob() for each in names}
+def _row(position: Field, least: int, vocabulary: int) -> TopRow:
+    names = [Field(position.route, name, (*position.path, "key")) for name in position.names()]
+    row = {token.token(vocabulary): position.key(token.value).key("logprob").logprob() for token in names}
     if len(row) < least:
-        place.refuse(f"an object of at least {least} tokens")
+        position.refuse(f"an object of at least {least} tokens")
     return row
 
 
@@ -312,7 +312,7 @@ def next_tops_of(answer: Any, count: int, vocabulary: int = LARGEST_VOCABULARY) 
     """
     choice = Field(GENERATE, answer).key("choices").items(1)[0]
     listed = choice.key("logprobs").key("content").items(1)[0].key("top_logprobs")
-    row = {each.key("token_id").whole(0, vocabulary - 1): each.key("logprob").logprob() for each in listed.items()}
+    row = {top.key("token_id").whole(0, vocabulary - 1): top.key("logprob").logprob() for top in listed.items()}
     if len(row) < min(count, vocabulary):
         listed.refuse(f"a list of {min(count, vocabulary)} tokens")
     return row
@@ -326,4 +326,4 @@ def inspection_of(answer: Any) -> dict[str, float | None]:
     """
     tensors = Field(RPC, answer).key("results").items(1)[0]
     sizes = {name: tensors.key(name) for name in tensors.names()}
-    return {name: None if each.value is None else each.size() for name, each in sizes.items()}
+    return {name: None if field.value is None else field.size() for name, field in sizes.items()}

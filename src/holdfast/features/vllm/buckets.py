@@ -47,7 +47,7 @@ def digest(tensor: Tensor) -> str:
 
 
 @dataclass
-class Inspected:
+class Inspection:
     """What a server says of the tensors that it computes with."""
 
     differences: dict[str, float | None] = field(default_factory=dict)
@@ -82,12 +82,12 @@ class Leases:
         """
         times, before, replaces = patience.current, math.inf, None
         while True:
-            holder, left = server.lease(self._holder, times.lease_stale_seconds, replaces)
+            holder, seconds_left = server.lease(self._holder, times.lease_stale_seconds, replaces)
             if holder["token"] == self._holder["token"]:
                 break
             if died_here(holder):
                 replaces = holder["token"]
-            elif holder["machine"] == self._holder["machine"] or left > before:  # it renews it, so it lives
+            elif holder["machine"] == self._holder["machine"] or seconds_left > before:  # it renews it, so it lives
                 raise ConfigError(
                     f"rollout.engine.url: another run pushes weights to {server.url} (process {holder['pid']} on "
                     f"{holder['host']}), so samples of this run would come from its weights. Start a server of this "
@@ -97,10 +97,10 @@ class Leases:
                 if before == math.inf:
                     print(
                         f"process {holder['pid']} on {holder['host']} pushed weights to {server.url}: waiting up to "
-                        f"{left:.0f} s for a sign that it lives",
+                        f"{seconds_left:.0f} s for a sign that it lives",
                         flush=True,
                     )
-                before = left
+                before = seconds_left
                 time.sleep(times.lease_look_seconds)
         self._servers[server.url] = server
         if self._thread.ident is None:
@@ -170,9 +170,9 @@ class Publisher:
 
     def inspect(
         self, servers: Sequence[VLLMServer], tensors: Iterator[tuple[str, Tensor]], headers: Mapping[str, Header]
-    ) -> dict[str, Inspected]:
+    ) -> dict[str, Inspection]:
         """Return by address how far what a server computes with is from these weights, or why it does not say."""
-        inspected = {server.url: Inspected() for server in servers}
+        inspected = {server.url: Inspection() for server in servers}
         for file, _, _ in self._files(tensors, headers):
             content = {"method": "holdfast_inspect", "kwargs": {"file": str(file)}}
             for server in servers:
@@ -230,11 +230,11 @@ class _Push:
             return
         with ThreadPoolExecutor(len(self._servers)) as threads:
             answers = [threads.submit(_said, ask, server) for server in self._servers]
-        left = []
+        remaining = []
         for server, answer in zip(self._servers, answers, strict=True):
             why = answer.result()
             if why is None:
-                left.append(server)
+                remaining.append(server)
             elif server.is_well():
                 raise RunStopped(
                     f"The server at {server.url} refuses the weights that were pushed to it: it {why}. It is paused, "
@@ -242,7 +242,7 @@ class _Push:
                 )
             else:
                 self.dead[server.url] = why
-        self._servers = left
+        self._servers = remaining
 
 
 def _said(ask: Callable[[VLLMServer], Any], server: VLLMServer) -> str | None:

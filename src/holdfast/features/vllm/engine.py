@@ -22,7 +22,7 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import Reply
-from holdfast.features.vllm.servers import Fleet, OtherWeights, VLLMServer, sampling_words
+from holdfast.features.vllm.servers import Fleet, UnexpectedWeights, VLLMServer, sampling_words
 from holdfast.http import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.sampling import Stops
@@ -37,12 +37,12 @@ _THREADS_SECONDS = 1.0
 _LARGEST_SEED = 2**63 - 1
 
 
-class _Item(NamedTuple):
+class _PendingCompletion(NamedTuple):
     """One completion that is asked for."""
 
     name: str
     request: Request
-    place: int
+    seed_index: int
 
 
 class VLLMFlight:
@@ -61,7 +61,7 @@ class VLLMFlight:
         self,
         fleet: Fleet,
         section: VLLMEngineConfig,
-        items: Sequence[_Item],
+        items: Sequence[_PendingCompletion],
         sampling: SamplingConfig,
         stops: Stops,
         done: Sequence[Sampled] = (),
@@ -70,17 +70,17 @@ class VLLMFlight:
         self.oldest = fleet.newest
         """Order of the push before it began: no completion is of older weights, however long it waits."""
         self._items = list(items)
-        self._done = {(one.request_id, one.place): one for one in done}
+        self._done = {(sampled.request_id, sampled.place): sampled for sampled in done}
         self._asked: dict[str, VLLMServer] = {}
         """By address."""
         self._before_push: list[Sampled] | None = None
         self._given_up = threading.Event()
-        words = sampling_words(sampling, sorted(stops.tokens))
+        parameters = sampling_words(sampling, sorted(stops.tokens))
         self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
         self._futures = {
-            self._threads.submit(self._completed, item, words): item
+            self._threads.submit(self._completed, item, parameters): item
             for item in items
-            if (item.request.request_id, item.place) not in self._done
+            if (item.request.request_id, item.seed_index) not in self._done
         }
 
     def finished(self) -> list[Sampled]:
@@ -97,12 +97,12 @@ class VLLMFlight:
 
     def _finished(self) -> list[Sampled]:
         done = {
-            (item.request.request_id, item.place): future.result()
+            (item.request.request_id, item.seed_index): future.result()
             for future, item in self._futures.items()
             if future.done() and not future.cancelled() and future.exception() is None
         }
-        whole = {place: one for place, one in done.items() if one.finish is not Finish.ABORT}
-        return self._in_order(self._done | whole)
+        complete = {key: sampled for key, sampled in done.items() if sampled.finish is not Finish.ABORT}
+        return self._in_order(self._done | complete)
 
     @property
     def is_done(self) -> bool:
@@ -118,7 +118,7 @@ class VLLMFlight:
         try:
             self._await(interrupted)
             done = {
-                (item.request.request_id, item.place): future.result() if future.done() else _aborted(item)
+                (item.request.request_id, item.seed_index): future.result() if future.done() else _aborted(item)
                 for future, item in self._futures.items()
             }
         finally:
@@ -130,10 +130,10 @@ class VLLMFlight:
         self._await(interrupted)
 
     def give_up(self) -> None:
-        """Ask for nothing any more, and wait for nothing."""
-        left = [future for future in self._futures if not future.done()]
-        if left:
-            self._give_up(left)
+        """End all requests without waiting for their completions."""
+        pending = [future for future in self._futures if not future.done()]
+        if pending:
+            self._give_up(pending)
         self._given_up.set()  # those that no thread has begun end at once
 
     def end(self) -> None:
@@ -142,36 +142,36 @@ class VLLMFlight:
         self._threads.shutdown(wait=self.is_done, cancel_futures=True)
 
     def _in_order(self, done: Mapping[tuple[int, int], Sampled]) -> list[Sampled]:
-        places = [(item.request.request_id, item.place) for item in self._items]
-        return [done[place] for place in places if place in done]
+        keys = [(item.request.request_id, item.seed_index) for item in self._items]
+        return [done[key] for key in keys if key in done]
 
     def _await(self, interrupted: Interrupted) -> None:
         """Wait for all requests, or end them; the first error ends the wait."""
-        left = set(self._futures)
-        while left and not self._given_up.is_set():
-            done, left = wait(left, timeout=_LOOK_SECONDS)
+        pending = set(self._futures)
+        while pending and not self._given_up.is_set():
+            done, pending = wait(pending, timeout=_LOOK_SECONDS)
             failed = any(future.exception() is not None for future in done if not future.cancelled())
-            if failed or (left and interrupted()):
-                self._give_up(left)
+            if failed or (pending and interrupted()):
+                self._give_up(pending)
 
-    def _give_up(self, left: Collection[Future[Sampled]]) -> None:
+    def _give_up(self, pending: Collection[Future[Sampled]]) -> None:
         """End requests, and wait a moment for their threads; a server that does not answer is hung up on."""
         self._given_up.set()
-        names = [self._futures[future].name for future in left]
+        names = [self._futures[future].name for future in pending]
         living = [server for server in self._fleet.servers if server.url not in self._fleet.dead]
         if living:
             with ThreadPoolExecutor(len(living)) as threads:
                 list(threads.map(lambda server: server.abort(names), living))
         deadline = time.monotonic() + _GRACE_SECONDS + _THREADS_SECONDS
-        left = wait(left, timeout=_GRACE_SECONDS).not_done
-        while left and time.monotonic() < deadline:
+        pending = wait(pending, timeout=_GRACE_SECONDS).not_done
+        while pending and time.monotonic() < deadline:
             for server in self._asked.values():
                 server.hang_up()  # one that was about to ask again has a connection by the next round
-            left = wait(left, timeout=_LOOK_SECONDS).not_done
+            pending = wait(pending, timeout=_LOOK_SECONDS).not_done
 
-    def _completed(self, item: _Item, words: dict[str, Any]) -> Sampled:
+    def _completed(self, item: _PendingCompletion, parameters: dict[str, Any]) -> Sampled:
         """Return one completion, from whichever server gives it."""
-        sampling = words | {"seed": item.request.seeds[item.place] & _LARGEST_SEED}
+        sampling = parameters | {"seed": item.request.seeds[item.seed_index] & _LARGEST_SEED}
         prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
         while not self._given_up.is_set():
             server = self._fleet.take(avoided)
@@ -184,7 +184,7 @@ class VLLMFlight:
             except EndpointUnwell as error:
                 tries += 1
                 self._bury_or_wait(server, error, tries)
-            except OtherWeights as error:
+            except UnexpectedWeights as error:
                 self._fleet.bury(server, str(error))  # it was started again, or somebody else pushes to it
             except EndpointMistaken as error:  # one failed request: another server may do better
                 tries, avoided = tries + 1, server.url
@@ -220,7 +220,7 @@ class VLLMFlight:
         else:
             self._given_up.wait(pause_seconds(tries))
 
-    def _sampled(self, item: _Item, reply: Reply) -> Sampled:
+    def _sampled(self, item: _PendingCompletion, reply: Reply) -> Sampled:
         tokens, logprobs, finish = reply.tokens, reply.logprobs, reply.finish
         versions = [(start, self._fleet.version(label, self.oldest)) for start, label in reply.spans]
         stops = self._stops.with_texts(self._sampling.stop)
@@ -232,11 +232,13 @@ class VLLMFlight:
                 f"A server ended a completion at token {tokens[-1:].tolist()}, which is no end of this run's. Start "
                 "servers by `holdfast serve`, which gives vLLM no other rules of its own."
             )
-        parts = [(start, version) for start, version in versions if start < max(1, tokens.size)]
-        first = parts[0][1] if parts else -1
-        changes = tuple(parts) if len({version for _, version in parts}) > 1 else ()
+        spans = [(start, version) for start, version in versions if start < max(1, tokens.size)]
+        first = spans[0][1] if spans else -1
+        changes = tuple(spans) if len({version for _, version in spans}) > 1 else ()
         unscored = int(np.count_nonzero(np.isnan(logprobs)))
-        return Sampled(item.request.request_id, item.place, tokens, logprobs, finish, first, None, changes, unscored)
+        return Sampled(
+            item.request.request_id, item.seed_index, tokens, logprobs, finish, first, None, changes, unscored
+        )
 
 
 class VLLMEngine:
@@ -301,9 +303,9 @@ class VLLMEngine:
         """Start to sample."""
         items = []
         for request in requests:
-            for place in range(len(request.seeds)):
+            for index in range(len(request.seeds)):
                 self._count += 1
-                items.append(_Item(f"{self._mark}-{self._count}", request, place))
+                items.append(_PendingCompletion(f"{self._mark}-{self._count}", request, index))
         flight = VLLMFlight(self._fleet, self._section, items, sampling, self._stops, done)
         self._flights.append(flight)
         return flight
@@ -319,7 +321,7 @@ class VLLMEngine:
             RunStopped: No server is left, or one answers what cannot be trained on.
         """
         flights, self._submitted = self._submitted, []
-        return [one for flight in flights for one in flight.collect(interrupted)]
+        return [sampled for flight in flights for sampled in flight.collect(interrupted)]
 
     def sleep(self) -> bool:
         """Keep the weights: they are not in this process's memory."""
@@ -333,7 +335,7 @@ class VLLMEngine:
             server.close()
 
 
-def _aborted(item: _Item) -> Sampled:
+def _aborted(item: _PendingCompletion) -> Sampled:
     return Sampled(
-        item.request.request_id, item.place, np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, -1
+        item.request.request_id, item.seed_index, np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, -1
     )

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 import xxhash
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-import vllm
 
 BACKEND = "holdfast"
 PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
@@ -38,7 +37,7 @@ _IDENTITY = uuid.uuid4().hex
 
 @dataclass
 class Init(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a push will hold."""
+    """Names, shapes and dtypes of the tensors of all pushes."""
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -59,7 +58,7 @@ class Buckets(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls, update_info_cls = Init, Update
     declared: Init | None = None
-    seen: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
     is_open = False
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -77,7 +76,7 @@ class Buckets(WeightTransferEngine):  # type: ignore[misc]
 
         if self.declared is None:
             raise ValueError("a push began before init_weight_transfer_engine named its tensors")
-        self.seen, self.is_open = frozenset(), True
+        self.received, self.is_open = frozenset(), True
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Update) -> None:
@@ -85,7 +84,7 @@ class Buckets(WeightTransferEngine):  # type: ignore[misc]
         try:
             tensors = self.tensors_of(update_info)
             self.check(tensors, update_info.hashes)
-            self.seen |= frozenset(tensors)
+            self.received |= frozenset(tensors)
             self.load(tensors)
             if update_info.last:
                 self.check_complete()
@@ -107,7 +106,7 @@ class Buckets(WeightTransferEngine):  # type: ignore[misc]
             shape, dtype = self.declared.shapes.get(name), self.declared.dtypes.get(name)
             if shape is None:
                 raise ValueError(f"{name} is not of this model")
-            if name in self.seen:
+            if name in self.received:
                 raise ValueError(f"{name} was sent twice")
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} is {list(tensor.shape)}, expected {shape}")
@@ -124,7 +123,7 @@ class Buckets(WeightTransferEngine):  # type: ignore[misc]
         """Refuse a push that lacks a tensor."""
         assert self.declared is not None
         names = self.declared.shapes
-        if missing := sorted(set(names) - self.seen):
+        if missing := sorted(set(names) - self.received):
             raise ValueError(f"{len(missing)} of {len(names)} tensors were not sent, the first: {missing[0]}")
 
     def finish_weight_update(self) -> None:
@@ -155,9 +154,9 @@ def has_experts(model: torch.nn.Module) -> bool:
 
 
 @functools.cache
-def tokenizer_digest(place: str) -> str | None:
+def tokenizer_digest(directory: str) -> str | None:
     """Return a hash of the tokens and of how some text is cut into them; None without a tokenizer.json."""
-    file = Path(place) / "tokenizer.json"
+    file = Path(directory) / "tokenizer.json"
     if not file.is_file():
         return None
     tokenizer = Tokenizer.from_file(str(file))
@@ -165,11 +164,11 @@ def tokenizer_digest(place: str) -> str | None:
     return xxhash.xxh3_128_hexdigest(json.dumps([sorted(tokenizer.get_vocab().items()), probe]).encode())
 
 
-def template_digest(place: str) -> str | None:
+def template_digest(directory: str) -> str | None:
     """Return a hash of the chat template; None where it has none, or several."""
-    file, settings = Path(place) / "chat_template.jinja", Path(place) / "tokenizer_config.json"
-    told = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
-    text = file.read_text(encoding="utf-8") if file.is_file() else told
+    file, settings = Path(directory) / "chat_template.jinja", Path(directory) / "tokenizer_config.json"
+    setting = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
+    text = file.read_text(encoding="utf-8") if file.is_file() else setting
     return xxhash.xxh3_128_hexdigest(text.encode()) if isinstance(text, str) else None
 
 
@@ -185,7 +184,7 @@ def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float |
     new one, the old one or empty meanwhile. A layer that holds several matrices is asked for the rows of this one.
     """
     path, _, kind = name.rpartition(".")
-    modules, part = dict(model.named_modules()), slice(0, sent.shape[0])
+    modules, rows = dict(model.named_modules()), slice(0, sent.shape[0])
     module: Any = modules.get(path)
     if module is None:
         parent, _, leaf = path.rpartition(".")
@@ -194,7 +193,7 @@ def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float |
             if module is not None:
                 sizes = list(module.output_sizes)
                 start = sum(sizes[: leaves.index(leaf)])
-                part = slice(start, start + sent.shape[0])
+                rows = slice(start, start + sent.shape[0])
                 break
     if module is None:
         return None
@@ -204,14 +203,14 @@ def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float |
         draw = torch.Generator().manual_seed(0)
         probe = torch.randn(PROBES, sent.shape[1], generator=draw)
         like = next(iter(model.parameters()))
-        made = module.quant_method.apply(module, probe.to(like.device, like.dtype), None)[:, part].float().cpu()
+        computed = module.quant_method.apply(module, probe.to(like.device, like.dtype), None)[:, rows].float().cpu()
         sent = probe @ sent.t()
     else:
         value = getattr(module, kind, None)
-        if value is None or value.shape[0] < part.stop:
+        if value is None or value.shape[0] < rows.stop:
             return None
-        made = value[part].float().cpu()
-    return float((made - sent).abs().max() / sent.abs().max().clamp(min=1e-6))
+        computed = value[rows].float().cpu()
+    return float((computed - sent).abs().max() / sent.abs().max().clamp(min=1e-6))
 
 
 @dataclass
@@ -222,19 +221,19 @@ class Lease:
     until: float = 0.0
     """On the monotonic clock."""
 
-    def living(self, now: float) -> dict[str, Any] | None:
+    def living(self, clock: float) -> dict[str, Any] | None:
         """Return who has the server; None if nobody does, or has not renewed it in time."""
-        return self.holder if now < self.until else None
+        return self.holder if clock < self.until else None
 
-    def ask(self, holder: dict[str, Any], seconds: float, replaces: str | None, now: float) -> dict[str, Any]:
+    def ask(self, holder: dict[str, Any], seconds: float, replaces: str | None, clock: float) -> dict[str, Any]:
         """Give the server to a run for some seconds, unless another one has it; return who has it, and how long.
 
         No seconds give it back. A run that saw another one die names the token that it replaces.
         """
-        living = self.living(now)
+        living = self.living(clock)
         if living is None or living["token"] in {holder["token"], replaces}:
-            self.holder, self.until = holder, now + seconds
-        return {"holder": self.holder, "seconds": self.until - now}
+            self.holder, self.until = holder, clock + seconds
+        return {"holder": self.holder, "seconds": self.until - clock}
 
 
 _LEASE = Lease()

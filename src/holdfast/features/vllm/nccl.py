@@ -97,9 +97,9 @@ def _engine(client: _Client, tensors: Callable[[], Iterator[tuple[str, Tensor]]]
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             return tensors()
 
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     size = 1 + sum(client.workers)
     info = NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=port, world_size=size)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
@@ -121,8 +121,8 @@ class _Client:
                 threads.submit(server.post, path, content, **query)
                 for server, content in zip(self._servers, contents, strict=True)
             ]
-            for one in waiting:
-                one.result()
+            for future in waiting:
+                future.result()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Give every server's workers ranks of their own, behind ours."""

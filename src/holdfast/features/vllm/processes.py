@@ -42,8 +42,8 @@ _BATCHED_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class Served:
-    """What servers serve."""
+class ServerSpec:
+    """The model, dtype and folders of the servers that are started."""
 
     section: VLLMEngineConfig
     model: Path
@@ -59,14 +59,14 @@ class Served:
     """The class that they mix into themselves."""
 
 
-def command_of(served: Served, url: str) -> list[str]:
+def command_of(served: ServerSpec, url: str) -> list[str]:
     """Return the command of a server at an address; no secret stands in it."""
-    place = urlsplit(url)
+    address = urlsplit(url)
     flags: dict[str, str] = {
         "--model": str(served.model),
         "--served-model-name": served.name,
-        "--host": place.hostname or "127.0.0.1",
-        "--port": str(place.port),
+        "--host": address.hostname or "127.0.0.1",
+        "--port": str(address.port),
         "--dtype": served.dtype,
         "--max-model-len": str(served.longest),
         # Weights come by a push before anything is sampled; a push that were missed would show at once.
@@ -83,14 +83,14 @@ def command_of(served: Served, url: str) -> list[str]:
         # A seed of its own for each request kills vLLM 0.32 on a CPU where a prompt is computed in chunks.
         switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
         flags["--max-num-batched-tokens"] = str(max(_BATCHED_TOKENS, served.longest))
-    words = [word for pair in flags.items() for word in pair]
-    return [served.section.python, "-m", "vllm.entrypoints.openai.api_server", *words, *switches]
+    arguments = [argument for pair in flags.items() for argument in pair]
+    return [served.section.python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *switches]
 
 
-def environment_of(served: Served, environ: Mapping[str, str]) -> dict[str, str]:
+def environment_of(served: ServerSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a server: ours without what describes a rank, and with the key where there is one."""
-    ours = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
-    own = {
+    inherited = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    variables = {
         "PYTHONPATH": str(served.folder),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of pushes
         "VLLM_NO_USAGE_STATS": "1",
@@ -98,12 +98,12 @@ def environment_of(served: Served, environ: Mapping[str, str]) -> dict[str, str]
         "HF_HUB_OFFLINE": "1",
     }
     if served.on_cpu:
-        own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1")}
-        own |= {"VLLM_CPU_KVCACHE_SPACE": environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1")}
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
     key = served.section.api_key_variable
     if key is not None:
-        own["VLLM_API_KEY"] = environ.get(key, "")
-    return ours | own
+        variables["VLLM_API_KEY"] = environ.get(key, "")
+    return inherited | variables
 
 
 @dataclass
@@ -118,7 +118,7 @@ class _Server:
 class Servers:
     """Servers of a run; a context manager that ends them."""
 
-    served: Served
+    served: ServerSpec
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _servers: list[_Server] = field(default_factory=list)
@@ -190,9 +190,9 @@ class Servers:
             # What answers may be another one that was faster to the port, from which ours then ended.
             while (code := server.process.poll()) is not None or not answers(server.url):
                 if code is not None or time.monotonic() > deadline:
-                    what = "did not answer in time" if code is None else f"ended with exit code {code}"
+                    reason = "did not answer in time" if code is None else f"ended with exit code {code}"
                     raise ConfigError(
-                        f"rollout.engine: the server for {server.url} {what}. The end of its log:\n{tail(server.log)}"
+                        f"rollout.engine: the server for {server.url} {reason}. The end of its log:\n{tail(server.log)}"
                     )
                 time.sleep(patience.server_look_seconds)
 
@@ -235,11 +235,11 @@ def _refuse_taken(url: str) -> None:
     Raises:
         ConfigError: Something does.
     """
-    place, times = urlsplit(url), holdfast.patience.current
+    address, times = urlsplit(url), holdfast.patience.current
     deadline = time.monotonic() + times.server_leave_seconds
     while True:
         try:
-            socket.create_connection((place.hostname or "", place.port or 0), _CONNECT_SECONDS).close()
+            socket.create_connection((address.hostname or "", address.port or 0), _CONNECT_SECONDS).close()
         except OSError:
             return
         if time.monotonic() >= deadline:
@@ -262,8 +262,8 @@ def keep_logs(folder: Path, run_directory: Path) -> None:
 
 def answers(url: str) -> bool:
     """Return whether the server at an address is well."""
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=5)
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -25,7 +25,7 @@ from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import TopRow
-from holdfast.features.vllm.buckets import Inspected
+from holdfast.features.vllm.buckets import Inspection
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.check.rounding import rounded_otherwise
@@ -53,7 +53,7 @@ TokenIds = NDArray[np.int64]
 """[L]"""
 
 
-Suspects = Mapping[str, Inspected]
+Suspects = Mapping[str, Inspection]
 """What servers say of their tensors, by address."""
 
 ServerAnswers = Mapping[str, Sequence[Sequence[TopRow]]]
@@ -152,12 +152,12 @@ def _measure(differences: Tensor, dtype: torch.dtype) -> float:
 def _names(suspects: Suspects, dtype: torch.dtype) -> str:
     """Say which tensors a server has otherwise than they were sent, or why that cannot be told."""
     limit = _LAYER_TOLERANCE[dtype]
-    sizes = [pair for each in suspects.values() for pair in each.differences.items()]
+    sizes = [pair for suspect in suspects.values() for pair in suspect.differences.items()]
     different = {name for name, value in sizes if value is not None and not value <= limit}
     if different:
         return f"these tensors are not what was sent: {_some(different)}"
     silent, every = {name for name, value in sizes if value is None}, {name for name, _ in sizes}
-    mute = [each.why_not for each in suspects.values() if each.why_not]
+    mute = [suspect.why_not for suspect in suspects.values() if suspect.why_not]
     if mute:
         return (
             f"which tensor it is cannot be told: our worker extension there does not say, {mute[0]}; servers that "
@@ -182,8 +182,8 @@ def _words(wrong: Sequence[str], proofs: Sequence[Proof], limit: float, names: s
     """Say which servers differ, and what that looks like."""
     differing = [proof for proof in proofs if proof.url in wrong]
     first = differing[0]
-    where = ", ".join(f"{proof.url} by {proof.difference:.2g} nats" for proof in differing)
-    others = f" ({len(proofs) - len(wrong)} others agree)" if len(wrong) < len(proofs) else ""
+    errors = ", ".join(f"{proof.url} by {proof.difference:.2g} nats" for proof in differing)
+    agreement = f" ({len(proofs) - len(wrong)} others agree)" if len(wrong) < len(proofs) else ""
     if first.of_prompts <= limit:
         why = "prompts agree and generated tokens do not: the cache of keys and values is of older weights"
     elif first.from_before <= limit:
@@ -191,15 +191,15 @@ def _words(wrong: Sequence[str], proofs: Sequence[Proof], limit: float, names: s
     else:
         why = f"all bytes arrived as they were sent, so what went wrong lies behind the transfer; {names}"
     return (
-        f"After a push of weights servers say other log-probabilities than the trainer: {where}{others}; at most "
+        f"After a push of weights servers say other log-probabilities than the trainer: {errors}{agreement}; at most "
         f"{limit:.2g} is allowed (rollout.engine.tolerance). {why[0].upper()}{why[1:]}. Nothing was sampled from them. "
         "Start the servers again; the same command goes on from the last checkpoint."
     )
 
 
-def _apart(one: Sequence[Sequence[TopRow]], other: Sequence[Sequence[TopRow]]) -> float:
+def _apart(first: Sequence[Sequence[TopRow]], second: Sequence[Sequence[TopRow]]) -> float:
     """Return the largest difference of numbers that two answers share."""
-    rows = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
+    rows = [pair for a, b in zip(first, second, strict=True) for pair in zip(a, b, strict=True)]
     return max((abs(a[token] - b[token]) for a, b in rows for token in a.keys() & b.keys()), default=float("inf"))
 
 
@@ -221,7 +221,9 @@ def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds]) -> dict[s
     answers: dict[str, list[list[TopRow]]] = {}
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
         waiting = {
-            server.url: threads.submit(lambda one: [one.tops(each.tolist(), _TOP) for each in sequences], server)
+            server.url: threads.submit(
+                lambda target: [target.tops(sequence.tolist(), _TOP) for sequence in sequences], server
+            )
             for server in servers
         }
         for url, future in waiting.items():
@@ -261,11 +263,11 @@ def _values(sequences: Sequence[Sequence[TopRow]]) -> Tensor:
 
 def _score(sharded: ShardedModel, sequences: Sequence[TokenIds], answers: ServerAnswers) -> dict[str, Tensor]:
     """Return the trainer's log-probabilities [N, 20] of the servers' tokens by address, on rank 0."""
-    parts: dict[str, list[Tensor]] = {url: [] for url in answers}
-    look = partial(_gather, answers, sharded, parts) if sharded.setting.world.is_first else _ignore
+    chunks: dict[str, list[Tensor]] = {url: [] for url in answers}
+    look = partial(_gather, answers, sharded, chunks) if sharded.setting.world.is_first else _ignore
     with without_dropout(sharded.model):
         sharded.model.show_predictors(_batch(sharded, sequences), look)
-    return {url: torch.cat(values) for url, values in parts.items() if values}
+    return {url: torch.cat(values) for url, values in chunks.items() if values}
 
 
 def _rounding(
@@ -299,11 +301,11 @@ def _gather(
     """Take the trainer's log-probabilities of the servers' tokens, a few places at a time."""
     flat = {url: _rows(sequences) for url, sequences in answers.items()}
     for start in range(0, len(hidden), _ROWS):
-        part = slice(start, start + _ROWS)
-        logits, _ = logits_of(hidden[part], head, sharded.model.head_spec)
+        chunk = slice(start, start + _ROWS)
+        logits, _ = logits_of(hidden[chunk], head, sharded.model.head_spec)
         scores = logits.log_softmax(-1).cpu()
         for url, rows in flat.items():
-            logprobs[url].append(scores.gather(1, _tokens(rows[part])).double())
+            logprobs[url].append(scores.gather(1, _tokens(rows[chunk])).double())
 
 
 def _ignore(hidden: Tensor, head: HeadWeights) -> None:

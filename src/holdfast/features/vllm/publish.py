@@ -54,7 +54,7 @@ def outgoing(sharded: ShardedModel) -> Outgoing:
         return Outgoing(tuple(planned), headers, None)
     of_module = {id(module): name for name, module in skeleton.named_modules()}
     source, head = f"{of_module[id(inputs)]}.weight", f"{of_module[id(outputs)]}.weight"
-    embedding = next(next(iter(each.targets)) for each in planned if source in each.sources or head in each.sources)
+    embedding = next(next(iter(plan.targets)) for plan in planned if source in plan.sources or head in plan.sources)
     # vLLM 0.32 leaves the old values packed in a tied head, so servers hold it as a matrix of its own.
     ordered: dict[str, Header] = {}
     for name, header in headers.items():  # as they are streamed
@@ -66,12 +66,12 @@ def _stream(sharded: ShardedModel, plan: Outgoing, *, on_device: bool = False) -
     """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
     holdings, is_first = held_tensors(sharded.model), sharded.setting.world.is_first
     for name, pieces in converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first):
-        parts = list(pieces)
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        whole = whole if on_device else whole.cpu()
-        yield name, whole
+        shards = list(pieces)
+        tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
+        tensor = tensor if on_device else tensor.cpu()
+        yield name, tensor
         if plan.tie is not None and name == plan.tie[0]:
-            yield plan.tie[1], whole
+            yield plan.tie[1], tensor
 
 
 def _dtype(sharded: ShardedModel) -> torch.dtype:
@@ -225,13 +225,13 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
         ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
     states = ranks.on_first_rank(lambda: _met(servers, sharded, section))
-    named = [
+    identified = [
         replace(server, model=state.model, vocabulary=int(state.facts["vocabulary"]))
         for server, state in zip(servers, states, strict=True)
     ]
     mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
     block, longest = max(int(state.facts["block"]) for state in states), min(state.longest for state in states)
-    return ServedEngine(section, named, stops, mark, Prover(section.tolerance, block, longest))
+    return ServedEngine(section, identified, stops, mark, Prover(section.tolerance, block, longest))
 
 
 def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig) -> list[ServerState]:

@@ -24,7 +24,7 @@ def main() -> None:
     from holdfast.checkpoint.export.model import write_assets
     from holdfast.models.setup.model import blueprint
 
-    file, base, directory = (Path(word) for word in sys.argv[1:4])
+    file, base, directory = (Path(argument) for argument in sys.argv[1:4])
     config = run_from_mapping(json.loads(file.read_text(encoding="utf-8")))
     try:
         origin = blueprint(config.model, base, seed=config.seed)

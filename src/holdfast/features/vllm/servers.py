@@ -128,14 +128,14 @@ class VLLMServer:
             EndpointRefuses: There is none, or what came cannot be trained on.
             EndpointUnwell: The server is not well.
         """
-        asked = {
+        request = {
             "model": self.model or None,
             "request_id": name,
             "token_ids": list(prompt),
             "sampling_params": sampling,
         }
         # Who asks decides where a request goes next, so the endpoint itself tries once.
-        answer = replace(self.endpoint, attempts=1).ask("POST", GENERATE, asked)
+        answer = replace(self.endpoint, attempts=1).ask("POST", GENERATE, request)
         return reply_of(answer, int(sampling["max_tokens"]), self.vocabulary)
 
     def tops(self, prompt: Sequence[int], count: int) -> list[TopRow]:
@@ -148,10 +148,10 @@ class VLLMServer:
             EndpointRefuses, EndpointUnwell: There is no such answer.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": count, "detokenize": False, "ignore_eos": True}
-        asked = {"model": self.model or None, "token_ids": list(prompt)}
-        generated = self.endpoint.ask("POST", GENERATE, asked | {"sampling_params": sampling})
+        request = {"model": self.model or None, "token_ids": list(prompt)}
+        generated = self.endpoint.ask("POST", GENERATE, request | {"sampling_params": sampling})
         scored = self.endpoint.ask(
-            "POST", GENERATE, asked | {"sampling_params": {**sampling, "prompt_logprobs": count}}
+            "POST", GENERATE, request | {"sampling_params": {**sampling, "prompt_logprobs": count}}
         )
         rows = tops_of(scored, len(prompt), count, self.vocabulary)
         return [*rows, next_tops_of(generated, count, self.vocabulary)]
@@ -165,7 +165,7 @@ class VLLMServer:
             return  # a server that does not hear us answers nobody either
 
     def hang_up(self) -> None:
-        """Wait for none of the answers that are on their way."""
+        """Close the connections whose answers are still awaited."""
         self.endpoint.hang_up()
         self.control.hang_up()
 
@@ -210,7 +210,7 @@ def sampling_words(sampling: SamplingConfig, stops: Sequence[int]) -> dict[str, 
     }
 
 
-class OtherWeights(Exception):  # noqa: N818 - the name says what happened
+class UnexpectedWeights(Exception):  # noqa: N818 - the name says what happened
     """A completion of weights that were not pushed."""
 
 
@@ -253,11 +253,11 @@ class Fleet:
         """Return the version of weights that were pushed under a name.
 
         Raises:
-            OtherWeights: None were, or they are older than the push of order `oldest`.
+            UnexpectedWeights: None were, or they are older than the push of order `oldest`.
         """
         push = self.pushes.get(label)
         if push is None or push.order < oldest:
-            raise OtherWeights(
+            raise UnexpectedWeights(
                 f"samples from weights called {label!r}, which this run did not push to it, or replaced since"
             )
         return push.version
@@ -275,7 +275,7 @@ class Fleet:
                     f"No server is left to sample from: {'; '.join(f'{url} {why}' for url, why in self.dead.items())}. "
                     "Start them again; the same command then goes on from the last checkpoint."
                 )
-            server = min(living, key=lambda one: (one.url == avoided, self.busy.get(one.url, 0)))
+            server = min(living, key=lambda candidate: (candidate.url == avoided, self.busy.get(candidate.url, 0)))
             self.busy[server.url] = self.busy.get(server.url, 0) + 1
             return server
 
@@ -287,7 +287,7 @@ class Fleet:
     def is_last(self, server: VLLMServer) -> bool:
         """Say whether no other server lives."""
         with self.lock:
-            return [one.url for one in self.servers if one.url not in self.dead] == [server.url]
+            return [living.url for living in self.servers if living.url not in self.dead] == [server.url]
 
     def mistaken(self, server: VLLMServer, why: str) -> None:
         """Say once of each server that it answers what is no answer."""

@@ -18,7 +18,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import engine_of, load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
-from holdfast.features.vllm.processes import Served, Servers, keep_logs
+from holdfast.features.vllm.processes import Servers, ServerSpec, keep_logs
 from holdfast.launch.environment import computes_on_cpu
 from holdfast.training.directory import run_directory
 
@@ -88,14 +88,16 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
         file, model = folder / "config.json", folder / "model"
         file.write_text(json.dumps(as_plain(config)), encoding="utf-8")
         command = [sys.executable, "-m", "holdfast.features.vllm.server_files", str(file), str(loaded.base), str(model)]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode != 0:
-            raise ConfigError(made.stderr.strip().splitlines()[-1] if made.stderr.strip() else "No model for servers.")
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise ConfigError(
+                result.stderr.strip().splitlines()[-1] if result.stderr.strip() else "No model for servers."
+            )
         on_cpu = computes_on_cpu(config.launch)
         dtype = config.parallel.compute_dtype
         if dtype == "auto":
             dtype = "float32" if on_cpu else "bfloat16"
-        served = Served(section, model, section.model or "policy", dtype, _longest(config), on_cpu, folder)
+        served = ServerSpec(section, model, section.model or "policy", dtype, _longest(config), on_cpu, folder)
         print(f"starting {len(section.url)} servers of vLLM ({folder}/server-N.log)", flush=True)
         try:
             with Servers(served):

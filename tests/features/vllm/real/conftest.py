@@ -21,7 +21,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.features.vllm.processes import Served, Servers
+from holdfast.features.vllm.processes import Servers, ServerSpec
 from holdfast.features.vllm.publish import ServedEngine
 from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World, joined_world
@@ -141,7 +141,7 @@ def serving(
     write_assets(folder / "model", blueprint(config.model, folder, seed=0), torch.float32)
     shutil.copyfile(Path(__file__).with_name("faulty_extension.py"), folder / "faulty_extension.py")
     section = VLLMEngineConfig(url=urls, start=True, python=PYTHON)
-    served = Served(section, folder / "model", "policy", dtype, 256, True, folder, "faulty_extension.Extension")
+    served = ServerSpec(section, folder / "model", "policy", dtype, 256, True, folder, "faulty_extension.Extension")
     with Servers(served) as servers:
         yield Fleet(servers, folder, urls)
 

@@ -15,7 +15,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import RunStopped
-from holdfast.features.vllm.processes import Served, Servers
+from holdfast.features.vllm.processes import Servers, ServerSpec
 from holdfast.features.vllm.publish import ServedEngine
 from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World
@@ -51,7 +51,9 @@ def test_buffers_are_pushed_and_one_that_is_not_sent_on_stops_the_run(world: Wor
     write_assets(tmp_path / "model", blueprint(config.model, tmp_path, seed=0), torch.float32)
     shutil.copyfile(Path(__file__).with_name("faulty_extension.py"), tmp_path / "faulty_extension.py")
     section = VLLMEngineConfig(url=[url], start=True, python=PYTHON)
-    served = Served(section, tmp_path / "model", "policy", "float32", 256, True, tmp_path, "faulty_extension.Extension")
+    served = ServerSpec(
+        section, tmp_path / "model", "policy", "float32", 256, True, tmp_path, "faulty_extension.Extension"
+    )
     with Servers(served):
         sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
         engine = open_engine(sharded, config.rollout)

@@ -14,7 +14,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
-from holdfast.features.vllm.processes import Served, Servers
+from holdfast.features.vllm.processes import Servers, ServerSpec
 from holdfast.models.setup.model import blueprint
 from holdfast.parallel.mesh import World
 from holdfast.training.engines import open_engine
@@ -40,7 +40,7 @@ def test_experts_are_sampled_from_servers(world: World, tmp_path: Path) -> None:
     write_assets(tmp_path / "model", blueprint(config.model, tmp_path, seed=0), torch.float32)
     section = VLLMEngineConfig(url=[url], start=True, python=PYTHON)
 
-    served = Served(section, tmp_path / "model", "policy", "float32", 256, True, tmp_path)
+    served = ServerSpec(section, tmp_path / "model", "policy", "float32", 256, True, tmp_path)
     with ExitStack() as stack:
         try:
             stack.enter_context(Servers(served))

@@ -66,10 +66,10 @@ def print_path(
     if mode not in {None, "max", "min"}:
         raise ConfigError(f"--mode {mode} is neither max nor min.")
     if best is None:
-        chosen = find.one(run)
-        for step in find.newer_not_finite(chosen):
+        checkpoint = find.one(run)
+        for step in find.newer_not_finite(checkpoint):
             typer.echo(f"step {step} is newer, and a tensor in it holds NaN or infinity; name it to have it", err=True)
-        typer.echo(chosen.path)
+        typer.echo(checkpoint.path)
         return
     storage = find.folder_of(run)
     typer.echo(f"{storage.root}/{find.best(storage, best, mode)[0]}")
@@ -92,10 +92,10 @@ def verify(
     """Compare a checkpoint, or every one of a run, with its manifest; exit 1 and name the tensor if it is damaged."""
     from holdfast.cli.commands.checkpoint.views import verification
 
-    lines, whole = verification(path, level.value)
+    lines, is_whole = verification(path, level.value)
     for line in lines:
         typer.echo(line)
-    raise typer.Exit(0 if whole else 1)
+    raise typer.Exit(0 if is_whole else 1)
 
 
 def diff(

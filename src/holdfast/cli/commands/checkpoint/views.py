@@ -36,11 +36,11 @@ SHOWN = ("loss", "reward")
 """Metrics of a listing, besides those that are asked for and one of an evaluation."""
 
 
-def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
+def listing(path: str, metrics: Sequence[str]) -> Iterator[str]:
     """Yield a table of a run's checkpoints."""
 
-    storage = _folder(place)
-    pins, shown = read_pins(storage), list(metrics)
+    storage = _folder(path)
+    pins, columns = read_pins(storage), list(metrics)
     for step, name in steps(storage).items():
         try:
             manifest = read_manifest(storage, name)
@@ -52,24 +52,24 @@ def listing(place: str, metrics: Sequence[str]) -> Iterator[str]:
             if not _was_deleted(storage, name):
                 yield f"{name}  damaged: {error}"
             continue
-        shown = shown or _shown(manifest)
-        words = [f"{manifest.bytes_ / 2**20:,.1f} MiB", "+".join(manifest.contents)]
-        words += [f"{metric}={_number(manifest.metrics.get(metric))}" for metric in shown]
-        words += ["pinned"] if step in pins else []
-        words += [] if manifest.finite else ["not finite"]
-        yield f"{name}  {'  '.join(words)}"
+        columns = columns or _shown(manifest)
+        cells = [f"{manifest.bytes_ / 2**20:,.1f} MiB", "+".join(manifest.contents)]
+        cells += [f"{metric}={_number(manifest.metrics.get(metric))}" for metric in columns]
+        cells += ["pinned"] if step in pins else []
+        cells += [] if manifest.finite else ["not finite"]
+        yield f"{name}  {'  '.join(cells)}"
     yield from renamed_checkpoints(storage)
     for name in _put_aside(storage):
         yield f"{name}  {'not finite' if NOT_FINITE in name else 'damaged'}, put aside"
 
 
-def _folder(place: str) -> Storage:
+def _folder(path: str) -> Storage:
     """Return a run's checkpoints; also where all of them were damaged and put aside."""
 
     try:
-        return find.folder_of(place)
+        return find.folder_of(path)
     except NoCheckpoint:
-        for candidate in (f"{place.rstrip('/')}/{FOLDER}", place):
+        for candidate in (f"{path.rstrip('/')}/{FOLDER}", path):
             storage = open_storage(candidate)
             if has_any(storage):
                 return storage
@@ -90,14 +90,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def description(place: str) -> Iterator[str]:
+def description(path: str) -> Iterator[str]:
     """Yield what a checkpoint says of itself.
 
     Raises:
         CheckpointCorrupt: The file that says where its tensors are is damaged or hostile.
     """
 
-    checkpoint = find.one(place)
+    checkpoint = find.one(path)
     manifest = checkpoint.manifest
     verified_metadata(
         checkpoint.storage, checkpoint.name, manifest
@@ -112,8 +112,8 @@ def description(place: str) -> Iterator[str]:
     dtypes = Counter(entry.dtype for entry in manifest.tensors.values())
     yield f"{len(manifest.tensors)} tensors ({_pairs(dtypes)}), {trained} trained parameters"
     yield from _optimizer(manifest)
-    for name, others in manifest.ties.items():
-        yield f"tied: {name} = {', '.join(others)}"
+    for name, aliases in manifest.ties.items():
+        yield f"tied: {name} = {', '.join(aliases)}"
     if not manifest.finite:
         yield "not finite: a tensor holds NaN or infinity"
     for deviation in manifest.deviations:
@@ -128,8 +128,8 @@ def _optimizer(manifest: Manifest) -> Iterator[str]:
 
     if manifest.optimizer is not None:
         yield f"optimizer {manifest.optimizer['kind']}"
-        slots = [each for slots in records(manifest).values() for each in slots.values()]
-        classes = Counter(each["class"] for each in slots).items()
+        slots = [slot for slots in records(manifest).values() for slot in slots.values()]
+        classes = Counter(slot["class"] for slot in slots).items()
         yield from (f"  {count} tensors of its state are {kind}, in parts" for kind, count in classes)
 
 
@@ -142,18 +142,18 @@ def _was_deleted(storage: Storage, name: str) -> bool:
     return name not in storage.names()
 
 
-def verification(place: str, level: Level) -> tuple[list[str], bool]:
+def verification(path: str, level: Level) -> tuple[list[str], bool]:
     """Return one line per checkpoint, and whether all are whole."""
 
     of_run = True
     try:
-        storage = _folder(place)
+        storage = _folder(path)
         names = list(steps(storage).values())
     except (NoCheckpoint, CheckpointError, NewerFormat):
-        storage, names = _single(place)
+        storage, names = _single(path)
         of_run = False
     lines = [] if names else [f"damaged and put aside: {storage.root}/{name}" for name in _put_aside(storage)]
-    whole = not lines
+    all_whole = not lines
     for name in names:
         try:
             manifest = verify_checkpoint(storage, name, level)
@@ -161,28 +161,28 @@ def verification(place: str, level: Level) -> tuple[list[str], bool]:
             if not of_run:
                 raise
             lines.append(f"unknown: {error}")
-            whole = False
+            all_whole = False
         except (CheckpointError, NoCheckpoint, FileNotFoundError) as error:
             if _was_deleted(storage, name):
                 lines.append(f"deleted meanwhile: {storage.root}/{name}")
                 continue
             lines.append(f"damaged: {error}")
-            whole = False
+            all_whole = False
         else:
             lines.append(
                 f"whole: {storage.root}/{name} ({len(manifest.files)} files, {len(manifest.tensors)} tensors, "
                 f"level {level})"
             )
-    return lines, whole
+    return lines, all_whole
 
 
-def _single(place: str) -> tuple[Storage, list[str]]:
+def _single(target: str) -> tuple[Storage, list[str]]:
 
-    path = place.rstrip("/")
+    path = target.rstrip("/")
     parent, _, name = path.rpartition("/") if "://" in path else str(Path(path).absolute()).rpartition("/")
     storage = open_storage(parent)
     if not storage.exists(f"{name}/manifest.json"):
-        find.one(place)  # says what is there instead
+        find.one(target)  # says what is there instead
     return storage, [name]
 
 
@@ -198,10 +198,10 @@ def writing(storage: Storage) -> Iterator[None]:
         ) from error
 
 
-def pinned(place: str, step: int, *, remove: bool) -> str:
+def pinned(path: str, step: int, *, remove: bool) -> str:
     """Pin or unpin a step, and return what is pinned then."""
 
-    storage = find.folder_of(place)
+    storage = find.folder_of(path)
     existing_steps = steps(storage)
     if step not in existing_steps and not remove:
         raise NoCheckpoint(f"{storage.root} has no step {step}. It has {', '.join(map(str, existing_steps))}.")
@@ -216,7 +216,7 @@ def pinned(place: str, step: int, *, remove: bool) -> str:
 
 
 def pruned(
-    place: str,
+    path: str,
     keep_last: int | None,
     keep_every: int | None,
     keep_best: Sequence[str],
@@ -226,7 +226,7 @@ def pruned(
 ) -> Iterator[str]:
     """Delete what is not kept, and yield one line per deleted step."""
 
-    storage = find.folder_of(place)
+    storage = find.folder_of(path)
     policy, stored = _policy(storage, keep_last, keep_every, keep_best, mode), manifests(storage)
     notes: list[str] = []
     with ExitStack() as stack:
@@ -252,11 +252,11 @@ def _policy(
     """Return the run's own retention with what was asked for: numbers replace its numbers, metrics come beside."""
 
     record = read_retention(storage)
-    own = Retention() if record is None else record.retention
+    retention = Retention() if record is None else record.retention
     for metric in keep_best:
         find.best(storage, metric, mode)  # a metric that no checkpoint has would keep nothing
     best = [Best(metric, better(record, metric, mode)) for metric in keep_best]
-    return Retention(keep_last or own.last, keep_every or own.every, (*own.best, *best))
+    return Retention(keep_last or retention.last, keep_every or retention.every, (*retention.best, *best))
 
 
 def _newest_whole(storage: Storage, stored: dict[int, Manifest]) -> int:

@@ -126,7 +126,7 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
     tokenizer = load_tokenizer(config.model, base)
     images = images_of(config, tokenizer, base)
     accept = row_filter(ConfiguredRun(config=config, base=base))
-    answers = _Answers.of(config, base, processes)
+    answers = _AnswerChecks.of(config, base, processes)
     every: list[tuple[str, Source, Mapping[str, Any], Accept | None]] = [
         *(("training", source, data.formats, accept) for source in data.training),
         *(
@@ -206,7 +206,7 @@ def _tokenise(
 
 
 @dataclass
-class _Answers:
+class _AnswerChecks:
     """Right answers, tried on the rewards that have to read them, in processes that can be killed."""
 
     columns: Mapping[str, str]
@@ -215,7 +215,7 @@ class _Answers:
     waiting: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: TrainingConfig, base: Path, processes: ExitStack) -> _Answers:
+    def of(cls, config: TrainingConfig, base: Path, processes: ExitStack) -> _AnswerChecks:
         """Start the processes, if there is a reward to try.
 
         Raises:
@@ -224,7 +224,7 @@ class _Answers:
 
         if not isinstance(config, GRPOConfig):
             return cls({}, None)
-        rewards = [each for each in config.reward if isinstance(each, MathConfig)]
+        rewards = [reward for reward in config.reward if isinstance(reward, MathConfig)]
         if not rewards:
             return cls({}, None)
         logs = Path(processes.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-answers-")))
@@ -233,7 +233,7 @@ class _Answers:
         scorer = RewardScorer(run_file, section, {}, logs)
         processes.callback(scorer.close)
         scorer.start()
-        return cls({each.label: each.column for each in rewards}, scorer)
+        return cls({reward.label: reward.column for reward in rewards}, scorer)
 
     def add(self, row: Row, unreadable: dict[str, list[str]]) -> None:
         """Take a row's answers; try them once there are enough."""

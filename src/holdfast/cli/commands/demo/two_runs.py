@@ -57,9 +57,9 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
         (directory / f"{name}.yaml").write_text(
             files("holdfast.cli.commands.demo").joinpath(f"demo_{name}.yaml").read_text()
         )
-    device, where = device_for(cuda_devices())
+    device, device_note = device_for(cuda_devices())
     common = (f"run.dir={directory}", f"seed={seed}", f"launch.device={device}", *overrides)
-    print(f"{_RANKS} ranks on {where}")
+    print(f"{_RANKS} ranks on {device_note}")
     _say("1/5  SFT on 2 FSDP ranks: demonstrations of sorted digits, 70% of them wrong")
     _run("sft", str(directory / "sft.yaml"), *common)
     _say(f"2/5  GRPO from there, rewarded by a verifier; a rank gets SIGKILL at step {kill_at}")

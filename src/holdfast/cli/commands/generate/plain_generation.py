@@ -33,7 +33,7 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenizedPrompt:
     """A prompt as the model reads it."""
 
     prompt: str
@@ -85,7 +85,7 @@ def load_words(directory: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
 
 def tokenised_prompts(
     config: Any, tokenizer: Any, prompts: Sequence[str], request: CompletionRequest
-) -> list[Prepared]:
+) -> list[TokenizedPrompt]:
     """Return every prompt as tokens, with the room that the model has behind it.
 
     Raises:
@@ -101,22 +101,22 @@ def tokenised_prompts(
         if not tokens:
             raise UserError(f"{which} has no tokens: the tokenizer makes nothing of {prompt[:60]!r}.")
         count = _new_tokens(which, len(tokens), positions, request.max_new_tokens)
-        ready.append(Prepared(prompt, tokens, count))
+        ready.append(TokenizedPrompt(prompt, tokens, count))
     return ready
 
 
-def _new_tokens(which: str, length: int, positions: int | None, asked: int | None) -> int:
+def _new_tokens(which: str, length: int, positions: int | None, requested: int | None) -> int:
     """Return how many tokens may follow a prompt of so many."""
     if not positions:
-        return asked or _USUAL_NEW_TOKENS
+        return requested or _USUAL_NEW_TOKENS
     room = positions - length
-    if room < (asked or 1):
-        more = f" and --max-new-tokens {asked}" if asked and room > 0 else ""
+    if room < (requested or 1):
+        more = f" and --max-new-tokens {requested}" if requested and room > 0 else ""
         raise UserError(
             f"{which} is too long: its {length} tokens{more} do not fit into the {positions} positions of the model "
             "(max_position_embeddings). Shorten it, or ask for fewer tokens."
         )
-    return asked or min(_USUAL_NEW_TOKENS, room)
+    return requested or min(_USUAL_NEW_TOKENS, room)
 
 
 def _as_a_turn(tokenizer: Any, prompt: str, which: str) -> list[int]:
@@ -133,7 +133,7 @@ def _as_a_turn(tokenizer: Any, prompt: str, which: str) -> list[int]:
         ) from error
 
 
-def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> Callable[[Prepared], Completion]:
+def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> Callable[[TokenizedPrompt], Completion]:
     """Return what completes a prompt.
 
     Raises:
@@ -156,7 +156,7 @@ def load_model(directory: Path, tokenizer: Any, request: CompletionRequest) -> C
         draws = {"do_sample": True, "temperature": request.temperature, "top_p": request.top_p, "top_k": 0}
     transformers.set_seed(request.seed)
 
-    def complete(prompt: Prepared) -> Completion:
+    def complete(prompt: TokenizedPrompt) -> Completion:
         tokens = torch.tensor([prompt.tokens], device=device)
         how = transformers.GenerationConfig(
             max_new_tokens=prompt.new_tokens, eos_token_id=ends, pad_token_id=several[0], **draws

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.cli.commands.generate.plain_generation import (
     Completion,
     CompletionRequest,
-    Prepared,
+    TokenizedPrompt,
     load_model,
     load_words,
     tokenised_prompts,
@@ -89,7 +89,7 @@ def generate(targets: Sequence[str], request: CompletionRequest, *, as_json: boo
 
 def _tokenised(
     source: ModelSource, prompts: Sequence[str], request: CompletionRequest, models: int
-) -> tuple[Any, list[Prepared]]:
+) -> tuple[Any, list[TokenizedPrompt]]:
     """Return a model's tokenizer, and the prompts as the model reads them; a refusal names which of several models."""
     config, tokenizer = load_words(source.directory, trust_remote_code=request.trust_remote_code)
     try:
@@ -101,7 +101,7 @@ def _tokenised(
 
 
 def _completions(
-    source: ModelSource, tokenised: tuple[Any, list[Prepared]], request: CompletionRequest
+    source: ModelSource, tokenised: tuple[Any, list[TokenizedPrompt]], request: CompletionRequest
 ) -> Iterator[Completion]:
     """Load a model, and yield its completions as they are written."""
     tokenizer, ready = tokenised
@@ -185,11 +185,11 @@ def _from_rows(path: str, column: str) -> list[str]:
     from holdfast.data.rows.files import files_of_split, find_local, split_off
 
     name, split = split_off(path, Path.cwd())
-    places = find_local(name, Path.cwd())
-    if not places:
+    files = find_local(name, Path.cwd())
+    if not files:
         raise DataError(f"--rows {path}: there is no such file.")
     prompts = []
-    for number, row in enumerate(_rows(files_of_split(places, split, path))):
+    for number, row in enumerate(_rows(files_of_split(files, split, path))):
         prompt = row.get(column)
         if not isinstance(prompt, str):
             has = f"has {type(prompt).__name__} there" if column in row else f"has {', '.join(map(str, row))}"
@@ -228,10 +228,10 @@ def _source(target: str, request: CompletionRequest) -> Iterator[ModelSource]:
         yield source
         return
     with tempfile.TemporaryDirectory(prefix="holdfast-generate-") as folder:
-        place = Path(folder) / "export"
-        export_stored([stored], place, trust_remote_code=request.trust_remote_code)
-        about = _about(place)
-        yield ModelSource(place, manifest.run_id, "" if about is None else about.run, manifest.step, str(stored.path))
+        export = Path(folder) / "export"
+        export_stored([stored], export, trust_remote_code=request.trust_remote_code)
+        about = _about(export)
+        yield ModelSource(export, manifest.run_id, "" if about is None else about.run, manifest.step, str(stored.path))
 
 
 def _plain(target: str, request: CompletionRequest) -> ModelSource | None:
@@ -256,9 +256,9 @@ def _plain(target: str, request: CompletionRequest) -> ModelSource | None:
     return ModelSource(directory, "", "", None, target)
 
 
-def _looks_like_ours(place: Path) -> bool:
+def _looks_like_ours(path: Path) -> bool:
     """Return whether what is wrong with a path is best said by whoever reads checkpoints."""
-    return (place / IDENTITY).exists() or (place / "manifest.json").exists() or place.name.startswith("step-")
+    return (path / IDENTITY).exists() or (path / "manifest.json").exists() or path.name.startswith("step-")
 
 
 def _about(directory: Path) -> Exported | None:
@@ -267,7 +267,7 @@ def _about(directory: Path) -> Exported | None:
     return read_about(directory)
 
 
-def _export(place: Path) -> ModelSource | None:
+def _export(path: Path) -> ModelSource | None:
     """Return the export at a path, None where there is none.
 
     Raises:
@@ -276,20 +276,20 @@ def _export(place: Path) -> ModelSource | None:
     from holdfast.checkpoint.export.about import check_weights
     from holdfast.models.files.origin import refuse_others_than_files
 
-    if not place.is_dir() or (place / "manifest.json").exists() or (place / IDENTITY).exists():
+    if not path.is_dir() or (path / "manifest.json").exists() or (path / IDENTITY).exists():
         return None
-    about = _about(place)
-    if about is None and not (place / EXPORTED_CONFIG).exists():
+    about = _about(path)
+    if about is None and not (path / EXPORTED_CONFIG).exists():
         return None
-    if (place / "adapter_config.json").exists():
+    if (path / "adapter_config.json").exists():
         raise ModelError(
-            f"{place} holds adapters alone. Name the merged export beside it, or the checkpoint that it was made of."
+            f"{path} holds adapters alone. Name the merged export beside it, or the checkpoint that it was made of."
         )
-    refuse_others_than_files(place)
+    refuse_others_than_files(path)
     if about is None:
-        return ModelSource(place, "", "", None, str(place))
-    check_weights(place, about, whole=True)
-    return ModelSource(place, about.run_id, about.run, about.step, str(place))
+        return ModelSource(path, "", "", None, str(path))
+    check_weights(path, about, whole=True)
+    return ModelSource(path, about.run_id, about.run, about.step, str(path))
 
 
 def _same_export(stored: StoredCheckpoint) -> ModelSource | None:
@@ -297,15 +297,15 @@ def _same_export(stored: StoredCheckpoint) -> ModelSource | None:
     if not stored.storage.renames:
         return None
     manifest = stored.manifest
-    for place in sorted((Path(stored.storage.root).parent / "exports").glob("[!.]*")):
-        if (place / "adapter_config.json").exists():
+    for export in sorted((Path(stored.storage.root).parent / "exports").glob("[!.]*")):
+        if (export / "adapter_config.json").exists():
             continue
         try:
-            about = _about(place)
+            about = _about(export)
             if about is None or (about.run_id, about.step) != (manifest.run_id, manifest.step):
                 continue
             if about.weights == "trained" and not about.steps:
-                return _export(place)
+                return _export(export)
         except ModelError:  # damaged: the checkpoint may be whole
             continue
     return None

@@ -43,10 +43,10 @@ class FirstFile:
     def put(self, key: str, value: Any, reason: str) -> None:
         """Set a key, and say why."""
         *sections, name = key.split(".")
-        place = self.tree
+        mapping = self.tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+            mapping = mapping.setdefault(section, {})
+        mapping[name] = value
         self.reasons[key] = reason
 
     def lines(self) -> Iterator[str]:
@@ -60,8 +60,8 @@ class FirstFile:
 
 def verb_for(columns: Sequence[str]) -> str:
     """Return what rows with these columns are for."""
-    there = {ours for ours in _CALLED if column_of(columns, ours)}
-    return "dpo" if {"chosen", "rejected"} <= there or {"label", "completion"} <= there else "sft"
+    recognised = {ours for ours in _CALLED if column_of(columns, ours)}
+    return "dpo" if {"chosen", "rejected"} <= recognised or {"label", "completion"} <= recognised else "sft"
 
 
 def choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None:
@@ -93,12 +93,12 @@ def choose_columns(draft: FirstFile, verb: str, columns: Sequence[str]) -> None:
 
 def _advice(columns_of_file: Mapping[str, str | None], columns: Sequence[str]) -> str:
     """Say how to name the columns that are not recognised: those that are left, in their order."""
-    left = [column for column in columns if column not in columns_of_file.values()]
+    unused = [column for column in columns if column not in columns_of_file.values()]
     missing = [ours for ours, theirs in columns_of_file.items() if theirs is None]
-    if len(left) < len(missing):
-        return f"There is no column for {' and '.join(missing[len(left) :])}: add it to the rows."
-    named = _renamed({**columns_of_file, **dict(zip(missing, left, strict=False))})
-    text = ", ".join(f"{ours}: {theirs}" for ours, theirs in named.items())
+    if len(unused) < len(missing):
+        return f"There is no column for {' and '.join(missing[len(unused) :])}: add it to the rows."
+    renamed = _renamed({**columns_of_file, **dict(zip(missing, unused, strict=False))})
+    text = ", ".join(f"{ours}: {theirs}" for ours, theirs in renamed.items())
     return f"Write a file by hand and name them, as in data.columns={{{text}}}, or rename them in the rows."
 
 
@@ -176,26 +176,26 @@ def _renamed(theirs: Mapping[str, str | None]) -> dict[str, str]:
 
 def _needed(verb: str, columns: Sequence[str]) -> list[str]:
     """Return which of our columns a verb reads, as far as the file's columns leave a choice."""
-    there = {ours for ours in _CALLED if column_of(columns, ours)}
-    prompt = sorted(there & {"prompt"})
+    recognised = {ours for ours in _CALLED if column_of(columns, ours)}
+    prompt = sorted(recognised & {"prompt"})
     match verb:
         case "grpo":
-            return ["messages"] if "messages" in there and not prompt else ["prompt"]
-        case "dpo" if "label" in there and not {"chosen", "rejected"} <= there:
+            return ["messages"] if "messages" in recognised and not prompt else ["prompt"]
+        case "dpo" if "label" in recognised and not {"chosen", "rejected"} <= recognised:
             return ["prompt", "completion", "label"]
         case "dpo" | "reward":
             return [*prompt, "chosen", "rejected"]
-    return _needed_of_answers(verb, there)
+    return _needed_of_answers(verb, recognised)
 
 
-def _needed_of_answers(verb: str, there: set[str]) -> list[str]:
+def _needed_of_answers(verb: str, recognised: set[str]) -> list[str]:
     """Return what is read of rows that hold answers; of a distillation's, prompts alone will do."""
-    prompt = "prompt" in there
-    if "messages" in there:
+    prompt = "prompt" in recognised
+    if "messages" in recognised:
         return ["messages"]
-    if verb == "distill" and prompt and "completion" not in there:
+    if verb == "distill" and prompt and "completion" not in recognised:
         return ["prompt"]
-    return ["text"] if "text" in there and not prompt else ["prompt", "completion"]
+    return ["text"] if "text" in recognised and not prompt else ["prompt", "completion"]
 
 
 def survey_of_draft(tree: Mapping[str, Any], verb: str, base: Path) -> tuple[Survey, int | None]:

@@ -69,15 +69,15 @@ def write_first_file(
     target.write_text(first_file_text(draft), encoding="utf-8")
     for line in draft.lines():
         typer.echo(line)
-    chosen = draft.tree["verb"]
+    draft_verb = draft.tree["verb"]
     typer.echo(f"wrote {target}. Look at all rows with `holdfast data check {target}`, start with:")
-    typer.echo(f"  holdfast {chosen} {target}")
+    typer.echo(f"  holdfast {draft_verb} {target}")
 
 
-def _asked(what: str, option: str) -> str:
+def _asked(question: str, option: str) -> str:
     if not sys.stdin.isatty():
-        raise ConfigError(f"{what} is needed: name it with {option}.")
-    return str(typer.prompt(what))
+        raise ConfigError(f"{question} is needed: name it with {option}.")
+    return str(typer.prompt(question))
 
 
 def first_file_text(draft: FirstFile) -> str:
@@ -159,8 +159,8 @@ def _choose_reward(draft: FirstFile, columns: Sequence[str], rows: Sequence[Row]
     mathematical = sum(_NUMBER.fullmatch(answer) is not None for answer in answers)
     share = mathematical / max(len(answers), 1)
     kind = "math" if share > 0.5 else "exact"
-    words = "the final answer is compared as mathematics" if kind == "math" else "the completion must be the answer"
-    draft.put("reward", [{"kind": kind, "column": gold}], f"{share:.0%} of {gold} are numbers or formulas: {words}")
+    rule = "the final answer is compared as mathematics" if kind == "math" else "the completion must be the answer"
+    draft.put("reward", [{"kind": kind, "column": gold}], f"{share:.0%} of {gold} are numbers or formulas: {rule}")
     draft.put("rollout.group_size", 8, "completions of each prompt, compared with each other")
 
 
@@ -180,14 +180,15 @@ def _count_weights(model: str, base: Path) -> int:
 
 def _choose_method(draft: FirstFile, verb: str, weights: int, of_teacher: int) -> None:
     """Choose what is trained, at which rate, in which dtype."""
-    memory, where = _memory_bytes()
+    memory, holder = _memory_bytes()
     size = f"{weights / 1e9:.1f}B" if weights >= _LARGE / 10 else f"{weights / 1e6:.2f}M"
     needed = weights * _BYTES_PER_WEIGHT + of_teacher * _BYTES_PER_FROZEN_WEIGHT
     adapters = needed > 0.7 * memory
     if adapters:
-        beside = " and the teacher" if of_teacher else ""
+        teacher_note = " and the teacher" if of_teacher else ""
         reason = (
-            f"{size} weights with AdamW{beside} take {needed / 2**30:.0f} GiB, and {where} {memory / 2**30:.0f} GiB"
+            f"{size} weights with AdamW{teacher_note} take {needed / 2**30:.0f} GiB, "
+            f"and {holder} {memory / 2**30:.0f} GiB"
         )
         draft.put("model.lora", {"rank": 16}, f"adapters: {reason}")
     kind = "adapters" if adapters else "large" if weights >= _LARGE / 10 else "small"
@@ -225,8 +226,8 @@ def _choose_length(draft: FirstFile, verb: str, base: Path, rows: int) -> None:
         draft.put("rollout.max_new_tokens", room, "longest completion")
         draft.put("data.overlong", "drop", "a prompt that leaves no room is left out")
     fits = survey.length_for(0.99)
-    shown = f"{rows} rows" if rows < LOOKED_AT else f"the first {rows} rows"
-    reason = f"99 % of {shown} fit in {fits} tokens, the longest has {survey.longest}"
+    row_count = f"{rows} rows" if rows < LOOKED_AT else f"the first {rows} rows"
+    reason = f"99 % of {row_count} fit in {fits} tokens, the longest has {survey.longest}"
     reason += f"; {room} more are written" if room else ""
     length = fits + room if positions is None else min(fits + room, positions)
     reason += f"; the model has positions for {positions}" if length < fits + room else ""

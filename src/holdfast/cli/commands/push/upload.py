@@ -60,8 +60,8 @@ def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Ite
     """
     if not _REPOSITORY.fullmatch(repository):
         raise UserError(f"{repository} is not the name of a repository. Give OWNER/NAME, for example me/my-model.")
-    words = _check_export(export)
-    files, left = outgoing_files(export)
+    title = _check_export(export)
+    files, left_out = outgoing_files(export)
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
     if get_token() is None:
@@ -70,12 +70,12 @@ def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Ite
         )
     api = HfApi(library_name="holdfast")
     with _hub_errors(repository):
-        there, head = _what_is_there(api, repository, public=public)
-        new = {name: file for name, file in files.items() if not _is_same(file, there.get(name))}
-        _refuse_overwriting(repository, [name for name in new if name in there], overwrite=overwrite)
-        yield f"{export}: {words}, every byte of its weights as it was exported"
-        if left:
-            yield f"left out, since only a model's own files are published: {', '.join(map(escaped, left))}"
+        remote_files, head = _what_is_there(api, repository, public=public)
+        new = {name: file for name, file in files.items() if not _is_same(file, remote_files.get(name))}
+        _refuse_overwriting(repository, [name for name in new if name in remote_files], overwrite=overwrite)
+        yield f"{export}: {title}, every byte of its weights as it was exported"
+        if left_out:
+            yield f"left out, since only a model's own files are published: {', '.join(map(escaped, left_out))}"
         if not new:
             yield f"{repository} has all {len(files)} files already"
             return
@@ -83,15 +83,17 @@ def push(export: Path, repository: str, *, public: bool, overwrite: bool) -> Ite
             api.create_repo(repository, private=not public, exist_ok=False)
             yield f"{repository} is made, {'public' if public else 'private'}"
         additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=_content(new[name])) for name in new]
-        commit = api.create_commit(repository, additions, commit_message=f"Export of {words}", parent_commit=head)
+        commit = api.create_commit(repository, additions, commit_message=f"Export of {title}", parent_commit=head)
         yield f"{len(new)} files, {size_words(sum(file.size for file in new.values()))}, are commit {commit.oid[:12]}"
-        there, _ = _what_is_there(api, repository, public=public, revision=commit.oid)
-    _check_arrived(repository, commit.oid, files, there)
+        remote_files, _ = _what_is_there(api, repository, public=public, revision=commit.oid)
+    _check_arrived(repository, commit.oid, files, remote_files)
     yield f"verified: the hub's hashes of all {len(files)} files are ours. {commit.commit_url}"
 
 
-def _check_arrived(repository: str, commit: str, files: Mapping[str, OutgoingFiles], there: Mapping[str, Any]) -> None:
-    wrong = [name for name, file in files.items() if not _is_same(file, there.get(name))]
+def _check_arrived(
+    repository: str, commit: str, files: Mapping[str, OutgoingFiles], remote_files: Mapping[str, Any]
+) -> None:
+    wrong = [name for name, file in files.items() if not _is_same(file, remote_files.get(name))]
     if wrong:
         raise RunStopped(
             f"{repository} does not hold what was sent: {', '.join(wrong)} differ by size or hash at commit "
@@ -118,7 +120,7 @@ def outgoing_files(export: Path) -> tuple[dict[str, OutgoingFiles], list[str]]:
     """
     names = sorted(path.name for path in export.iterdir() if path.is_file() and not path.is_symlink())
     allowed = [name for name in names if any(fnmatch(name, pattern) for pattern in _ALLOWED)]
-    left = sorted(path.name for path in export.iterdir() if path.name not in allowed)
+    left_out = sorted(path.name for path in export.iterdir() if path.name not in allowed)
     files: dict[str, OutgoingFiles] = {}
     for name in allowed:
         match name:
@@ -132,7 +134,7 @@ def outgoing_files(export: Path) -> tuple[dict[str, OutgoingFiles], list[str]]:
                 files[name] = _outgoing((json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
             case _:
                 files[name] = _outgoing(export / name)
-    return files, left
+    return files, left_out
 
 
 def _outgoing(content: Path | bytes) -> OutgoingFiles:
@@ -169,14 +171,14 @@ def _what_is_there(
         return {}, None
     if info.private is False and not public:
         raise UserError(f"{repository} is public. Give --public if everybody may have this model, or name another one.")
-    return {each.rfilename: each for each in info.siblings or ()}, info.sha
+    return {sibling.rfilename: sibling for sibling in info.siblings or ()}, info.sha
 
 
-def _is_same(file: OutgoingFiles, there: Any) -> bool:
-    if there is None or there.size != file.size:
+def _is_same(file: OutgoingFiles, remote: Any) -> bool:
+    if remote is None or remote.size != file.size:
         return False
-    lfs = there.lfs
-    return bool(lfs.sha256 == file.sha256 if lfs is not None else there.blob_id == file.git_blob)
+    lfs = remote.lfs
+    return bool(lfs.sha256 == file.sha256 if lfs is not None else remote.blob_id == file.git_blob)
 
 
 def _refuse_overwriting(repository: str, changed: list[str], *, overwrite: bool) -> None:
