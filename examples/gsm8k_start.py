@@ -57,9 +57,10 @@ def train_tokenizer(texts: list[str]) -> Any:
 
 def score_gold(rows: list[dict[str, str]]) -> None:
     """Score every row's own answer by the math reward, and print how many are right."""
+    from holdfast.rewards.workers.pool import RewardPool
+
     from holdfast.config.sections.reward import MathConfig, RewardPoolConfig
     from holdfast.rewards.base import Sample
-    from holdfast.rewards.workers.pool import RewardPool
 
     samples = [
         Sample(number, row["question"], row["answer"], [], [], "stop", {"answer": row["answer"]})

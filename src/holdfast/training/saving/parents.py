@@ -28,7 +28,7 @@ def notes_of_exports(setting: ConfiguredRun, model: Path | None, *, whole: bool 
     for key, place in _places(setting, model).items():
         exported = read_about(place)
         if exported is not None:
-            check_weights(place, exported, whole=whole)
+            check_weights(place, exported, by_hash=whole)
             lines.append(f"{key} is an export of {exported.words}")
     return lines
 

@@ -288,7 +288,7 @@ def _export(place: Path) -> ModelSource | None:
     refuse_others_than_files(place)
     if about is None:
         return ModelSource(place, "", "", None, str(place))
-    check_weights(place, about, whole=True)
+    check_weights(place, about, by_hash=True)
     return ModelSource(place, about.run_id, about.run, about.step, str(place))
 
 
