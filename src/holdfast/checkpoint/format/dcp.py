@@ -307,9 +307,8 @@ def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> li
         listed: Any = metadata.state_dict_metadata.get(name)
         listed_chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks} if listed else set()
         expected = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
-        listed_chunks = {
-            (offsets, sizes) for offsets, sizes in listed_chunks if 0 not in sizes
-        }  # a rank without rows may write none
+        # A rank without rows may write no chunk.
+        listed_chunks = {(offsets, sizes) for offsets, sizes in listed_chunks if 0 not in sizes}
         if listed_chunks != expected or any((name, offsets) not in stored for offsets, _ in expected):
             incomplete.append(name)
     return incomplete

@@ -50,7 +50,7 @@ def new_memory(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Most of reading fresh memory is otherwise the system giving it out 4 KiB at a time.
 
     Raises:
-        CheckpointUnreadable: There is no memory; `where` is the file to be read.
+        CheckpointUnreadable: There is no memory; `path` is the file to be read.
     """
     size = math.prod(shape) * dtype.itemsize
     with memory_for(path, size):

@@ -87,9 +87,8 @@ def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
     state_files = ranks.gather(place_file(about.mesh, snapshot.coordinate))
-    state_file = state_files[
-        ranks.rank
-    ]  # by the place on the mesh, or by the rank where places do not tell ranks apart
+    state_file = state_files[ranks.rank]
+    # The file has the name of the coordinate on the mesh, or of the rank where coordinates do not tell ranks apart.
     return state_file if state_file is not None and len(set(state_files)) == ranks.size else rank_file(ranks.rank)
 
 
