@@ -137,7 +137,7 @@ class PreparedSave:
 
 
 class SaveOptions(TypedDict, total=False):
-    """What `save` takes besides, where it is not what it usually is."""
+    """Optional arguments that `save` and `save_in_background` share."""
 
     rank_extra: Any
     assets: Mapping[str, bytes] | None

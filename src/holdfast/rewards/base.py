@@ -1,4 +1,4 @@
-"""What a reward sees, and what comes of it. Workers import this file, so it imports nothing heavy."""
+"""The sample that a reward scores, and its outcome. Workers import this file, so it imports nothing heavy."""
 
 from __future__ import annotations
 

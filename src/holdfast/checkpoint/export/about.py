@@ -98,7 +98,7 @@ def read_about(directory: Path) -> Exported | None:
 
 
 def _is_plain(values: Any) -> bool:
-    """Return whether what was read has the names and types of what is written."""
+    """Return whether the values that were read have the names and types that an export writes."""
     types: dict[str, tuple[type, ...]] = {
         "format": (int,),
         "run_id": (str,),

@@ -237,7 +237,7 @@ def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 class SnapshotDescription(NamedTuple):
-    """What a rank says of its part of a snapshot."""
+    """The entries of the tensors in one rank's part of a snapshot, and whether all numbers are finite."""
 
     tensors: dict[str, TensorEntry]
     finite: bool

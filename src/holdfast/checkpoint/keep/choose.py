@@ -92,14 +92,14 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
 
 @dataclass
 class _SkippedCheckpoints:
-    """What was passed over on the way to a choice."""
+    """The candidates that were skipped, and why."""
 
     reasons: list[str] = field(default_factory=list)
     """About what is damaged, or none of ours."""
     damaged: list[str] = field(default_factory=list)
     """Names."""
     differing: list[str] = field(default_factory=list)
-    """Names of what has the right files, and tensors that are not what was saved."""
+    """Names of checkpoints whose files have their hashes, and whose tensors differ from those that were saved."""
     spoiled: dict[int, str] = field(default_factory=dict)
     """Names of what is whole and not finite, by step."""
 

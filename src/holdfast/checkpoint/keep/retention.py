@@ -49,7 +49,7 @@ class Retention:
 
 
 class CheckpointRating(NamedTuple):
-    """What the rules ask of a checkpoint."""
+    """The values of a checkpoint that retention rules read."""
 
     finite: bool
     metrics: Mapping[str, float | None]

@@ -1,4 +1,4 @@
-"""What a run was told to keep, as its checkpoints have it: what they are judged by when the run is over."""
+"""Reads the retention rules of a run from its checkpoints, so that they also apply after the run has ended."""
 
 from __future__ import annotations
 

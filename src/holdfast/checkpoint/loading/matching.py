@@ -86,7 +86,7 @@ class Target(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """What will be read, and what was allowed to differ."""
+    """The tensors that will be read, and the deviations that were allowed."""
 
     targets: dict[str, Target] = field(default_factory=dict)
     """By DCP name."""

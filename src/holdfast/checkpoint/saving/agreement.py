@@ -43,7 +43,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class _SaveOutline(NamedTuple):
-    """What one rank wants to save."""
+    """What one rank is about to save, without the numbers; JSON where ranks compare it."""
 
     outline: Outline
     wrapped: str

@@ -210,7 +210,7 @@ def _round_trip(
 
 
 def check_shared(storage: Storage, ranks: RankGroup) -> None:
-    """Prove that all ranks see one directory: rank 0 writes a word that nobody can guess, all read it."""
+    """Prove that all ranks see one directory: rank 0 writes a random nonce, and every rank reads it."""
     folder, nonce = ranks.agree((fresh(REHEARSAL, NONCE), uuid.uuid4().hex))
     with ranks.together():
         if ranks.rank == 0:

@@ -313,7 +313,7 @@ class Supervisor:
             self._reap(strays)
 
     def _reply(self) -> None:
-        """Answer what is complete; of what is not, say that it is being worked on."""
+        """Send the reply of a request that is complete; otherwise say that it is being worked on."""
         if self._outcomes is None:
             return
         if self._missing:

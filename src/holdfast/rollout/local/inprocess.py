@@ -200,7 +200,7 @@ _LOOK_EVERY_ON_DEVICE = 16
 
 @dataclass
 class _DecodingSetup:
-    """What one `collect` decodes with."""
+    """The predictor, the stops and the limits that one call of `collect` decodes with."""
 
     predictor: Predictor
     stops: Stops
