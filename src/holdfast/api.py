@@ -236,21 +236,21 @@ def _live_rewards(rewards: Rewards | None) -> tuple[tuple[Callable[..., object],
         case None:
             return (), []
         case Mapping():
-            named = dict(rewards)
+            functions = dict(rewards)
         case Sequence():
             labels = [_name(function, number) for number, function in enumerate(rewards, 1)]
-            named = dict(zip(labels, rewards, strict=True))
-            if twice := [label for label in named if labels.count(label) > 1]:
+            functions = dict(zip(labels, rewards, strict=True))
+            if twice := [label for label in functions if labels.count(label) > 1]:
                 raise ConfigError(
                     f"rewards: two are called {twice[0]}, and metrics could not tell them apart. Name them: "
                     f"rewards={{'first': {twice[0]}, 'second': ...}}."
                 )
         case _:
-            named = {_name(rewards, 1): rewards}
-    if not named:
+            functions = {_name(rewards, 1): rewards}
+    if not functions:
         raise ConfigError("rewards is empty: pass a function, several, or None for those that `reward` names.")
-    return tuple(named.values()), [
-        {"path": f"{GIVEN}.py:{name if name.isidentifier() else 'reward'}", "name": name} for name in named
+    return tuple(functions.values()), [
+        {"path": f"{GIVEN}.py:{name if name.isidentifier() else 'reward'}", "name": name} for name in functions
     ]
 
 
@@ -261,8 +261,8 @@ def _name(function: Callable[..., object], number: int) -> str:
 
 def _live_model(section: Any, live: Live) -> dict[str, Any]:
     """Name the live model; its tokenizer is the live one, else the one that the section would have used."""
-    named = _without(section, ())
-    tokenizer = GIVEN if live.tokenizer is not None else named.get("tokenizer") or named.get("path")
+    model = _without(section, ())
+    tokenizer = GIVEN if live.tokenizer is not None else model.get("tokenizer") or model.get("path")
     if tokenizer is None:
         raise ConfigError("A model given in Python needs its tokenizer: pass tokenizer=, or set model.tokenizer.")
     return _without(section, ("config",)) | {"path": GIVEN, "tokenizer": tokenizer}

@@ -100,7 +100,7 @@ def raise_unless_absent(error: OSError) -> None:
 
 
 def _kind(mode: int) -> str:
-    return next((words for is_kind, words in _KINDS if is_kind(mode)), "something unknown")
+    return next((description for is_kind, description in _KINDS if is_kind(mode)), "something unknown")
 
 
 def _refuse_others(mode: int, path: object) -> None:

@@ -44,7 +44,7 @@ def damage(checkpoint: Path, file: str = SHARD) -> None:
 
 def choose(world: World, directory: str) -> tuple[str, str]:
     choice = newest_verified(LocalStorage(Path(directory)), RankGroup())
-    return ("", "") if choice is None else (choice.name, choice.words)
+    return ("", "") if choice is None else (choice.name, choice.message)
 
 
 def test_the_newest_is_chosen_if_nothing_is_wrong(pools: Any, run: Path) -> None:

@@ -294,7 +294,7 @@ def load_each_flip(world: World, directory: str, count: int) -> tuple[Counter[st
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) // 1024
     untouched = contents(toy, optimizer) == before
     choice = newest_verified(LocalStorage(Path(directory)), RankGroup())
-    return found, untouched, grown, [] if choice is None else [choice.name, choice.words]
+    return found, untouched, grown, [] if choice is None else [choice.name, choice.message]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def chosen(storage: MoodyStorage) -> str:
     assert choice is not None
     assert storage.failures == 0
     assert storage.renamed == []
-    return choice.words
+    return choice.message
 
 
 def test_one_wrong_read_of_the_manifest_is_no_damage(run: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_directory_that_cannot_be_listed_once_is_listed_again(run: Path, listi
     choice = newest_verified(LocalStorage(run), RankGroup())
 
     assert choice is not None
-    assert choice.words == "resuming from step 3, verified in 6 files"
+    assert choice.message == "resuming from step 3, verified in 6 files"
     assert listing.failures == 0
 
 

@@ -43,7 +43,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 def choose(world: World, run: str, not_finite: bool) -> tuple[str, str]:
     choice = newest_verified(LocalStorage(Path(run)), RankGroup(), not_finite=not_finite)
-    return ("", "") if choice is None else (choice.name, choice.words)
+    return ("", "") if choice is None else (choice.name, choice.message)
 
 
 def names_in(run: Path) -> list[str]:

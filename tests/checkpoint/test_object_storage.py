@@ -172,7 +172,7 @@ def save_two_and_choose(world: World, url: str, variables: dict[str, str]) -> tu
     assert choice is not None
     weight.data.to_local()[:] = 1.0  # type: ignore[union-attr, operator]
     checkpoint.save(f"{url}/step-00000002", toy)
-    return choice.words, storage.names(), verify(f"{url}/step-00000002").step
+    return choice.message, storage.names(), verify(f"{url}/step-00000002").step
 
 
 def test_what_is_not_finite_in_a_store_makes_room_for_the_step_that_is_made_again(

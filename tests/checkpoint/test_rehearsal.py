@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.saving.rehearsal import RehearsalReport, Room, run_rehearsal
+from holdfast.checkpoint.saving.rehearsal import CheckpointCounts, RehearsalReport, run_rehearsal
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
@@ -91,7 +91,9 @@ def test_a_rehearsal_says_what_was_trained_before_it(
 def rehearse_at(world: World, roots: list[str], keep: int = 3) -> RehearsalReport:
     """Rehearse with a root of this rank's own."""
     toy = build(world)
-    return run_rehearsal(LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), RankGroup(), room=Room(keep))
+    return run_rehearsal(
+        LocalStorage(Path(roots[world.rank])), toy, optimizer_of(toy), RankGroup(), counts=CheckpointCounts(keep)
+    )
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, id="18-directory that is not one for all ranks")])

@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.manifest import NAME, Manifest
 from holdfast.checkpoint.format.snapshot import take
 from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.keep.retention import (
-    Best,
+    BestRule,
     Retention,
     apply_retention,
     kept_steps,
@@ -49,11 +49,11 @@ FOUND = {step: manifest(step, loss=loss, reward=-loss) for step, loss in LOSSES.
     [
         pytest.param(Retention(last=2), {}, {50, 60}, id="the last two"),
         pytest.param(Retention(last=2, every=20), {}, {20, 40, 50, 60}, id="every twentieth"),
-        pytest.param(Retention(2, best=[Best("loss", "min")]), {}, {40, 50, 60}, id="of equal ones the later"),
-        pytest.param(Retention(2, best=[Best("loss", "min", 3)]), {}, {20, 30, 40, 50, 60}, id="the best three"),
-        pytest.param(Retention(2, best=[Best("loss", "max")]), {}, {50, 60}, id="most is best"),
-        pytest.param(Retention(2, best=[Best("reward", "max", 2)]), {}, {20, 40, 50, 60}, id="of another metric"),
-        pytest.param(Retention(2, best=[Best("absent", "max", 2)]), {}, {50, 60}, id="of a metric nobody has"),
+        pytest.param(Retention(2, best=[BestRule("loss", "min")]), {}, {40, 50, 60}, id="of equal ones the later"),
+        pytest.param(Retention(2, best=[BestRule("loss", "min", 3)]), {}, {20, 30, 40, 50, 60}, id="the best three"),
+        pytest.param(Retention(2, best=[BestRule("loss", "max")]), {}, {50, 60}, id="most is best"),
+        pytest.param(Retention(2, best=[BestRule("reward", "max", 2)]), {}, {20, 40, 50, 60}, id="of another metric"),
+        pytest.param(Retention(2, best=[BestRule("absent", "max", 2)]), {}, {50, 60}, id="of a metric nobody has"),
         pytest.param(Retention(2), {"pinned": {10, 99}}, {10, 50, 60}, id="pinned, one of them long gone"),
         pytest.param(Retention(2), {"needed": {30}}, {30, 50, 60}, id="the step it resumed from"),
     ],
@@ -69,7 +69,7 @@ def test_what_is_not_finite_counts_neither_as_last_nor_as_best(last: int) -> Non
         60: replace(FOUND[60], finite=False, metrics={"loss": 0.0}),
     }
 
-    assert kept_steps(found, Retention(last, best=[Best("loss", "min")])) == {20, 40, 50}
+    assert kept_steps(found, Retention(last, best=[BestRule("loss", "min")])) == {20, 40, 50}
 
 
 def save_with_nan(world: World, directory: Path) -> list[list[int]]:

@@ -81,7 +81,7 @@ def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
             return type(error).__name__, str(error), float(model.weight.detach().to_local().max())
-        return choice and choice.name, choice and choice.words, float(model.weight.detach().to_local().max())
+        return choice and choice.name, choice and choice.message, float(model.weight.detach().to_local().max())
 
     if world.rank == 1:
         with no_more_than(mib * MIB):

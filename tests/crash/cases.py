@@ -124,7 +124,7 @@ def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]
             if loaded.rank_state is not None:
                 set_random_state(loaded.rank_state["random"])
         whole = [verify_checkpoint(storage, name).step for name in steps(storage).values()]
-        words = "" if choice is None else choice.words
+        words = "" if choice is None else choice.message
         held = contents(toy, optimizer)
         losses = {} if chosen is None else go_on(world, toy, optimizer, chosen)
         found.append({"chosen": chosen, "words": words, "whole": whole, "contents": held, "losses": losses})

@@ -55,7 +55,7 @@ def kill_and_go_on(warm: WarmPython, straight: Path, place: Path, kill: str, *ov
     assert f"Rank {kill[0]} was killed by SIGKILL" in said
     assert choice is not None
     assert choice.manifest.step >= known > 0
-    assert "skipped" not in choice.words
+    assert "skipped" not in choice.message
     absent_or_whole(place, straight)
     code, said = start(warm, place, None, *overrides)
     assert code == 0, said

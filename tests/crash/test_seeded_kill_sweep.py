@@ -57,7 +57,7 @@ def test_a_run_that_was_killed_anywhere_goes_on_bit_for_bit(
     assert code == 3, said
     assert "was killed by SIGKILL" in said
     assert found >= known
-    assert choice is None or "skipped" not in choice.words
+    assert choice is None or "skipped" not in choice.message
     code, said = start(warm, tmp_path)
     assert code == 0, said
     assert f"resuming from step {found}," in said or found == 0

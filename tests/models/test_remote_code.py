@@ -160,10 +160,10 @@ def test_an_export_brings_the_code_and_loads_in_another_process_from_another_dir
     for name in code:
         text = (elsewhere / "taken" / name).read_bytes()
         assert files[name] == {"size": len(text), "xxh3_128": xxhash.xxh3_128_hexdigest(text)}
-    check_weights(elsewhere / "taken", exported, whole=True)
+    check_weights(elsewhere / "taken", exported, by_hash=True)
     (elsewhere / "taken" / "louder_house.py").write_text(HELPER.replace("1.0", "2.0"))
     with pytest.raises(ModelError, match=r"louder_house.py has other bytes"):
-        check_weights(elsewhere / "taken", exported, whole=True)
+        check_weights(elsewhere / "taken", exported, by_hash=True)
 
 
 def test_an_export_whose_code_is_not_all_there_is_refused_by_the_name_of_the_file(house: Path, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ import pytest
 from holdfast.config.sections.reward import RewardPoolConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import Sample, Scored
-from holdfast.rewards.workers.in_process import RewardsHere
+from holdfast.rewards.workers.in_process import InProcessRewards
 from tests.rewards.conftest import sample, samples, user
 
 
 def score(*functions: Callable[..., object], of: list[Sample], **options: Any) -> list[Scored]:
     sections = [user(f"given.py:reward_{number}") for number in range(len(functions))]
-    return RewardsHere(functions, sections, RewardPoolConfig.model_validate(options)).score(of)
+    return InProcessRewards(functions, sections, RewardPoolConfig.model_validate(options)).score(of)
 
 
 def letters(completion: str) -> int:
@@ -120,7 +120,7 @@ def test_a_batched_function_that_returns_something_else_is_an_error_of_all(answe
 
 def test_functions_of_lists_alone_are_tried_out() -> None:
     sections = [user("given.py:a"), user("given.py:b")]
-    here = RewardsHere([letters, lambda completions: [len(completions)]], sections, RewardPoolConfig())
+    here = InProcessRewards([letters, lambda completions: [len(completions)]], sections, RewardPoolConfig())
 
     assert {label: [each.is_malformed for each in of] for label, of in here.try_out(samples("a", "b")).items()} == {
         "b": [True, True]

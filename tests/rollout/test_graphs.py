@@ -272,7 +272,7 @@ def test_a_step_that_asks_the_host_for_lengths_is_found_out_by_its_second_token(
 
     engine = engine_of(reference("qwen3"))
     engine.submit(requests(2), SamplingConfig(max_new_tokens=9))
-    predictor = engine._means().predictor
+    predictor = engine._setup().predictor
     with torch.no_grad():
         _, on_device = begun(predictor, requests(2))
         rows = Asks(predictor, Program(), 40, 16)
@@ -289,7 +289,7 @@ def test_a_step_that_asks_the_host_for_lengths_is_found_out_by_its_second_token(
 def test_the_step_of_rows_as_they_are_cannot_be_replayed() -> None:
     engine, asked = engine_of(reference("qwen3")), requests(2)
     engine.submit(asked, SamplingConfig(max_new_tokens=9))
-    predictor = engine._means().predictor
+    predictor = engine._setup().predictor
     with torch.no_grad():
         (_, steps), (_, replayed) = begun(predictor, asked), begun(predictor, asked)
         expected = [predictor.step(steps.state, steps.cache)[0].tolist() for _ in range(8)]

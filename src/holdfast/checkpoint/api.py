@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.background import BackgroundSaver
-from holdfast.checkpoint.calls import Others, call, check_extra, encoded_extra, place_of, prepared
+from holdfast.checkpoint.calls import SaveOptions, call, check_extra, encoded_extra, place_of, prepared
 from holdfast.checkpoint.errors import SaveFailed
 from holdfast.checkpoint.format import verification
 from holdfast.checkpoint.format.manifest import Manifest
@@ -103,7 +103,7 @@ def save_in_background(
     extra: Any = None,
     *,
     timeout_minutes: float = 30.0,
-    **others: Unpack[Others],
+    **options: Unpack[SaveOptions],
 ) -> PendingSave:
     """Copy what `save` would write and return; a thread writes it, over a process group of its own.
 
@@ -112,7 +112,7 @@ def save_in_background(
 
     Args:
         path, model, optimizer, extra, timeout_minutes: As in `save`.
-        others: rank_extra, assets, frozen and parent, as in `save`.
+        options: rank_extra, assets, frozen and parent, as in `save`.
 
     Raises:
         SaveFailed, DirectoryTaken: The save before failed, and nobody had asked for its result; on all ranks. Nothing
@@ -126,9 +126,9 @@ def save_in_background(
         answers = ranks.gather((failure, before is None or before.asked))
         _newest.clear()
         first = next((error for error, _ in answers if error is not None), None)
-        if first is not None and not all(asked for _, asked in answers):
+        if first is not None and not all(was_read for _, was_read in answers):
             raise first
-        prepared_save = prepared(ranks, path, model, optimizer, extra, **others)
+        prepared_save = prepared(ranks, path, model, optimizer, extra, **options)
 
     def write(copy: Snapshot) -> Manifest:
         with call(_NAME, timeout_minutes, SaveFailed, "background") as (_, reached):
@@ -233,13 +233,13 @@ def load(
             hyperparameters=hyperparameters,
             check=check_extra,
         )
-    own = loaded.rank_state
-    if own is not None:
-        set_random_state(own["random"])
+    rank_state = loaded.rank_state
+    if rank_state is not None:
+        set_random_state(rank_state["random"])
     return Restored(
         decode(loaded.shared.get("extra")),
-        None if own is None else decode(own.get("extra")),
-        own is not None,
+        None if rank_state is None else decode(rank_state.get("extra")),
+        rank_state is not None,
         loaded.notes,
         loaded.manifest,
     )
@@ -287,11 +287,11 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
     """
     with call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
-            beside = rehearsal.Beside(
+            state = rehearsal.NonTensorState(
                 {"extra": encoded_extra(extra)}, {"extra": encoded_extra(rank_extra)}, assets or {}
             )
         return rehearsal.run_rehearsal(
-            open_storage(path), model, optimizer, ranks, room=rehearsal.Room(keep), beside=beside
+            open_storage(path), model, optimizer, ranks, counts=rehearsal.CheckpointCounts(keep), state=state
         )
 
 

@@ -49,26 +49,28 @@ def late_ranks_named(call: str, raised: type[HoldfastError], aside: str = "") ->
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield lambda _: None
         return
-    rank, now = dist.get_rank(), ["begin"]
+    rank, current_phase = dist.get_rank(), ["begin"]
     board = NoteBoard(PrefixStore(f"holdfast/call{aside}", dist.distributed_c10d._get_default_store()), None)
-    heartbeat = Heartbeat(rank, dist.get_world_size(), board, lambda: (None, f"{call}: {now[0]}"))
+    heartbeat = Heartbeat(rank, dist.get_world_size(), board, lambda: (None, f"{call}: {current_phase[0]}"))
     heartbeat.start()
     try:
-        yield lambda phase: now.__setitem__(0, phase)
+        yield lambda phase: current_phase.__setitem__(0, phase)
     except Exception as error:
         if isinstance(error, HoldfastError) or not broken_by_peer(error):
             raise
         did = "waited until its time was over" if timed_out(error) else "lost another rank"
         late = "; ".join(map(_words, heartbeat.missing())) or "all ranks are there, so look at network and disk"
         first_line = str(error).strip().partition("\n")[0]
-        raise raised(f"rank {rank} {did} in phase {now[0]!r} of checkpoint.{call}: {late} ({first_line}).") from error
+        raise raised(
+            f"rank {rank} {did} in phase {current_phase[0]!r} of checkpoint.{call}: {late} ({first_line})."
+        ) from error
     finally:
         heartbeat.stop()
         heartbeat.leave()
 
 
-def _words(place: Whereabouts) -> str:
-    return place.words() if place.phase else f"rank {place.rank} is in no call of holdfast.checkpoint"
+def _words(report: Whereabouts) -> str:
+    return report.words() if report.phase else f"rank {report.rank} is in no call of holdfast.checkpoint"
 
 
 class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong
@@ -110,9 +112,9 @@ def forget_groups() -> None:
 
 def place_of(path: str) -> tuple[Storage, str]:
     """Split a checkpoint's path into the storage it is in and its name there."""
-    scheme, colon, rest = str(path).rpartition("://")
-    whole = PurePosixPath(rest)
-    return open_storage(f"{scheme}{colon}{whole.parent}"), whole.name
+    scheme, colon, location = str(path).rpartition("://")
+    full_path = PurePosixPath(location)
+    return open_storage(f"{scheme}{colon}{full_path.parent}"), full_path.name
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ class PreparedSave:
             return commit(snapshot, self.storage, self.about, ranks, name=self.name, reached=reached)
 
 
-class Others(TypedDict, total=False):
-    """What `save` takes besides, where it is not what it usually is."""
+class SaveOptions(TypedDict, total=False):
+    """Optional arguments that `save` and `save_in_background` share."""
 
     rank_extra: Any
     assets: Mapping[str, bytes] | None
@@ -149,7 +151,7 @@ def prepared(
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Any,
-    **others: Unpack[Others],
+    **options: Unpack[SaveOptions],
 ) -> PreparedSave:
     """Look at what `save` was given; arguments are its own.
 
@@ -159,13 +161,13 @@ def prepared(
     with ranks.together():
         storage, name = place_of(path)
         snapshot = take(
-            hold(model, frozen=others.get("frozen", True)),
+            hold(model, frozen=options.get("frozen", True)),
             optimizer,
             shared={"extra": encoded_extra(extra)},
-            rank_state={"extra": encoded_extra(others.get("rank_extra"))},
-            assets=others.get("assets"),
+            rank_state={"extra": encoded_extra(options.get("rank_extra"))},
+            assets=options.get("assets"),
         )
-    parent = others.get("parent")
+    parent = options.get("parent")
     about = About(
         run_id=storage.root,
         step=step_of(name) or 0,

@@ -85,7 +85,7 @@ class Session:
             return "failed" if isinstance(self._outcome, CheckpointError) else "done"
         return self._saver.status
 
-    def _words(self, step: int, about: Mapping[str, Any]) -> About:
+    def _about_of(self, step: int, about: Mapping[str, Any]) -> About:
         before = self.newest
         return About(
             run_id=self.run_id,
@@ -101,7 +101,7 @@ class Session:
         Raises:
             SaveFailed: On all ranks.
         """
-        return commit(snapshot, self.storage, self._words(step, about), ranks, reached=reached)
+        return commit(snapshot, self.storage, self._about_of(step, about), ranks, reached=reached)
 
     def save(self, snapshot: Snapshot, step: int, *, wait: bool = False, **about: Any) -> None:
         """Write a checkpoint, or start to; the save before must have been collected.
@@ -112,18 +112,18 @@ class Session:
             wait: Do not return before it is on disk, whatever `background` says.
             about: Further fields of `About`, such as the metrics of this step.
         """
-        words = self._words(step, about)
+        about_save = self._about_of(step, about)
         if not self.background and not all(tensor.device.type == "cpu" for tensor in snapshot.tensors.values()):
             # A thread would have to know the device and the stream that the tensors live on.
             self._attempt = attempt = object()
             try:
-                self._outcome = self._write(snapshot, words, attempt)
+                self._outcome = self._write(snapshot, about_save, attempt)
             except CheckpointError as error:
                 self._outcome = error
             return
         # On a thread also where training waits: a file system that hangs can then be given up, and be named.
         self._attempt = attempt = object()
-        self._saver.start(snapshot, lambda staged: self._write(staged, words, attempt), copy=self.background)
+        self._saver.start(snapshot, lambda staged: self._write(staged, about_save, attempt), copy=self.background)
         if wait or not self.background:
             (self.patience or self._wait)()
 

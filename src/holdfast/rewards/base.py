@@ -1,4 +1,4 @@
-"""What a reward sees, and what comes of it. Workers import this file, so it imports nothing heavy."""
+"""The sample that a reward scores, and its outcome. Workers import this file, so it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def outcome_of(result: object) -> SampleOutcome:
         return _malformed(f"returned a dict without the key reward, overall or score (its keys: {keys})")
     main = _of_value(result[key])
     metrics = result.get("metrics", {})
-    named = {str(name): value for name, value in result.items() if name not in {key, "metrics"}}
+    part_values = {str(name): value for name, value in result.items() if name not in {key, "metrics"}}
     return SampleOutcome(
         main.value,
-        {name: _finite(value) for name, value in named.items() if value is None or _number(value) is not None},
+        {name: _finite(value) for name, value in part_values.items() if value is None or _number(value) is not None},
         _finite_only(metrics) if isinstance(metrics, Mapping) else {},
         main.fault,
         main.message,
@@ -145,9 +145,11 @@ def outcome_of_exception(error: BaseException) -> SampleOutcome:
         return _error(f"cannot be called: {error}")
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost line that is not in a library: the one its author knows.
-    own = [each for each in frames if not each.filename.startswith(("<", _LIBRARY)) and _PACKAGES not in each.filename]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return _error(f"raised {describe_error(error)}{where}")
+    user_frames = [
+        frame for frame in frames if not frame.filename.startswith(("<", _LIBRARY)) and _PACKAGES not in frame.filename
+    ]
+    origin = f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
+    return _error(f"raised {describe_error(error)}{origin}")
 
 
 def describe_error(error: BaseException) -> str:

@@ -45,15 +45,15 @@ def combine(
         total = _fixed(config.on_none) or 0.0
     if not faults and not is_number(total):
         faults, total = _beyond(judged, total), _fixed(config.on_nan) or 0.0
-    parts, metrics = _told(judged, values)
+    part_rewards, metrics = _told(judged, values)
     if not faults:
-        return Scored(total, parts, metrics)
+        return Scored(total, part_rewards, metrics)
     severity = list(_DROPS)
     reward, outcome = max(faults, key=lambda fault: severity.index(_policy(fault[0], fault[1], config).kind))
     cited = repr(sample.completion[:_SHOWN])
     message = escaped(f"reward {reward.label} {_cut(outcome.message)}; sample {sample.sample_id}: {cited}")
     drop = _DROPS[_policy(reward, outcome, config).kind]
-    return Scored(total if drop is None else None, parts, metrics, outcome.fault, drop, message)
+    return Scored(total if drop is None else None, part_rewards, metrics, outcome.fault, drop, message)
 
 
 def _total(weighted: Sequence[float]) -> float:
@@ -68,13 +68,13 @@ def _told(
     judged: Sequence[tuple[Reward, SampleOutcome]], values: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], dict[str, float]]:
     """Return the parts and metrics of all rewards under their names, which a user's function chose."""
-    parts: dict[str, float | None] = {}
+    part_rewards: dict[str, float | None] = {}
     metrics: dict[str, float] = {}
     for reward, outcome in judged:
-        parts[reward.label] = values[reward.label]
-        parts |= {_named(reward, name): part for name, part in outcome.parts.items()}
+        part_rewards[reward.label] = values[reward.label]
+        part_rewards |= {_named(reward, name): part_reward for name, part_reward in outcome.parts.items()}
         metrics |= {_named(reward, name): metric for name, metric in outcome.metrics.items()}
-    return parts, metrics
+    return part_rewards, metrics
 
 
 def _named(reward: Reward, name: str) -> str:
@@ -87,7 +87,7 @@ def _cut(message: str) -> str:
 
 def _beyond(judged: Sequence[tuple[Reward, SampleOutcome]], total: float) -> list[tuple[Reward, SampleOutcome]]:
     """Return the fault of a sum that is not a number, under the name of the reward that weighs most."""
-    heaviest = max(judged, key=lambda each: abs(each[0].weight))[0]
+    heaviest = max(judged, key=lambda pair: abs(pair[0].weight))[0]
     return [(heaviest, SampleOutcome(fault="nan", message=f"and its weight make a sum of {total}"))]
 
 

@@ -19,7 +19,7 @@ from holdfast import patience
 from holdfast.files import load_module
 from holdfast.rewards.base import CannotStart, describe_error
 from holdfast.rewards.functions.rules import rule, template_columns
-from holdfast.rewards.functions.signatures import Bound, Concurrent, Each, bind
+from holdfast.rewards.functions.signatures import Bound, ConcurrentCall, PerSampleCall, bind
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> 
         case "math":
             from holdfast.rewards.functions.mathematics import MathReward
 
-            bound = Each(MathReward.checked(section["column"], name))
+            bound = PerSampleCall(MathReward.checked(section["column"], name))
         case "judge":
             from holdfast.rewards.functions.judge import Judge
 
             judge = Judge.of(section, name)
-            bound, own_seconds = Concurrent(judge), judge.endpoint.longest_seconds
+            bound, own_seconds = ConcurrentCall(judge), judge.endpoint.longest_seconds
         case "code":
             from holdfast.rewards.code.reward import CodeReward
             from holdfast.rewards.processes.folders import remove_abandoned
 
             code = CodeReward(section["column"], section["grade"], section["timeout_seconds"], section["memory_mib"])
             remove_abandoned()
-            bound, own_seconds = Each(code), code.timeout_seconds
+            bound, own_seconds = PerSampleCall(code), code.timeout_seconds
         case _:
-            bound = Each(rule(section))
+            bound = PerSampleCall(rule(section))
     longest = max(seconds, own_seconds + patience.current.scorer_grace_seconds) if own_seconds else seconds
     return ReadyReward(name, bound, longest, bound.columns or template_columns(section))
 
@@ -77,9 +77,9 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
     Raises:
         CannotStart: File, module or function is not there, its code raises or starts threads, or the class refuses.
     """
-    place, _, function_name = path.rpartition(":")
-    module = _in_file(place, base, name) if place.endswith(".py") else _installed(place, base, name)
-    module_file = module.__file__ or place
+    source, _, function_name = path.rpartition(":")
+    module = _in_file(source, base, name) if source.endswith(".py") else _installed(source, base, name)
+    module_file = module.__file__ or source
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -89,27 +89,27 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
     if not inspect.isclass(function):
         return function, True
     try:
-        made: Any = function(**kwargs)
+        instance: Any = function(**kwargs)
     except Exception as error:
         raise CannotStart(
             f"reward {name}: the constructor of {function_name} in {module_file} raises {describe_error(error)}. "
             "Correct it, or its kwargs."
         ) from error
-    if not callable(made):
+    if not callable(instance):
         raise CannotStart(f"reward {name}: {function_name} in {module_file} has no __call__. Give it one: it scores.")
-    return made, False
+    return instance, False
 
 
 def _in_file(file: str, base: Path, name: str) -> ModuleType:
-    script = next((place for place in (base / file, Path(file)) if place.is_file()), None)
+    script = next((path for path in (base / file, Path(file)) if path.is_file()), None)
     if script is None:
         raise CannotStart(
             f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
         )
     module_file = script.resolve()
     _look_beside(module_file.parent)
-    place = hashlib.sha256(str(module_file).encode()).hexdigest()[:8]
-    module_name = f"holdfast_reward_{module_file.stem}_{place}"
+    digest = hashlib.sha256(str(module_file).encode()).hexdigest()[:8]
+    module_name = f"holdfast_reward_{module_file.stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     with _importing(str(module_file), name):
@@ -129,7 +129,7 @@ def _look_beside(folder: Path) -> None:
 
 
 @contextmanager
-def _importing(what: str, name: str) -> Iterator[None]:
+def _importing(source: str, name: str) -> Iterator[None]:
     """Import a file or a module within the block.
 
     Raises:
@@ -140,13 +140,13 @@ def _importing(what: str, name: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise CannotStart(
-            f"reward {name}: {what} raises when it is imported: {describe_error(error)}{_line_in(what, error)}. "
+            f"reward {name}: {source} raises when it is imported: {describe_error(error)}{_line_in(source, error)}. "
             "Correct the file, or install what it needs in this environment."
         ) from error
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         raise CannotStart(
-            f"reward {name}: {what} starts a thread when it is imported ({threads[0]}), and workers are forks of the "
+            f"reward {name}: {source} starts a thread when it is imported ({threads[0]}), and workers are forks of the "
             "process that imports it, in which threads are gone. Start it on the first call."
         )
 

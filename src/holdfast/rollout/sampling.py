@@ -27,8 +27,8 @@ _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
 def mixed(value: int, *more: int) -> int:
     """Fold integers into one 63-bit seed; another order or another number of them gives another seed."""
     state = torch.zeros(1, dtype=torch.int64)
-    for part in (value, *more, 1 + len(more)):
-        state = _mix(state + torch.tensor([part]) * _MULTIPLIERS[0] + _GOLDEN)
+    for integer in (value, *more, 1 + len(more)):
+        state = _mix(state + torch.tensor([integer]) * _MULTIPLIERS[0] + _GOLDEN)
     return int(state) & (2**63 - 1)
 
 
@@ -60,22 +60,22 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     maximum = logits.amax(-1, keepdim=True)
     weights = logits.sub_(maximum).exp_()
-    whole = vocabulary // _BLOCK * _BLOCK
-    sums = weights[:, :whole].view(rows, -1, _BLOCK).sum(-1) if whole else weights[:, :0]
-    if whole < vocabulary:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    full_width = vocabulary // _BLOCK * _BLOCK
+    sums = weights[:, :full_width].view(rows, -1, _BLOCK).sum(-1) if full_width else weights[:, :0]
+    if full_width < vocabulary:
+        sums = torch.cat([sums, weights[:, full_width:].sum(-1, keepdim=True)], 1)
     ends = sums.double().cumsum(-1)
     targets = _below(uniforms[:, None] * ends[:, -1:], ends)
     block = torch.searchsorted(ends, targets, right=True).clamp_(max=ends.shape[1] - 1)
-    left = targets - (ends.gather(1, block) - sums.double().gather(1, block))
-    places = block * _BLOCK + torch.arange(min(_BLOCK, vocabulary), device=logits.device)
-    outside = places >= vocabulary
-    inside = weights.gather(1, places.masked_fill_(outside, 0)).masked_fill_(outside, 0)
+    remainder = targets - (ends.gather(1, block) - sums.double().gather(1, block))
+    indices = block * _BLOCK + torch.arange(min(_BLOCK, vocabulary), device=logits.device)
+    outside = indices >= vocabulary
+    inside = weights.gather(1, indices.masked_fill_(outside, 0)).masked_fill_(outside, 0)
     steps = inside.double().cumsum(-1)
-    place = torch.searchsorted(steps, _below(left, steps), right=True)
-    tokens = (block * _BLOCK + place).squeeze(1).clamp_(max=vocabulary - 1)
-    chosen = weights.gather(1, tokens[:, None]).squeeze(1)
-    return tokens, (chosen.double().log() - ends[:, -1].log()).to(logits.dtype)
+    offset = torch.searchsorted(steps, _below(remainder, steps), right=True)
+    tokens = (block * _BLOCK + offset).squeeze(1).clamp_(max=vocabulary - 1)
+    drawn_weights = weights.gather(1, tokens[:, None]).squeeze(1)
+    return tokens, (drawn_weights.double().log() - ends[:, -1].log()).to(logits.dtype)
 
 
 def _below(numbers: Tensor, ends: Tensor) -> Tensor:
@@ -102,17 +102,17 @@ def restrict(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     return Support(sampling.top_k, sampling.top_p, sampling.min_p).restrict(logits)
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalise(logits: Tensor, is_present: Tensor, penalty: float) -> Tensor:
     """Make tokens less probable that stand in the prompt or the completion so far.
 
     Args:
         logits: [n, V], before the temperature.
-        seen: [n, V] bool.
+        is_present: [n, V] bool.
         penalty: Above 1 discourages repetition. Keskar et al., "CTRL" (arXiv:1909.05858), section 4.1, in the form that
             also lowers negative logits.
     """
     lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, lowered, logits)
+    return torch.where(is_present, lowered, logits)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Stops:
             tokens: All of them so far.
             before: How many were looked at before, and did not end it.
         """
-        for place in range(before, len(tokens)):
-            if tokens[place] in self.tokens or (self.texts and self._has_text(tokens[: place + 1])):
-                return place + 1
+        for index in range(before, len(tokens)):
+            if tokens[index] in self.tokens or (self.texts and self._has_text(tokens[: index + 1])):
+                return index + 1
         return None
 
     def _has_text(self, tokens: Sequence[int]) -> bool:

@@ -22,7 +22,9 @@ def escaped(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() or each in keep else _written(each) for each in text)
+    return "".join(
+        character if character.isprintable() or character in keep else _written(character) for character in text
+    )
 
 
 def escaped_paragraph(text: str) -> str:

@@ -98,7 +98,7 @@ def read_about(directory: Path) -> Exported | None:
 
 
 def _is_plain(values: Any) -> bool:
-    """Return whether what was read has the names and types of what is written."""
+    """Return whether the values that were read have the names and types that an export writes."""
     types: dict[str, tuple[type, ...]] = {
         "format": (int,),
         "run_id": (str,),
@@ -126,25 +126,25 @@ def _is_file(name: str, value: Any) -> bool:
     return type(value["size"]) is int and isinstance(value["xxh3_128"], str)
 
 
-def check_weights(directory: Path, exported: Exported, *, whole: bool) -> None:
+def check_weights(directory: Path, exported: Exported, *, by_hash: bool) -> None:
     """Compare files of weights and of code with what their export says of them.
 
     Args:
         directory: The export.
         exported: What it says.
-        whole: Compare hashes, for which every byte is read; else sizes.
+        by_hash: Compare hashes, for which every byte is read; else sizes.
 
     Raises:
         ModelError: A file is missing or has changed.
     """
-    for name, then in exported.files.items():
+    for name, recorded in exported.files.items():
         path = directory / name
         if not path.is_file():
             change = "is missing"
-        elif path.stat().st_size != then["size"]:
-            change = f"has {path.stat().st_size:,} bytes and had {then['size']:,}"
-        elif whole and (now := hash_file(path)) != then["xxh3_128"]:
-            change = f"has other bytes: its hash is {now[:12]} and was {then['xxh3_128'][:12]}"
+        elif path.stat().st_size != recorded["size"]:
+            change = f"has {path.stat().st_size:,} bytes and had {recorded['size']:,}"
+        elif by_hash and (digest := hash_file(path)) != recorded["xxh3_128"]:
+            change = f"has other bytes: its hash is {digest[:12]} and was {recorded['xxh3_128'][:12]}"
         else:
             continue
         raise ModelError(

@@ -94,8 +94,8 @@ def with_files(text: str, files: Mapping[str, Mapping[str, Any]], *, adapter: bo
     if adapter:
         text = text.replace("library_name: transformers", "library_name: peft", 1)
     listed = _table(("file", "bytes", "xxh3_128"), rows)
-    whole = f"{text}\n## Files\n\n{listed}\n\n## How to load\n\n{_loading(text, files, adapter=adapter)}\n"
-    return whole + _SEAL.format(hash_bytes(whole.encode())) + "\n"
+    body = f"{text}\n## Files\n\n{listed}\n\n## How to load\n\n{_loading(text, files, adapter=adapter)}\n"
+    return body + _SEAL.format(hash_bytes(body.encode())) + "\n"
 
 
 def is_own(text: str) -> bool:
@@ -121,9 +121,9 @@ def laid_cards(texts: Mapping[str, str], target: Path, source: Path | None) -> d
     base = _read(source / CARD) if source is not None else None
     if base is not None and not is_own(base):
         laid[SOURCE_CARD] = base
-    there = _read(target / CARD)
-    if there is not None and not is_own(there):
-        laid[CARD], laid[OWN_CARD] = there, texts[CARD]
+    existing = _read(target / CARD)
+    if existing is not None and not is_own(existing):
+        laid[CARD], laid[OWN_CARD] = existing, texts[CARD]
     return laid
 
 
@@ -150,15 +150,15 @@ def _head(config: Mapping[str, Any], verb: str) -> str:
 def _base(config: Mapping[str, Any], exported: Exported) -> str:
     path, revision = _part(config, "model", "path"), _part(config, "model", "revision")
     of_export = (exported.parent or {}).get("export")
-    words = f"`{public_text(path)}`" if isinstance(path, str) else "A model with random weights"
+    sentence = f"`{public_text(path)}`" if isinstance(path, str) else "A model with random weights"
     if isinstance(revision, str):
-        words += f", revision `{public_text(revision)}`"
+        sentence += f", revision `{public_text(revision)}`"
     if isinstance(of_export, Mapping):
-        words += (
+        sentence += (
             f", which is step {of_export.get('step')} of the run {public_text(str(of_export.get('run')))} "
             f"(`{public_text(str(of_export.get('run_id')))}`, weights `{public_text(str(of_export.get('weights')))}`)"
         )
-    return f"{words}. Its own card, where it had one, is in `{SOURCE_CARD}`."
+    return f"{sentence}. Its own card, where it had one, is in `{SOURCE_CARD}`."
 
 
 def _data(config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> str:
@@ -167,7 +167,7 @@ def _data(config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> str:
     listed = data.get("sources")
     sources = listed if isinstance(listed, list) and listed else [data]
     rows = []
-    for place, source in enumerate(sources):
+    for number, source in enumerate(sources):
         values: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
         task = values.get("synthetic")
         name = (
@@ -175,7 +175,7 @@ def _data(config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> str:
             or values.get("path")
             or (f"generated, {task.get('task')}" if isinstance(task, Mapping) else "rows")
         )
-        rows.append((public_text(str(name)), f"`{escaped(str(fingerprints.get(f'{_ROWS}{place}', 'not noted')))}`"))
+        rows.append((public_text(str(name)), f"`{escaped(str(fingerprints.get(f'{_ROWS}{number}', 'not noted')))}`"))
     return _table(("source", "fingerprint of its rows"), rows)
 
 
@@ -195,8 +195,9 @@ def _evaluation(numbers: Mapping[str, float], exported: Exported) -> str:
     if not rows:
         return "The run made no evaluation at this step."
     best = exported.rating
-    words = f"The best by `{escaped(str(best['metric']))}` so far. " if best else ""
-    return f"{words}Measured by the run itself, last before this export.\n\n{_table(('set', 'metric', 'value'), rows)}"
+    introduction = f"The best by `{escaped(str(best['metric']))}` so far. " if best else ""
+    table = _table(("set", "metric", "value"), rows)
+    return f"{introduction}Measured by the run itself, last before this export.\n\n{table}"
 
 
 def _run(exported: Exported) -> Iterator[tuple[str, str]]:

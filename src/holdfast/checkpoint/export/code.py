@@ -51,9 +51,9 @@ def _running(origin: Blueprint) -> Iterator[Path]:
     """Yield the files of code that came with the model and is loaded."""
     from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-    for part in (origin.skeleton, origin.original_config):
-        if type(part).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
-            yield Path(inspect.getfile(type(part)))
+    for instance in (origin.skeleton, origin.original_config):
+        if type(instance).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}."):
+            yield Path(inspect.getfile(type(instance)))
 
 
 def _with_imports(file: Path) -> dict[str, Path]:

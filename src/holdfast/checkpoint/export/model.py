@@ -158,15 +158,15 @@ def check_target(directory: Path) -> None:
         )
 
 
-def check_outside(place: Path) -> None:
+def check_outside(target: Path) -> None:
     """Refuse to write into a checkpoint: it would not be what its manifest says any more.
 
     Raises:
         ConfigError: One of the directories above is a checkpoint.
     """
-    above = next((folder for folder in place.resolve().parents if (folder / MANIFEST).exists()), None)
+    above = next((folder for folder in target.resolve().parents if (folder / MANIFEST).exists()), None)
     if above is not None:
-        raise ConfigError(f"{place} lies inside the checkpoint {above}, which would be damaged. Name another place.")
+        raise ConfigError(f"{target} lies inside the checkpoint {above}, which would be damaged. Name another place.")
 
 
 def _write(
@@ -181,19 +181,19 @@ def _write(
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
         form.reached("tensors")
-        files, hashes, place = plan_files(headers, form.largest_file_bytes), {}, LocalStorage(staging)
+        files, hashes, storage = plan_files(headers, form.largest_file_bytes), {}, LocalStorage(staging)
         for name, members in files.items():
-            with place.create(name, sync=False) as file:
+            with storage.create(name, sync=False) as file:
                 write_file(file, {member: headers[member] for member in members}, tensors)
             hashes[name] = file.hexdigest()
         form.reached("assets")
         stored = next(header.dtype for header in headers.values() if header.dtype.is_floating_point)
         write_assets(staging, origin, stored)
-        hashes |= {file.name: place.hash(file.name) for file in sorted(staging.glob("*.py"))}
+        hashes |= {file.name: storage.hash(file.name) for file in sorted(staging.glob("*.py"))}
         index = {INDEX: index_json(files, headers)} if len(files) > 1 else {}
         texts = laid_cards(with_card(with_file_hashes(form.texts, staging, hashes)), directory, origin.directory)
         hashes |= write_texts(staging, {**index, **texts})
-        hashes = {name: hashes.get(name) or place.hash(name) for name in place.files("")}
+        hashes = {name: hashes.get(name) or storage.hash(name) for name in storage.files("")}
         form.reached("read back")
         with settled(staging, hashes):
             _read_back(staging, files, headers, hashes)
@@ -270,13 +270,13 @@ def settled(staging: Path, names: Iterable[str]) -> Iterator[None]:
     Raises:
         OSError: The disk did not take them; nothing of the directory may be published.
     """
-    place = LocalStorage(staging)
+    storage = LocalStorage(staging)
     folders = sorted({str(parent) for name in names for parent in Path(name).parents}, reverse=True)
     with ThreadPoolExecutor(1) as thread:  # an fsync waits for the disk and leaves the processor to the readers
-        work = [thread.submit(place.sync, name) for name in (*names, *folders)]
+        work = [thread.submit(storage.sync, name) for name in (*names, *folders)]
         yield
-        for each in work:
-            each.result()
+        for future in work:
+            future.result()
 
 
 def check_bytes(staging: Path, hashes: Mapping[str, str]) -> None:
@@ -287,8 +287,8 @@ def check_bytes(staging: Path, hashes: Mapping[str, str]) -> None:
     Raises:
         ExportFailed: A file holds other bytes, is missing, or was written by somebody else.
     """
-    place = LocalStorage(staging)
-    actual = {name: place.hash(name) for name in place.files("")}
+    storage = LocalStorage(staging)
+    actual = {name: storage.hash(name) for name in storage.files("")}
     for name in sorted({*actual, *hashes}):
         if actual.get(name) != hashes.get(name):
             raise ExportFailed(
@@ -334,13 +334,13 @@ def clean_exports(folder: Path) -> None:
         return
     for old in list(folder.glob(f"{TRASH}*")):
         ending = old.name.removeprefix(TRASH)
-        new, place = folder / f"{STAGING}{ending}", folder / ending.rpartition("-")[0]
-        if new.is_dir() and not place.exists():  # of such two, nothing was deleted yet
-            new.rename(place)
+        new, target = folder / f"{STAGING}{ending}", folder / ending.rpartition("-")[0]
+        if new.is_dir() and not target.exists():  # of such two, nothing was deleted yet
+            new.rename(target)
             sync_directory(folder)
-    for left in folder.glob(".*"):
-        if left.name.startswith((STAGING, TRASH)):
-            shutil.rmtree(left, ignore_errors=True)
+    for leftover in folder.glob(".*"):
+        if leftover.name.startswith((STAGING, TRASH)):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sync_directory(directory: Path) -> None:

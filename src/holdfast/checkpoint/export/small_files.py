@@ -47,21 +47,22 @@ def _as_read(config: Any) -> dict[str, Any]:
         return _plain(type(config).from_pretrained(folder))
 
 
-def _loaded(folder: Path, what: str, written: Any) -> Any:
+def _loaded(folder: Path, label: str, written: Any) -> Any:
     try:
         return type(written).from_pretrained(str(folder))
     except Exception as error:  # the tokenizers library raises Exception itself
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ExportFailed(
-            f"The {what} that was written to {folder} cannot be loaded: {type(error).__name__}: {reason} The directory "
-            f"was thrown away; save_pretrained of {type(written).__name__} must write what its from_pretrained reads."
+            f"The {label} that was written to {folder} cannot be loaded: {type(error).__name__}: {reason} The "
+            f"directory was thrown away; save_pretrained of {type(written).__name__} must write what its "
+            "from_pretrained reads."
         ) from error
 
 
-def _refuse(folder: Path, what: str, differing: list[str]) -> None:
+def _refuse(folder: Path, label: str, differing: list[str]) -> None:
     if differing:
         raise ExportFailed(
-            f"The {what} that was written to {folder} is another one when it is loaded: {'; '.join(differing[:4])}. "
+            f"The {label} that was written to {folder} is another one when it is loaded: {'; '.join(differing[:4])}. "
             "The directory was thrown away. Look at what model.path and model.tokenizer name: saved and loaded by "
             "transformers, they must stay the same."
         )

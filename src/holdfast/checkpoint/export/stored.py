@@ -100,13 +100,13 @@ def export_stored(
         origin = _origin(last, Path(folder), trust_remote_code=trust_remote_code)
         texts = _texts(checkpoints, Path(folder), averaged=averaged)
         tensors = ModelTensors(checkpoints, averaged=averaged)
-        each = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
+        sources = [ModelTensors([checkpoint], averaged=averaged) for checkpoint in checkpoints]
         joins = _joins(origin, _model_section(Path(folder)))
         headers = last.model_headers(dtype)
         _merge(headers, joins, dtype)
 
         def read(name: str) -> Tensor:
-            return _joined(joins[name], each) if name in joins else tensors[name]
+            return _joined(joins[name], sources) if name in joins else tensors[name]
 
         form = ExportFormat(dtype, largest_file_bytes, texts)
         write_model(_Tensors(headers, read, last), headers, origin, directory, RankGroup(), form)
@@ -148,17 +148,17 @@ def export_stored_adapter(
         raise NoCheckpoint(f"{checkpoint.path} does not describe its adapters: it was not saved by a training run.")
     stored = ModelTensors([checkpoint], averaged=averaged)
     tensors = {}
-    whole = tuple(f"{module}." for module in modules_in(described_as.settings))
+    module_prefixes = tuple(f"{module}." for module in modules_in(described_as.settings))
     with _reading(checkpoint):
         for name in stored:
-            if ".lora_" in name or name.startswith(whole):
+            if ".lora_" in name or name.startswith(module_prefixes):
                 tensors[PEFT_PREFIX + name] = stored[name] if dtype is None else stored[name].to(dtype)
     write_adapters(directory, tensors, described_as, texts)
 
 
 def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
     """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
-    manifest, steps = checkpoints[-1].manifest, [each.manifest.step for each in checkpoints]
+    manifest, steps = checkpoints[-1].manifest, [checkpoint.manifest.step for checkpoint in checkpoints]
     config = to_yaml(portable_configuration(_settings(folder)))  # of checkpoints of earlier commits, whole
     parent = folder / PARENT
     about = Exported(
@@ -175,15 +175,15 @@ def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: b
     return {EXPORTED_CONFIG: config, ABOUT: about.text(), CARD: card}
 
 
-def _check_writable(place: Path) -> None:
+def _check_writable(target: Path) -> None:
     """Refuse a place that cannot be written before anything is read.
 
     Raises:
         ConfigError: The nearest directory above is none, or not this user's to write.
     """
-    above = next(folder for folder in place.absolute().parents if folder.exists())
+    above = next(folder for folder in target.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ConfigError(f"{place} cannot be written: {above} is no directory that this user can write to.")
+        raise ConfigError(f"{target} cannot be written: {above} is no directory that this user can write to.")
 
 
 @contextmanager
@@ -235,18 +235,18 @@ def _joins(origin: Blueprint, section: ModelConfig) -> dict[str, Join]:
 def _merge(headers: dict[str, Header], joins: Mapping[str, Join], dtype: torch.dtype | None) -> None:
     """Put the matrix of each join in the place of its parts."""
     for name, join in joins.items():
-        for part in join.inputs[1:]:
-            del headers[part]
+        for key in join.inputs[1:]:
+            del headers[key]
         if join.header is not None:
             headers[name] = join.header if dtype is None else join.header._replace(dtype=dtype)
 
 
-def _joined(join: Join, each: Sequence[ModelTensors]) -> Tensor:
+def _joined(join: Join, sources: Sequence[ModelTensors]) -> Tensor:
     """Return a matrix with its adapter merged; of several checkpoints the mean of what each one computes with."""
-    wholes = [join.run([tensors[part] for part in join.inputs]) for tensors in each]
-    total = sum(whole.to(torch.float64) for whole in wholes)
+    matrices = [join.run([tensors[name] for name in join.inputs]) for tensors in sources]
+    total = sum(matrix.to(torch.float64) for matrix in matrices)
     assert isinstance(total, Tensor)
-    return (total / len(wholes)).to(wholes[-1].dtype)
+    return (total / len(matrices)).to(matrices[-1].dtype)
 
 
 def _origin(checkpoint: StoredCheckpoint, folder: Path, *, trust_remote_code: bool) -> Blueprint:
@@ -267,13 +267,13 @@ def _lay_assets(checkpoint: StoredCheckpoint, folder: Path) -> None:
     prefix = f"{ASSETS}/"
     for file in checkpoint.manifest.files:
         if file.startswith(prefix):
-            place = folder / file.removeprefix(prefix)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            target = folder / file.removeprefix(prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
             with _reading(checkpoint):
                 data = checkpoint.storage.read(f"{checkpoint.name}/{file}")
             if hash_bytes(data) != checkpoint.manifest.files[file].hash:
                 raise CheckpointCorrupt(f"{checkpoint.path}/{file} is damaged: its hash is not the manifest's.")
-            place.write_bytes(data)
+            target.write_bytes(data)
     if not (folder / EXPORTED_CONFIG).exists() or not (folder / "config.json").exists():
         raise NoCheckpoint(
             f"{checkpoint.path} does not describe its model: it was not saved by a training run. Export it from the "
@@ -341,8 +341,8 @@ def _whole_state(checkpoint: StoredCheckpoint) -> dict[str, Any]:
             state.setdefault(name, {})[slot] = checkpoint.read(key)
     for name, slots in records(manifest).items():
         for slot, record in slots.items():
-            parts = {part: state[name].pop(f"{slot}{BETWEEN}{part}") for part in record["parts"]}
-            state[name][slot] = {"class": record["class"], "record": dict(record), "parts": parts}
+            components = {component: state[name].pop(f"{slot}{BETWEEN}{component}") for component in record["parts"]}
+            state[name][slot] = {"class": record["class"], "record": dict(record), "parts": components}
     groups: list[dict[str, Any]] = []
     if manifest.optimizer is not None:
         for name, values in manifest.optimizer["values"].items():

@@ -58,23 +58,23 @@ class VerifiedChunks:
                 is short of memory.
         """
         path = f"{self._name}/{DCP}/{info.relative_path}"
-        where = f"{self._storage.root}/{path}"
+        full_path = f"{self._storage.root}/{path}"
         expected = self._known.get((index.fqn, tuple(index.offset or ())))
-        seen = set()
+        hashes = set()
         for _ in range(2):
-            part = patiently(where, lambda: chunk_within(self._storage, path, info))
-            if part is not None and expected is not None and _is(part, *expected):
-                return part
-            seen.add(None if part is None else hash_tensor(part))
-            patiently(where, lambda: self._storage.hash(path, from_disk=True))
-        if len(seen) > 1:
-            raise other_each_time(where)
+            chunk = patiently(full_path, lambda: chunk_within(self._storage, path, info))
+            if chunk is not None and expected is not None and _matches(chunk, *expected):
+                return chunk
+            hashes.add(None if chunk is None else hash_tensor(chunk))
+            patiently(full_path, lambda: self._storage.hash(path, from_disk=True))
+        if len(hashes) > 1:
+            raise other_each_time(full_path)
         raise TensorsDiffer(
             f"{self._storage.root}/{self._name}: {index.fqn} reads back differently from what was saved, although "
             "the hashes of the files fit."
         )
 
 
-def _is(part: Tensor, chunk: Chunk, dtype: str) -> bool:
-    same = (tuple(part.shape), str(part.dtype)) == (chunk.sizes, f"torch.{dtype}")
-    return same and hash_tensor(part) == chunk.hash
+def _matches(tensor: Tensor, chunk: Chunk, dtype: str) -> bool:
+    same = (tuple(tensor.shape), str(tensor.dtype)) == (chunk.sizes, f"torch.{dtype}")
+    return same and hash_tensor(tensor) == chunk.hash

@@ -144,12 +144,12 @@ class Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the wanted part of each chunk, in the order in which chunks lie in their files."""
         stored = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
-        places = {index: (info.relative_path, info.offset) for index, info in stored.items()}
-        for item in sorted(plan.items, key=lambda item: places[item.storage_index]):
-            whole = self._chunk(item.storage_index, stored[item.storage_index])
+        positions = {index: (info.relative_path, info.offset) for index, info in stored.items()}
+        for item in sorted(plan.items, key=lambda item: positions[item.storage_index]):
+            chunk = self._chunk(item.storage_index, stored[item.storage_index])
             target = planner.resolve_tensor(item).detach()
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
-            target.copy_(whole[tuple(slice(start, start + size) for start, size in ranges)])
+            target.copy_(chunk[tuple(slice(start, start + size) for start, size in ranges)])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -233,25 +233,27 @@ class _Unpickler(pickle.Unpickler):
 
 def _put_back(kind: Any, bases: tuple[type, ...], attributes: Mapping[str, Any]) -> bool:
     """Give a class what it had before; return whether it had anything else."""
-    now = dict(vars(kind))
-    other = [name for name in {*now, *attributes} if now.get(name, _NOTHING) is not attributes.get(name, _NOTHING)]
-    for name in other:  # by the method of `type`, since an enumeration has one of its own that refuses
+    current = dict(vars(kind))
+    changed = [
+        name for name in {*current, *attributes} if current.get(name, _NOTHING) is not attributes.get(name, _NOTHING)
+    ]
+    for name in changed:  # by the method of `type`, since an enumeration has one of its own that refuses
         if name in attributes:
             type.__setattr__(kind, name, attributes[name])
         else:
             type.__delattr__(kind, name)
     if kind.__bases__ == bases:
-        return bool(other)
+        return bool(changed)
     kind.__bases__ = bases
     return True
 
 
-def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Metadata:
+def read_dcp_metadata(data: bytes, path: str, *, foreign: bool = False) -> Metadata:
     """Read DCP's metadata without running anything it brings.
 
     Args:
         data: The file.
-        where: Its path.
+        path: Its path.
         foreign: Whether it may list things that are no tensors, each of them a pickle; ours never does.
 
     Raises:
@@ -263,8 +265,8 @@ def read_dcp_metadata(data: bytes, where: str, *, foreign: bool = False) -> Meta
         _check_form(metadata, foreign=foreign)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
         if is_out_of_memory(error):
-            raise no_memory_for(where, len(data)) from error
-        raise CheckpointCorrupt(f"{where} cannot be read: {str(error) or type(error).__name__}.") from None
+            raise no_memory_for(path, len(data)) from error
+        raise CheckpointCorrupt(f"{path} cannot be read: {str(error) or type(error).__name__}.") from None
     assert isinstance(metadata, Metadata)
     return metadata
 
@@ -303,9 +305,10 @@ def without_chunks(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> li
     incomplete = []
     for name, entry in tensors.items():
         listed: Any = metadata.state_dict_metadata.get(name)
-        there = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks} if listed else set()
+        listed_chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed.chunks} if listed else set()
         expected = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
-        there = {(offsets, sizes) for offsets, sizes in there if 0 not in sizes}  # a rank without rows may write none
-        if there != expected or any((name, offsets) not in stored for offsets, _ in expected):
+        # A rank without rows may write no chunk.
+        listed_chunks = {(offsets, sizes) for offsets, sizes in listed_chunks if 0 not in sizes}
+        if listed_chunks != expected or any((name, offsets) not in stored for offsets, _ in expected):
             incomplete.append(name)
     return incomplete

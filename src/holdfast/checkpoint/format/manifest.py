@@ -95,9 +95,9 @@ class Manifest:
 
     def __repr__(self) -> str:
         """Return one line: the names and hashes of every file and tensor fill screens."""
-        what = ", ".join(self.contents)
+        contents = ", ".join(self.contents)
         return (
-            f"<Manifest of step {self.step} of run {self.run_id[:8]}: {what}; {len(self.tensors)} tensors, "
+            f"<Manifest of step {self.step} of run {self.run_id[:8]}: {contents}; {len(self.tensors)} tensors, "
             f"{len(self.files)} files, {size_words(self.bytes_)}>"
         )
 
@@ -132,7 +132,7 @@ class About:
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse(data: bytes, where: str) -> Manifest:
+def parse(data: bytes, path: str) -> Manifest:
     """Read a manifest.
 
     Every format keeps the envelope: canonical JSON of `manifest` and of its hash.
@@ -145,16 +145,16 @@ def parse(data: bytes, where: str) -> Manifest:
         outer = parse_json(data, _no_duplicates)
         body = outer["manifest"]
         if hash_bytes(_canonical(body)) != outer[_HASH_KEY] or _canonical(outer) != data:
-            raise CheckpointCorrupt(f"{where} is damaged: its own hash does not fit.")
+            raise CheckpointCorrupt(f"{path} is damaged: its own hash does not fit.")
         number = body["format"]  # looked at after the hash: a flipped bit must not look like a later version
         if isinstance(number, int) and number > FORMAT:
             raise NewerFormat(
-                f"{where} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
+                f"{path} has format {number}, this version of Holdfast reads up to {FORMAT}. Upgrade Holdfast."
             )
         return _from_plain(body)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
-        raise CheckpointCorrupt(f"{where} is damaged: {reason}.") from error
+        raise CheckpointCorrupt(f"{path} is damaged: {reason}.") from error
 
 
 def _canonical(value: Any) -> bytes:
@@ -169,14 +169,14 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_plain(body: Mapping[str, Any]) -> Manifest:
-    field_names = {each.name for each in fields(Manifest)}
+    field_names = {manifest_field.name for manifest_field in fields(Manifest)}
     if set(body) != field_names:
         raise ValueError(f"its fields differ: {sorted(set(body) ^ field_names)}")
     values = dict(body)
     values["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     values["tensors"] = {name: _tensor(entry) for name, entry in body["tensors"].items()}
     values["contents"] = tuple(body["contents"])
-    values["ties"] = {name: tuple(others) for name, others in body["ties"].items()}
+    values["ties"] = {name: tuple(aliases) for name, aliases in body["ties"].items()}
     values["deviations"] = tuple(body["deviations"])
     if body["optimizer"] is not None:
         _check_optimizer(body["optimizer"])

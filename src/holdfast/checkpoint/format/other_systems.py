@@ -45,7 +45,7 @@ def _first(systems: Sequence[System], names: set[str], inner: set[str]) -> str |
 def _without_names(storage: Storage, name: str) -> str:
     if not storage.exists(name) and (name or storage.renames):
         return "there is nothing at this path."
-    sentences = (words for ending, words in _FILES.items() if (name or storage.root).endswith(ending))
+    sentences = (sentence for ending, sentence in _FILES.items() if (name or storage.root).endswith(ending))
     return next(sentences, "it is a file, or a directory that holds nothing.")
 
 

@@ -89,7 +89,7 @@ class LiveTensors:
     buffers: Mapping[str, Tensor]
     """The stored ones."""
     ties: Mapping[str, tuple[str, ...]]
-    whole: bool = True
+    has_frozen: bool = True
     """Whether parameters that are not trained are among them."""
     averages: Mapping[str, Tensor] = field(default_factory=dict)
     """Of trained parameters, where a run keeps some."""
@@ -122,7 +122,7 @@ def hold(
     return LiveTensors(
         selected,
         {name: buffer for name, buffer in buffers.items() if name in stored},
-        {name: others for name, others in tied_names(model).items() if name in selected},
+        {name: aliases for name, aliases in tied_names(model).items() if name in selected},
         frozen,
         averages or {},
         coordinate_of(model),
@@ -168,7 +168,7 @@ def take(
         shared=dict(shared or {}),
         assets=dict(assets or {}),
         contents=(
-            "model" if model_parts.whole else TRAINED,
+            "model" if model_parts.has_frozen else TRAINED,
             *(("averages",) if model_parts.averages else ()),
             *(("optimizer",) if state is not None else ()),
             "trainer",
@@ -223,8 +223,8 @@ def mesh_of(model: nn.Module) -> dict[str, int]:
 def coordinate_of(model: nn.Module) -> dict[str, int]:
     """Return this rank's place on the axes that a model is sharded over."""
     mesh = _mesh(model)
-    place = None if mesh is None else mesh.get_coordinate()
-    return {} if mesh is None or place is None else dict(zip(_axes(mesh), place, strict=True))
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    return {} if mesh is None or coordinate is None else dict(zip(_axes(mesh), coordinate, strict=True))
 
 
 def _mesh(model: nn.Module) -> DeviceMesh | None:
@@ -236,15 +236,15 @@ def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or tuple(str(axis) for axis in range(mesh.ndim))
 
 
-class Described(NamedTuple):
-    """What a rank says of its part of a snapshot."""
+class SnapshotDescription(NamedTuple):
+    """The entries of the tensors in one rank's part of a snapshot, and whether all numbers are finite."""
 
     tensors: dict[str, TensorEntry]
     finite: bool
     """Whether no floating-point number in it is NaN or infinite."""
 
 
-def describe_snapshot(snapshot: Snapshot) -> Described:
+def describe_snapshot(snapshot: Snapshot) -> SnapshotDescription:
     """Hash this rank's part of every tensor, and look for NaN and infinity while it is in the processor's cache."""
     entries: dict[str, TensorEntry] = {}
     finite = True
@@ -255,7 +255,7 @@ def describe_snapshot(snapshot: Snapshot) -> Described:
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries[name] = TensorEntry(tuple(tensor.shape), dtype, chunks, name in snapshot.trained)
         finite = finite and is_finite(local)
-    return Described(entries, finite)
+    return SnapshotDescription(entries, finite)
 
 
 def outline(snapshot: Snapshot) -> Outline:
@@ -348,7 +348,7 @@ def with_companions(snapshot: Snapshot, companions: Mapping[str, Snapshot]) -> S
         tensors |= {companion_key(name, key): tensor for key, tensor in theirs.tensors.items()}
         trained |= {companion_key(name, key) for key in theirs.trained}
         ties |= {
-            companion_key(name, first): tuple(companion_key(name, other) for other in tied)
+            companion_key(name, first): tuple(companion_key(name, alias) for alias in tied)
             for first, tied in theirs.ties.items()
         }
         if theirs.optimizer is not None:

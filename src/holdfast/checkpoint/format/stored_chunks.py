@@ -50,25 +50,25 @@ class _Bytes(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Return the next bytes: as many as there are, and no memory for more."""
         end = len(self._data) if size < 0 else min(len(self._data), self._position + size)
-        part = bytes(self._data[self._position : end])
-        self._position += len(part)
-        return part
+        data = bytes(self._data[self._position : end])
+        self._position += len(data)
+        return data
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer as far as there are bytes."""
         into = memoryview(buffer).cast("B")
-        part = self._data[self._position : self._position + len(into)]
-        into[: len(part)] = part
-        self._position += len(part)
-        return len(part)
+        data = self._data[self._position : self._position + len(into)]
+        into[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
-def chunk_from(data: bytes | memoryview, where: str) -> Tensor | None:
+def chunk_from(data: bytes | memoryview, path: str) -> Tensor | None:
     """Return the tensor that DCP stored as these bytes, in memory of its own; None if they are none of its.
 
     Args:
         data: The whole chunk.
-        where: The file they are from.
+        path: The file they are from.
 
     Raises:
         CheckpointUnreadable: This machine is short of memory.
@@ -77,13 +77,13 @@ def chunk_from(data: bytes | memoryview, where: str) -> Tensor | None:
         return None
     try:
         file: Any = _Bytes(data)
-        part: Any = torch.load(file, map_location="cpu", weights_only=True)
+        tensor: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - damaged bytes raise whatever they like, and the rest of it means damage
         if is_out_of_memory(error):
-            raise no_memory_for(where, len(data)) from error
+            raise no_memory_for(path, len(data)) from error
         return None
     # A view may repeat its bytes, and so have any size.
-    return part if isinstance(part, Tensor) and part.nbytes <= len(data) else None
+    return tensor if isinstance(tensor, Tensor) and tensor.nbytes <= len(data) else None
 
 
 def _archive_is_modest(data: bytes | memoryview) -> bool:
@@ -144,12 +144,12 @@ def chunk_within(storage: Storage, path: str, info: Any) -> Tensor | None:
         OSError: What the file system says of the file.
         CheckpointUnreadable: This machine is short of memory.
     """
-    where = f"{storage.root}/{path}"
+    full_path = f"{storage.root}/{path}"
     with storage.open(path) as file:
         end = file.seek(0, io.SEEK_END)
         if not 0 <= info.offset <= info.offset + info.length <= end:  # an allocation that damage asks for
             return None
         file.seek(info.offset)
-        with memory_for(where, info.length):
+        with memory_for(full_path, info.length):
             data = file.read(info.length)
-    return chunk_from(data, where)
+    return chunk_from(data, full_path)

@@ -27,9 +27,9 @@ def refuse_odd(tensors: Mapping[str, Tensor]) -> None:
         ModelError: The first such tensor, and what to do.
     """
     for key, tensor in tensors.items():
-        words = _oddity(tensor)
-        if words is not None:
-            raise ModelError(f"The model cannot be saved: {key.partition('.')[2]} {words}")
+        oddity = _oddity(tensor)
+        if oddity is not None:
+            raise ModelError(f"The model cannot be saved: {key.partition('.')[2]} {oddity}")
 
 
 def _oddity(tensor: Tensor) -> str | None:

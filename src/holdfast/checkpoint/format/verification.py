@@ -39,17 +39,17 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         CheckpointCorrupt: The manifest is damaged.
         CheckpointUnreadable: The manifest cannot be read, also after some patience, or differs at each read.
     """
-    where = f"{storage.root}/{name}" if name else storage.root
+    full_path = f"{storage.root}/{name}" if name else storage.root
     path = f"{name}/{NAME}" if name else NAME
-    wrong = _twice(f"{where}/{NAME}", lambda: _presence(storage, path))
+    wrong = _twice(f"{full_path}/{NAME}", lambda: _presence(storage, path))
     if wrong == _ABSENT:
-        foreign = patiently(where, lambda: describe_foreign(storage, name))
-        raise NoCheckpoint(f"{where} is no checkpoint of Holdfast: {foreign}")
+        foreign = patiently(full_path, lambda: describe_foreign(storage, name))
+        raise NoCheckpoint(f"{full_path} is no checkpoint of Holdfast: {foreign}")
     if wrong is not None:
         raise CheckpointCorrupt(wrong)
-    manifest = _parsed(storage, path, f"{where}/{NAME}")
+    manifest = _parsed(storage, path, f"{full_path}/{NAME}")
     if step_of(name) not in {None, manifest.step}:
-        raise CheckpointCorrupt(f"{where} is step {manifest.step}, whatever its name says: it was renamed.")
+        raise CheckpointCorrupt(f"{full_path} is step {manifest.step}, whatever its name says: it was renamed.")
     return manifest
 
 
@@ -64,22 +64,22 @@ def _presence(storage: Storage, path: str) -> str | None:
     return None
 
 
-def _parsed(storage: Storage, path: str, where: str) -> Manifest:
+def _parsed(storage: Storage, path: str, full_path: str) -> Manifest:
     """Read a manifest, a second time from the disk itself if the first gives nonsense."""
-    data = patiently(where, lambda: storage.read(path))
+    data = patiently(full_path, lambda: storage.read(path))
     try:
-        return parse(data, where)
+        return parse(data, full_path)
     except CheckpointCorrupt:
-        on_disk = patiently(where, lambda: storage.hash(path, from_disk=True))
+        on_disk = patiently(full_path, lambda: storage.hash(path, from_disk=True))
         if hash_bytes(data) == on_disk:
             raise
-    data = patiently(where, lambda: storage.read(path))
+    data = patiently(full_path, lambda: storage.read(path))
     try:
-        return parse(data, where)
+        return parse(data, full_path)
     except CheckpointCorrupt as error:
         if hash_bytes(data) == on_disk:
             raise
-        raise other_each_time(where) from error
+        raise other_each_time(full_path) from error
 
 
 def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -> bytes:
@@ -92,59 +92,59 @@ def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -
         CheckpointUnreadable: It cannot be read, also after some patience, or every read gives other bytes.
     """
     path, expected = f"{name}/{file}", manifest.files[file].hash
-    where = f"{storage.root}/{path}"
-    seen = set()
+    full_path = f"{storage.root}/{path}"
+    hashes = set()
     for _ in range(2):
-        data = patiently(where, lambda: storage.read(path))
+        data = patiently(full_path, lambda: storage.read(path))
         if hash_bytes(data) == expected:
             return data
-        seen |= {hash_bytes(data), patiently(where, lambda: storage.hash(path, from_disk=True))}
-    if len(seen) > 1:
-        raise other_each_time(where)
+        hashes |= {hash_bytes(data), patiently(full_path, lambda: storage.hash(path, from_disk=True))}
+    if len(hashes) > 1:
+        raise other_each_time(full_path)
     raise CheckpointCorrupt(damage(f"{storage.root}/{name}", [file], []))
 
 
-def patiently(where: str, ask: Callable[[], T]) -> T:
+def patiently(full_path: str, ask: Callable[[], T]) -> T:
     """Return what the file system answers, asking again while it says that it is only in trouble.
 
     Raises:
         CheckpointUnreadable: It gives no answer, also after some patience, or there is no memory for it.
     """
     try:
-        with memory_for(where):
+        with memory_for(full_path):
             return again(ask)
     except OSError as error:
-        raise _unreadable(where, error) from error
+        raise _unreadable(full_path, error) from error
 
 
-def _twice(where: str, look: Callable[[], str | None]) -> str | None:
+def _twice(full_path: str, look: Callable[[], str | None]) -> str | None:
     """Return what two looks in a row find wrong, or None if one of them finds nothing.
 
     Raises:
         CheckpointUnreadable: Nobody can look, or the two find different things.
     """
-    first = patiently(where, look)
-    second = None if first is None else patiently(where, look)
+    first = patiently(full_path, look)
+    second = None if first is None else patiently(full_path, look)
     if second is not None and first != second:
         raise CheckpointUnreadable(
-            f"{where} looks different each time, so nothing is known of it. At first: {first} Then: {second} Look at "
-            "the disk, the network and who else writes there."
+            f"{full_path} looks different each time, so nothing is known of it. At first: {first} Then: {second} Look "
+            "at the disk, the network and who else writes there."
         )
     return second
 
 
-def _unreadable(where: str, error: OSError) -> CheckpointUnreadable:
+def _unreadable(full_path: str, error: OSError) -> CheckpointUnreadable:
     return CheckpointUnreadable(
-        f"{where} cannot be read: {error.strerror or error}. Nothing is known of its bytes; try again when the file "
-        "system answers."
+        f"{full_path} cannot be read: {error.strerror or error}. Nothing is known of its bytes; try again when the "
+        "file system answers."
     )
 
 
-def other_each_time(where: str) -> CheckpointUnreadable:
+def other_each_time(full_path: str) -> CheckpointUnreadable:
     """Return the error for what differs from read to read."""
     return CheckpointUnreadable(
-        f"{where} has other bytes each time it is read, so nothing is known of it. Look at the disk, its cables and "
-        "this machine's memory."
+        f"{full_path} has other bytes each time it is read, so nothing is known of it. Look at the disk, its cables "
+        "and this machine's memory."
     )
 
 
@@ -155,26 +155,26 @@ def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
         CheckpointCorrupt: A file is missing, of another size, or not listed.
         CheckpointUnreadable: Nobody can look, also after some patience, or each look shows something else.
     """
-    where = f"{storage.root}/{name}"
-    wrong = _twice(where, lambda: _misnamed(storage, name, manifest, where))
+    full_path = f"{storage.root}/{name}"
+    wrong = _twice(full_path, lambda: _misnamed(storage, name, manifest, full_path))
     if wrong is not None:
         raise CheckpointCorrupt(wrong)
 
 
-def _misnamed(storage: Storage, name: str, manifest: Manifest, where: str) -> str | None:
+def _misnamed(storage: Storage, name: str, manifest: Manifest, full_path: str) -> str | None:
     present = set(storage.files(name)) - {NAME}
     missing = sorted(set(manifest.files) - present)
     if missing:
-        return f"{where} lacks {missing[0]}" + _more(missing)
+        return f"{full_path} lacks {missing[0]}" + _more(missing)
     extra = sorted(present - set(manifest.files))
     if extra:
-        return f"{where} holds {extra[0]}, which its manifest does not list" + _more(extra)
+        return f"{full_path} holds {extra[0]}, which its manifest does not list" + _more(extra)
     for file, entry in manifest.files.items():
         if not storage.is_file(f"{name}/{file}"):
-            return f"{where}/{file} is no file: it is {storage.kind(f'{name}/{file}')}."
+            return f"{full_path}/{file} is no file: it is {storage.kind(f'{name}/{file}')}."
         size = storage.size(f"{name}/{file}")
         if size != entry.size:
-            return f"{where}/{file} has {size} bytes, the manifest says {entry.size}."
+            return f"{full_path}/{file} has {size} bytes, the manifest says {entry.size}."
     return None
 
 
@@ -220,10 +220,10 @@ def check_files(storage: Storage, name: str, manifest: Manifest) -> None:
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
 
 
-def damage(where: str, files: Sequence[str], tensors: Sequence[str]) -> str:
+def damage(full_path: str, files: Sequence[str], tensors: Sequence[str]) -> str:
     """Return the sentence about damaged files and what they held."""
     holds = f" Damaged tensors: {', '.join(tensors[:4])}{_more(tensors, 4)}" if tensors else ""
-    return f"{where}/{files[0]} is damaged: its hash is not the manifest's{_more(files)}{holds}"
+    return f"{full_path}/{files[0]} is damaged: its hash is not the manifest's{_more(files)}{holds}"
 
 
 def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str]:
@@ -234,8 +234,8 @@ def damaged_tensors(storage: Storage, name: str, manifest: Manifest) -> list[str
         CheckpointUnreadable: A file cannot be read, also after some patience, or this machine is short of memory.
     """
     metadata = stored_metadata(storage, name)
-    places = (metadata.storage_data or {}).items()
-    return sorted({*without_chunks(metadata, manifest.tensors), *_differing(storage, name, manifest, places)})
+    chunks = (metadata.storage_data or {}).items()
+    return sorted({*without_chunks(metadata, manifest.tensors), *_differing(storage, name, manifest, chunks)})
 
 
 def tensors_within(storage: Storage, name: str, manifest: Manifest, files: Sequence[str]) -> list[str]:
@@ -249,8 +249,8 @@ def tensors_within(storage: Storage, name: str, manifest: Manifest, files: Seque
         return []  # a pickle that is known to be damaged may ask for any amount of memory
     try:
         stored = (stored_metadata(storage, name).storage_data or {}).items()
-        places = [(index, info) for index, info in stored if f"{DCP}/{info.relative_path}" in files]
-        return sorted({*_differing(storage, name, manifest, places)})
+        chunks = [(index, info) for index, info in stored if f"{DCP}/{info.relative_path}" in files]
+        return sorted({*_differing(storage, name, manifest, chunks)})
     except (CheckpointCorrupt, CheckpointUnreadable):
         return []
 
@@ -263,14 +263,14 @@ def stored_metadata(storage: Storage, name: str) -> Metadata:
         CheckpointUnreadable: It cannot be read, also after some patience.
     """
     path = f"{name}/{DCP}/{METADATA}"
-    where = f"{storage.root}/{path}"
-    return read_dcp_metadata(patiently(where, lambda: storage.read(path)), where)
+    full_path = f"{storage.root}/{path}"
+    return read_dcp_metadata(patiently(full_path, lambda: storage.read(path)), full_path)
 
 
-def _differing(storage: Storage, name: str, manifest: Manifest, places: Iterable[tuple[Any, Any]]) -> Iterator[str]:
+def _differing(storage: Storage, name: str, manifest: Manifest, chunks: Iterable[tuple[Any, Any]]) -> Iterator[str]:
     """Yield the tensor of every stored chunk, of those at these places, that reads back differently."""
     hashes = {(key, chunk.offsets): chunk.hash for key, entry in manifest.tensors.items() for chunk in entry.chunks}
-    for index, info in places:
+    for index, info in chunks:
         expected = hashes.get((index.fqn, tuple(index.offset or ())), _NOTHING)  # a rank without rows may write none
         path = f"{name}/{DCP}/{info.relative_path}"
         chunk = patiently(f"{storage.root}/{path}", partial(chunk_within, storage, path, info))
@@ -300,5 +300,5 @@ def verify_checkpoint(storage: Storage, name: str, level: Level = "tensors") -> 
     return manifest
 
 
-def _more(items: Sequence[str], shown: int = 1) -> str:
-    return f" (and {len(items) - shown} more)." if len(items) > shown else "."
+def _more(items: Sequence[str], listed: int = 1) -> str:
+    return f" (and {len(items) - listed} more)." if len(items) > listed else "."

@@ -28,12 +28,12 @@ def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[s
     Raises:
         CheckpointCorrupt: Something that had to be read is damaged.
     """
-    one, two = first.manifest.tensors, second.manifest.tensors
-    for key in sorted({*one, *two}):
-        if key in one and key in two:
-            sentence = _tensor_difference(first, second, key, one[key], two[key])
+    first_tensors, second_tensors = first.manifest.tensors, second.manifest.tensors
+    for key in sorted({*first_tensors, *second_tensors}):
+        if key in first_tensors and key in second_tensors:
+            sentence = _tensor_difference(first, second, key, first_tensors[key], second_tensors[key])
         else:
-            sentence = f"{key} is only in the {'first' if key in one else 'second'}"
+            sentence = f"{key} is only in the {'first' if key in first_tensors else 'second'}"
         if sentence is not None:
             yield sentence
     sentence = _optimizer_difference(first, second)
@@ -46,15 +46,18 @@ def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[s
 
 
 def _tensor_difference(
-    first: StoredCheckpoint, second: StoredCheckpoint, key: str, one: TensorEntry, two: TensorEntry
+    first: StoredCheckpoint, second: StoredCheckpoint, key: str, first_entry: TensorEntry, second_entry: TensorEntry
 ) -> str | None:
-    if one.shape[:1] != two.shape[:1] and _same_table(first, second, key):
+    if first_entry.shape[:1] != second_entry.shape[:1] and _same_table(first, second, key):
         return None
-    if (one.shape, one.dtype) != (two.shape, two.dtype):
-        return f"{key} is {one.dtype} {list(one.shape)} and {two.dtype} {list(two.shape)}"
-    if one.chunks == two.chunks:
+    if (first_entry.shape, first_entry.dtype) != (second_entry.shape, second_entry.dtype):
+        kinds = [f"{entry.dtype} {list(entry.shape)}" for entry in (first_entry, second_entry)]
+        return f"{key} is {' and '.join(kinds)}"
+    if first_entry.chunks == second_entry.chunks:
         return None
-    if [(chunk.offsets, chunk.sizes) for chunk in one.chunks] == [(chunk.offsets, chunk.sizes) for chunk in two.chunks]:
+    if [(chunk.offsets, chunk.sizes) for chunk in first_entry.chunks] == [
+        (chunk.offsets, chunk.sizes) for chunk in second_entry.chunks
+    ]:
         return f"{key} has other numbers"
     same = hash_of(first, key) == hash_of(second, key)
     return None if same else f"{key} has other numbers"
@@ -70,9 +73,9 @@ def _same_table(first: StoredCheckpoint, second: StoredCheckpoint, key: str) -> 
 def _per_shard(checkpoint: StoredCheckpoint, key: str) -> bool:
     """Return whether each row of a tensor is what one shard had of a quantised tensor."""
     name, _, slot = key.removeprefix(OPTIM).rpartition(".")
-    whole, _, part = slot.rpartition(BETWEEN)
-    record = records(checkpoint.manifest).get(name, {}).get(whole)
-    return key.startswith(OPTIM) and record is not None and record["parts"][part][0] == 0
+    state_slot, _, component = slot.rpartition(BETWEEN)
+    record = records(checkpoint.manifest).get(name, {}).get(state_slot)
+    return key.startswith(OPTIM) and record is not None and record["parts"][component][0] == 0
 
 
 def hash_of(checkpoint: StoredCheckpoint, key: str) -> str:
@@ -89,15 +92,17 @@ def _state_difference(first: StoredCheckpoint, second: StoredCheckpoint, file: s
 
 def _optimizer_difference(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
     """Return what differs of optimizers besides tensors; how state is cut into parts follows from the ranks."""
-    one, two = (_without_records(each.manifest.optimizer or {}) for each in (first, second))
-    difference = first_difference_of(one, two)
+    first_state, second_state = (
+        _without_records(checkpoint.manifest.optimizer or {}) for checkpoint in (first, second)
+    )
+    difference = first_difference_of(first_state, second_state)
     return None if difference is None else f"optimizer: {difference[0]} is {difference[1]!r} and {difference[2]!r}"
 
 
 def _without_records(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    beside = {name: _without_records(each) for name, each in optimizer.get(COMPANIONS, {}).items()}
+    companions = {name: _without_records(state) for name, state in optimizer.get(COMPANIONS, {}).items()}
     plain = {key: value for key, value in optimizer.items() if key not in {"wrapped", COMPANIONS}}
-    return plain | ({COMPANIONS: beside} if beside else {})
+    return plain | ({COMPANIONS: companions} if companions else {})
 
 
 def _read(checkpoint: StoredCheckpoint, file: str) -> bytes:

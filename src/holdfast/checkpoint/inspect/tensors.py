@@ -56,22 +56,22 @@ class StoredCheckpoint:
         entry = self.manifest.tensors[key]
         dtype: torch.dtype = getattr(torch, entry.dtype)
         with memory_for(self.path, math.prod(entry.shape) * dtype.itemsize):
-            whole = torch.empty(entry.shape, dtype=dtype)
+            tensor = torch.empty(entry.shape, dtype=dtype)
         stored = {tuple(index.offset or ()): info for index, info in self._places.get(key, ())}
         for chunk in entry.chunks:
-            part = self._read_chunk(stored.get(chunk.offsets))
-            if part is None or hash_tensor(part) != chunk.hash:
+            data = self._read_chunk(stored.get(chunk.offsets))
+            if data is None or hash_tensor(data) != chunk.hash:
                 raise CheckpointCorrupt(f"{self.path}: {key} is damaged: its bytes are not those that were saved.")
-            place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[place] = part
-        return whole
+            region = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            tensor[region] = data
+        return tensor
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[Any, Any]]]:
-        places: dict[str, list[tuple[Any, Any]]] = {}
+        chunks: dict[str, list[tuple[Any, Any]]] = {}
         for index, info in (self._metadata.storage_data or {}).items():
-            places.setdefault(index.fqn, []).append((index, info))
-        return places
+            chunks.setdefault(index.fqn, []).append((index, info))
+        return chunks
 
     def _read_chunk(self, info: Any) -> Tensor | None:
         if info is None:
@@ -109,27 +109,31 @@ class ModelTensors(Mapping[str, Tensor]):
         """
         self._checkpoints = list(checkpoints)
         self._averaged = averaged
-        lacking = next((each for each in self._checkpoints if averaged and not each.has_averages), None)
+        lacking = next(
+            (checkpoint for checkpoint in self._checkpoints if averaged and not checkpoint.has_averages), None
+        )
         if lacking is not None:
             raise NoCheckpoint(f"{lacking.path} has no averages of the weights: its run had no optim.ema.")
         first = self._checkpoints[0]
         self._names = list(first.model_headers(None))
-        for other in self._checkpoints[1:]:
-            first_headers, other_headers = first.model_headers(None), other.model_headers(None)
+        for checkpoint in self._checkpoints[1:]:
+            first_headers, other_headers = first.model_headers(None), checkpoint.model_headers(None)
             names = sorted({*first_headers, *other_headers})
             different = next((name for name in names if first_headers.get(name) != other_headers.get(name)), None)
             if different is not None:
-                raise CheckpointMismatch(f"{first.path} and {other.path} hold different models: {different} differs.")
+                raise CheckpointMismatch(
+                    f"{first.path} and {checkpoint.path} hold different models: {different} differs."
+                )
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor; of several checkpoints the mean, taken in float64, or the last one's integers."""
-        whole = self._read(self._checkpoints[-1], name)
-        if len(self._checkpoints) == 1 or not whole.is_floating_point():
-            return whole
-        total = whole.to(torch.float64)
+        tensor = self._read(self._checkpoints[-1], name)
+        if len(self._checkpoints) == 1 or not tensor.is_floating_point():
+            return tensor
+        total = tensor.to(torch.float64)
         for checkpoint in self._checkpoints[:-1]:
             total += self._read(checkpoint, name)
-        return (total / len(self._checkpoints)).to(whole.dtype)
+        return (total / len(self._checkpoints)).to(tensor.dtype)
 
     def _read(self, checkpoint: StoredCheckpoint, name: str) -> Tensor:
         tensors = checkpoint.manifest.tensors

@@ -27,12 +27,12 @@ _NEVERTHELESS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResumeChoice:
     """What a run continues from."""
 
     name: str
     manifest: Manifest
-    words: str
+    message: str
     """One line: what was chosen, what was skipped and why."""
 
 
@@ -44,7 +44,7 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
     not_finite: bool = False,
     check: Inspect = lambda _, __: None,
     use: Inspect = lambda _, __: None,
-) -> Choice | None:
+) -> ResumeChoice | None:
     """Return the newest whole checkpoint, or None if there never was one.
 
     Rank 0 lists, since ranks may see a network file system at different times. A candidate that two reads agree is
@@ -68,66 +68,66 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
         NoCheckpoint: There were checkpoints and none is good: starting again at step 0 would be a silent loss.
     """
     candidates = list(reversed(_on_rank_0(ranks, storage, lambda: list(steps(storage).items()))))
-    passed = _Passed()
-    chosen: tuple[str, Manifest] | None = None
+    passed = _SkippedCheckpoints()
+    choice: tuple[str, Manifest] | None = None
     for step, name in candidates:
         manifest = _verified(storage, step, name, ranks, passed)
         if manifest is not None and not (manifest.finite or not_finite):
             passed.spoiled[step] = name
         elif manifest is not None and _used(storage, name, manifest, use, passed):
-            chosen = name, manifest
+            choice = name, manifest
             break
     if quarantine:
         _check_each(storage, [*passed.damaged, *passed.differing, *passed.spoiled.values()], ranks, check)
         # If no tensors are what was saved, in any checkpoint, it may be this reader that is wrong.
-        _quarantine(storage, passed.damaged + (passed.differing if chosen is not None else []), ranks)
-    if chosen is not None:
-        skipped = passed.words + _pass_over(storage, passed.spoiled, ranks, rename=quarantine)
+        _quarantine(storage, passed.damaged + (passed.differing if choice is not None else []), ranks)
+    if choice is not None:
+        skipped = passed.reasons + _pass_over(storage, passed.spoiled, ranks, rename=quarantine)
         skipped += _on_rank_0(ranks, storage, lambda: renamed_checkpoints(storage))
-        return Choice(*chosen, _words(chosen[1], skipped, passed.spoiled))
-    if skipped := passed.all_words + _on_rank_0(ranks, storage, lambda: _not_looked_at(storage, passed.all_words)):
+        return ResumeChoice(*choice, _words(choice[1], skipped, passed.spoiled))
+    if skipped := passed.all_reasons + _on_rank_0(ranks, storage, lambda: _not_looked_at(storage, passed.all_reasons)):
         raise NoCheckpoint(_none_left(storage, skipped, spoiled=bool(passed.spoiled)))
     return None
 
 
 @dataclass
-class _Passed:
-    """What was passed over on the way to a choice."""
+class _SkippedCheckpoints:
+    """The candidates that were skipped, and why."""
 
-    words: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     """About what is damaged, or none of ours."""
     damaged: list[str] = field(default_factory=list)
     """Names."""
     differing: list[str] = field(default_factory=list)
-    """Names of what has the right files, and tensors that are not what was saved."""
+    """Names of checkpoints whose files have their hashes, and whose tensors differ from those that were saved."""
     spoiled: dict[int, str] = field(default_factory=dict)
     """Names of what is whole and not finite, by step."""
 
     @property
-    def all_words(self) -> list[str]:
+    def all_reasons(self) -> list[str]:
         """Words about each of them."""
-        return self.words + [f"step {step} ({_NOT_FINITE})" for step in self.spoiled]
+        return self.reasons + [f"step {step} ({_NOT_FINITE})" for step in self.spoiled]
 
 
-def _verified(storage: Storage, step: int, name: str, ranks: RankGroup, passed: _Passed) -> Manifest | None:
+def _verified(storage: Storage, step: int, name: str, ranks: RankGroup, passed: _SkippedCheckpoints) -> Manifest | None:
     """Return a candidate's manifest; None, and words about it, if it is damaged or none of ours."""
     try:
         return verified_manifest(storage, name, ranks)
     except (CheckpointCorrupt, NoCheckpoint) as error:
         reason = _reason(storage, name, error)
         ours = isinstance(error, CheckpointCorrupt)
-    passed.words.append(f"step {step} ({reason}{'' if ours else '; it is left as it is'})")
+    passed.reasons.append(f"step {step} ({reason}{'' if ours else '; it is left as it is'})")
     if ours:
         passed.damaged.append(name)
     return None
 
 
-def _used(storage: Storage, name: str, manifest: Manifest, use: Inspect, passed: _Passed) -> bool:
+def _used(storage: Storage, name: str, manifest: Manifest, use: Inspect, passed: _SkippedCheckpoints) -> bool:
     """Return whether a candidate was used; words about it if its tensors, read only now, are not what was saved."""
     try:
         use(name, manifest)
     except TensorsDiffer as error:
-        passed.words.append(f"step {manifest.step} ({_reason(storage, name, error)})")
+        passed.reasons.append(f"step {manifest.step} ({_reason(storage, name, error)})")
         passed.differing.append(name)
         return False
     return True
@@ -162,23 +162,23 @@ def _none_left(storage: Storage, skipped: Sequence[str], *, spoiled: bool) -> st
 
 
 def _words(manifest: Manifest, skipped: Sequence[str], spoiled: Mapping[int, str]) -> str:
-    words = f"resuming from step {manifest.step}, verified in {len(manifest.files)} files"
-    words += "" if manifest.finite else f"; {_NOT_FINITE}"
-    words += f"; skipped {', '.join(skipped)}" if skipped else ""
-    return words + (f". {_NEVERTHELESS}" if spoiled else "")
+    message = f"resuming from step {manifest.step}, verified in {len(manifest.files)} files"
+    message += "" if manifest.finite else f"; {_NOT_FINITE}"
+    message += f"; skipped {', '.join(skipped)}" if skipped else ""
+    return message + (f". {_NEVERTHELESS}" if spoiled else "")
 
 
 def _pass_over(storage: Storage, spoiled: Mapping[int, str], ranks: RankGroup, *, rename: bool) -> list[str]:
     """Put aside what is whole and not finite, as the run will come to these steps again; return words about each."""
-    words = []
+    reasons = []
     for step, name in spoiled.items():
         reason = _NOT_FINITE
         if rename:
             aside = ranks.agree(fresh(NOT_FINITE, name))
             ranks.on_first_rank(partial(_put_aside, storage, name, aside))
             reason += f"; it was put aside as {aside}"
-        words.append(f"step {step} ({reason})")
-    return words
+        reasons.append(f"step {step} ({reason})")
+    return reasons
 
 
 def _on_rank_0(ranks: RankGroup, storage: Storage, ask: Callable[[], list[T]]) -> list[T]:
@@ -204,4 +204,4 @@ def _earlier(storage: Storage) -> list[str]:
     """Return words about checkpoints that an earlier start found damaged or not finite."""
     not_finite = [name.startswith(NOT_FINITE) for name in storage.names() if name.startswith(QUARANTINE)]
     counts = {"damaged": not_finite.count(False), "not finite": not_finite.count(True)}
-    return [f"{count} were {what} and put aside earlier" for what, count in counts.items() if count]
+    return [f"{count} were {fault} and put aside earlier" for fault, count in counts.items() if count]

@@ -14,25 +14,25 @@ from holdfast.checkpoint.place.layout import FOLDER, step_of
 from holdfast.checkpoint.place.storage import Storage, open_storage
 
 
-def folder_of(place: str) -> Storage:
+def folder_of(path: str) -> Storage:
     """Return the storage of a run's checkpoints.
 
     Args:
-        place: A run directory, its folder of checkpoints, or a URL of the latter.
+        path: A run directory, its folder of checkpoints, or a URL of the latter.
 
     Raises:
         NoCheckpoint: No checkpoint is there.
     """
-    for candidate in (f"{place.rstrip('/')}/{FOLDER}", place):
+    for candidate in (f"{path.rstrip('/')}/{FOLDER}", path):
         storage = open_storage(candidate)
         if steps(storage):
             return storage
-    storage = open_storage(place)
+    storage = open_storage(path)
     read_manifest(storage, "")  # says what it is instead
-    raise NoCheckpoint(f"{place} is one checkpoint; name its run, {PurePosixPath(place).parent.parent}.")
+    raise NoCheckpoint(f"{path} is one checkpoint; name its run, {PurePosixPath(path).parent.parent}.")
 
 
-def one(place: str) -> StoredCheckpoint:
+def one(run_path: str) -> StoredCheckpoint:
     """Return the checkpoint at a path; of a run, its newest without NaN or infinity in it, or else its newest.
 
     Names and sizes are verified.
@@ -41,12 +41,12 @@ def one(place: str) -> StoredCheckpoint:
         NoCheckpoint: There is none.
         CheckpointCorrupt: Its manifest is damaged, or a file is missing.
     """
-    scheme, colon, rest = place.rstrip("/").rpartition("://")
-    path = PurePosixPath(rest) if colon else PurePosixPath(Path(rest).absolute())
+    scheme, colon, bare_path = run_path.rstrip("/").rpartition("://")
+    path = PurePosixPath(bare_path) if colon else PurePosixPath(Path(bare_path).absolute())
     storage, name = open_storage(f"{scheme}{colon}{path.parent}"), path.name
     if not storage.exists(f"{name}/{NAME}") and step_of(name) is None:
         try:
-            storage = folder_of(place)
+            storage = folder_of(run_path)
         except NoCheckpoint:
             raise NoCheckpoint(str(_why_not(storage, name))) from None
         newest_first = list(reversed(steps(storage).values()))

@@ -29,7 +29,7 @@ from holdfast.files import NotRegular, parse_json
 
 
 @dataclass(frozen=True)
-class Best:
+class BestRule:
     """Keep the best checkpoints by a metric of their own step."""
 
     metric: str
@@ -45,11 +45,11 @@ class Retention:
     """At least 2: the newest may be damaged on the way to the disk."""
     every: int | None = None
     """Steps that are a multiple of this stay for good."""
-    best: Sequence[Best] = ()
+    best: Sequence[BestRule] = ()
 
 
-class Rated(NamedTuple):
-    """What the rules ask of a checkpoint."""
+class CheckpointRating(NamedTuple):
+    """The values of a checkpoint that retention rules read."""
 
     finite: bool
     metrics: Mapping[str, float | None]
@@ -58,12 +58,12 @@ class Rated(NamedTuple):
 _DELETING = "holdfast-delete"
 """Name of the threads that delete."""
 
-_rated: dict[str, Rated] = {}
+_rated: dict[str, CheckpointRating] = {}
 """By the hash of a manifest's bytes: parsing what stays would take longer with every checkpoint that does."""
 
 
 def kept_steps(
-    checkpoints: Mapping[int, Manifest | Rated],
+    checkpoints: Mapping[int, Manifest | CheckpointRating],
     policy: Retention,
     *,
     pinned: Iterable[int] = (),
@@ -114,15 +114,15 @@ def has_any(storage: Storage) -> bool:
 
 def renamed_checkpoints(storage: Storage) -> list[str]:
     """Return words about each checkpoint that nobody looks at, since its name is not the one of its step."""
-    words = []
+    messages = []
     for name in storage.names():
         if renamed(name) and storage.exists(f"{name}/{NAME}"):
             try:
                 right = step_name(parse(storage.read(f"{name}/{NAME}"), name).step)
             except (OSError, CheckpointCorrupt, NewerFormat):
                 right = "step- and eight digits"
-            words.append(f"{name} is passed over: it has the name of no checkpoint; rename it to {right}")
-    return words
+            messages.append(f"{name} is passed over: it has the name of no checkpoint; rename it to {right}")
+    return messages
 
 
 def has_own(storage: Storage) -> bool:
@@ -146,17 +146,17 @@ def manifests(storage: Storage) -> dict[int, Manifest]:
     return by_step
 
 
-def _all_rated(storage: Storage) -> dict[int, Rated]:
+def _all_rated(storage: Storage) -> dict[int, CheckpointRating]:
     """Return what the rules ask, of the checkpoints that `manifests` returns."""
     by_step = {}
     for step, name in steps(storage).items():
-        place = f"{name}/{NAME}"
+        path = f"{name}/{NAME}"
         try:
-            data = storage.read(place)
+            data = storage.read(path)
             digest = hash_bytes(data)
             if digest not in _rated:
-                manifest = parse(data, f"{storage.root}/{place}")
-                _rated[digest] = Rated(manifest.finite, manifest.metrics)
+                manifest = parse(data, f"{storage.root}/{path}")
+                _rated[digest] = CheckpointRating(manifest.finite, manifest.metrics)
         except (OSError, CheckpointCorrupt, NewerFormat):
             continue
         by_step[step] = _rated[digest]
@@ -256,8 +256,8 @@ def put_aside(storage: Storage, name: str, aside: str | None = None) -> None:
 
 def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
     """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
-    left = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
-    _delete(storage, left, wait=wait)
+    leftovers = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
+    _delete(storage, leftovers, wait=wait)
     if not storage.renames:
         # A save that was killed left objects under the name that the next save of this step will use.
         _delete(storage, [name for name in all_steps(storage) if not storage.exists(f"{name}/{NAME}")], wait=True)

@@ -1,4 +1,4 @@
-"""What a run was told to keep, as its checkpoints have it: what they are judged by when the run is over."""
+"""Reads the retention rules of a run from its checkpoints, so that they also apply after the run has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from holdfast.checkpoint.format.settings import settings_of
-from holdfast.checkpoint.keep.retention import Best, Retention, manifests, steps
+from holdfast.checkpoint.keep.retention import BestRule, Retention, manifests, steps
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage
@@ -22,7 +22,7 @@ from holdfast.metrics.sink import METRICS, last_rewind
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRetention:
     """The part of a run's configuration that says which checkpoints matter."""
 
     retention: Retention
@@ -32,10 +32,10 @@ class Recorded:
 
 def retention_of(keep: RetentionConfig) -> Retention:
     """Return what a configuration keeps."""
-    return Retention(keep.last, keep.every, tuple(Best(best.metric, best.mode, best.count) for best in keep.best))
+    return Retention(keep.last, keep.every, tuple(BestRule(best.metric, best.mode, best.count) for best in keep.best))
 
 
-def read_retention(storage: Storage) -> Recorded | None:
+def read_retention(storage: Storage) -> RecordedRetention | None:
     """Return what the newest checkpoint says of its run; None where none was written by a run.
 
     Raises:
@@ -53,21 +53,24 @@ def read_retention(storage: Storage) -> Recorded | None:
     return None
 
 
-def _parsed(section: Mapping[str, Any], where: str) -> Recorded:
+def _parsed(section: Mapping[str, Any], path: str) -> RecordedRetention:
     try:
         keep = RetentionConfig.model_validate(section["keep"])
         exported = section.get("export_best")
         rated: list[MetricConfig] = [*keep.best, *([MetricConfig.model_validate(exported)] if exported else [])]
     except ValidationError as error:
         raise ConfigError(
-            f"{where} says what its run keeps in words that this version does not know "
+            f"{path} says what its run keeps in words that this version does not know "
             f"({error.error_count()} of them). Use the version of Holdfast that wrote it."
         ) from error
-    modes = {each.metric: frozenset(other.mode for other in rated if other.metric == each.metric) for each in rated}
-    return Recorded(retention_of(keep), modes)
+    modes = {
+        rule.metric: frozenset(candidate.mode for candidate in rated if candidate.metric == rule.metric)
+        for rule in rated
+    }
+    return RecordedRetention(retention_of(keep), modes)
 
 
-def better(record: Recorded | None, metric: str, mode: str | None) -> Literal["max", "min"]:
+def better(record: RecordedRetention | None, metric: str, mode: str | None) -> Literal["max", "min"]:
     """Return whether more of a metric is better: as asked for, else as the run was configured.
 
     Raises:

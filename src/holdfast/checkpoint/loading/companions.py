@@ -83,16 +83,20 @@ def plan_companions(
     """
     planned: dict[str, PlannedLoad] = {}
     for name in sorted({*companions, *manifest.contents} - OWN_CONTENTS):
-        part = part_of(manifest, name)
+        companion_manifest = part_of(manifest, name)
         if name not in companions:
             allow(plan, declared.drop, name, f"the checkpoint has a {name}, and this run has none", "resume.drop")
-        elif not part.tensors:
+        elif not companion_manifest.tensors:
             allow(plan, declared.add, name, f"the checkpoint has no {name}, and this run has one", "resume.add")
         else:
             model, optimizer, _ = companions[name]
-            part = part if optimizer is not None else replace(part, contents=(TRAINED,))
+            companion_manifest = (
+                companion_manifest if optimizer is not None else replace(companion_manifest, contents=(TRAINED,))
+            )
             theirs = planned[name] = PlannedLoad()
-            plan_trained(theirs, model, sharded_parameters(model), optimizer, part, declared, hyperparameters)
+            plan_trained(
+                theirs, model, sharded_parameters(model), optimizer, companion_manifest, declared, hyperparameters
+            )
             plan.refused += [f"{name}: {line}" for line in theirs.plan.refused]
             plan.deviations += [f"{name}: {line}" for line in theirs.plan.deviations]
     return planned
@@ -105,14 +109,16 @@ def companion_state(
     model, optimizer, _ = companion
     if optimizer is None:
         return None
-    own, part = own_tensors(tensors, name), part_of(manifest, name)
-    return optimizer_state(own, optimizer, sharded_parameters(model), part, planned.wrapped)
+    companion_tensors, companion_manifest = own_tensors(tensors, name), part_of(manifest, name)
+    return optimizer_state(companion_tensors, optimizer, sharded_parameters(model), companion_manifest, planned.wrapped)
 
 
 def targets_of(plans: Mapping[str, PlannedLoad]) -> dict[str, Target]:
     """Return what companions take, under the names of the DCP."""
     return {
-        companion_key(name, key): each for name, planned in plans.items() for key, each in planned.plan.targets.items()
+        companion_key(name, key): target
+        for name, planned in plans.items()
+        for key, target in planned.plan.targets.items()
     }
 
 

@@ -27,7 +27,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part
 
 
-class _Item(NamedTuple):
+class _StoredChunk(NamedTuple):
     """One stored chunk in a file."""
 
     offset: int
@@ -35,7 +35,7 @@ class _Item(NamedTuple):
     key: str
 
 
-class _Differs(Exception):  # noqa: N818 - says what happened
+class _ChunkDiffers(Exception):  # noqa: N818 - says what happened
     """Bytes are not those that were saved, or could not be read."""
 
 
@@ -60,54 +60,58 @@ def read_parts(
         Parts by name, each compared with the hash of its chunk; None, on all ranks, if any byte of what was read is in
         doubt. The caller then verifies every file, which names the fault.
     """
-    other = [key for key, each in targets.items() if each.stored_hash is None and local_part(each.live).numel()]
-    left = {key for part in ranks.gather(other) for key in part}
-    direct = {key: each for key, each in targets.items() if key not in left}
-    parts: dict[str, Tensor] | None = None
-    items: dict[str, list[_Item]] | None = None
-    with suppress(_Differs):
+    resharded = [
+        key for key, target in targets.items() if target.stored_hash is None and local_part(target.live).numel()
+    ]
+    resharded_anywhere = {key for rank_keys in ranks.gather(resharded) for key in rank_keys}
+    direct = {key: target for key, target in targets.items() if key not in resharded_anywhere}
+    shards: dict[str, Tensor] | None = None
+    items: dict[str, list[_StoredChunk]] | None = None
+    with suppress(_ChunkDiffers):
         items = _items(direct, storage, name, manifest)
     owned = _dealt(manifest, items, ranks) if verify else set()
     if items is not None:
-        with suppress(_Differs):
-            parts = _read(direct, items, owned, storage, name, manifest)
-    return None if any(ranks.gather(parts is None)) else parts
+        with suppress(_ChunkDiffers):
+            shards = _read(direct, items, owned, storage, name, manifest)
+    return None if any(ranks.gather(shards is None)) else shards
 
 
-def _items(targets: Mapping[str, Target], storage: Storage, name: str, manifest: Manifest) -> dict[str, list[_Item]]:
+def _items(
+    targets: Mapping[str, Target], storage: Storage, name: str, manifest: Manifest
+) -> dict[str, list[_StoredChunk]]:
     """Return where the chunks of targets lie, by file."""
     file = f"{DCP}/{METADATA}"
     try:
         data = storage.read(f"{name}/{file}")
         if file not in manifest.files or hash_bytes(data) != manifest.files[file].hash:
-            raise _Differs
+            raise _ChunkDiffers
         metadata = read_dcp_metadata(data, f"{storage.root}/{name}/{file}")
     except (OSError, MemoryError, CheckpointUnreadable) as error:
-        raise _Differs from error
+        raise _ChunkDiffers from error
     stored: dict[tuple[str, tuple[int, ...]], Any] = {
         (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
     }
-    by_file: dict[str, list[_Item]] = {}
-    for key, each in targets.items():
-        if not local_part(each.live).numel():
+    by_file: dict[str, list[_StoredChunk]] = {}
+    for key, target in targets.items():
+        if not local_part(target.live).numel():
             continue
-        info = stored.get((key, chunk_of(each.live)[0]))
+        info = stored.get((key, chunk_of(target.live)[0]))
         if info is None:
-            raise _Differs
-        place = f"{DCP}/{info.relative_path}"
+            raise _ChunkDiffers
+        data_file = f"{DCP}/{info.relative_path}"
         # A rank that trusted a length beyond the file would fail alone, while the others wait for it.
         if (
-            place not in manifest.files
-            or not 0 <= info.offset < info.offset + info.length <= manifest.files[place].size
+            data_file not in manifest.files
+            or not 0 <= info.offset < info.offset + info.length <= manifest.files[data_file].size
         ):
-            raise _Differs
-        by_file.setdefault(place, []).append(_Item(info.offset, info.length, key))
+            raise _ChunkDiffers
+        by_file.setdefault(data_file, []).append(_StoredChunk(info.offset, info.length, key))
     return by_file
 
 
-def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_Item]] | None, ranks: RankGroup) -> set[str]:
+def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_StoredChunk]] | None, ranks: RankGroup) -> set[str]:
     """Return the files that this rank hashes: those it wants most of, and its share of what nobody wants."""
-    needs = ranks.gather({file: sum(item.length for item in each) for file, each in (items or {}).items()})
+    needs = ranks.gather({file: sum(item.length for item in file_items) for file, file_items in (items or {}).items()})
     owned = set()
     for number, file in enumerate(sorted(manifest.files)):
         most = max(need.get(file, 0) for need in needs)
@@ -119,31 +123,31 @@ def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_Item]] | None, rank
 
 def _read(
     targets: Mapping[str, Target],
-    items: Mapping[str, Sequence[_Item]],
+    items: Mapping[str, Sequence[_StoredChunk]],
     owned: set[str],
     storage: Storage,
     name: str,
     manifest: Manifest,
 ) -> dict[str, Tensor]:
-    parts = {
-        key: like(each.live, torch.empty(local_part(each.live).shape, dtype=each.dtype))
-        for key, each in targets.items()
-        if not local_part(each.live).numel()
+    shards = {
+        key: like(target.live, torch.empty(local_part(target.live).shape, dtype=target.dtype))
+        for key, target in targets.items()
+        if not local_part(target.live).numel()
     }
     for file in sorted({*items, *owned}):
         digest = xxhash.xxh3_128() if file in owned else None
         try:
             with storage.open(f"{name}/{file}") as stream:
                 for key, data in _chunks(stream, sorted(items.get(file, ())), digest):
-                    parts[key] = like(targets[key].live, _part(data, targets[key], f"{storage.root}/{name}/{file}"))
+                    shards[key] = like(targets[key].live, _part(data, targets[key], f"{storage.root}/{name}/{file}"))
         except (OSError, MemoryError, CheckpointUnreadable) as error:
-            raise _Differs from error
+            raise _ChunkDiffers from error
         if digest is not None and digest.hexdigest() != manifest.files[file].hash:
-            raise _Differs
-    return parts
+            raise _ChunkDiffers
+    return shards
 
 
-def _chunks(stream: IO[bytes], items: Sequence[_Item], digest: Any) -> Iterator[tuple[str, memoryview]]:
+def _chunks(stream: IO[bytes], items: Sequence[_StoredChunk], digest: Any) -> Iterator[tuple[str, memoryview]]:
     """Yield the bytes of items in their order; with a digest, all bytes of the file pass through it.
 
     One buffer serves all items, since new memory for each of them would have to be cleared first.
@@ -152,7 +156,7 @@ def _chunks(stream: IO[bytes], items: Sequence[_Item], digest: Any) -> Iterator[
     buffer = memoryview(bytearray(max((item.length for item in items), default=0)))
     for item in items:
         if item.offset < position:
-            raise _Differs
+            raise _ChunkDiffers
         if digest is None:
             stream.seek(item.offset)
         else:
@@ -184,10 +188,10 @@ def _pass(stream: IO[bytes], size: int | None, digest: Any) -> None:
         size = None if size is None else size - len(data)
 
 
-def _part(data: memoryview, target: Target, where: str) -> Tensor:
-    part = chunk_from(data, where)
-    if part is None or (part.shape, part.dtype) != (local_part(target.live).shape, target.dtype):
-        raise _Differs
-    if hash_tensor(part) != target.stored_hash:
-        raise _Differs
-    return part
+def _part(data: memoryview, target: Target, path: str) -> Tensor:
+    shard = chunk_from(data, path)
+    if shard is None or (shard.shape, shard.dtype) != (local_part(target.live).shape, target.dtype):
+        raise _ChunkDiffers
+    if hash_tensor(shard) != target.stored_hash:
+        raise _ChunkDiffers
+    return shard

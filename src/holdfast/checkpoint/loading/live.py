@@ -61,7 +61,7 @@ MAIN_OPTIMIZER = ""
 
 
 def plan_load(
-    live: LiveState, manifest: Manifest, declared: Declared, hyperparameters: Hyperparameters, where: str
+    live: LiveState, manifest: Manifest, declared: Declared, hyperparameters: Hyperparameters, full_path: str
 ) -> LoadPlans:
     """Return what the model takes, and what its companions do; all ranks call this together.
 
@@ -75,7 +75,7 @@ def plan_load(
     if live.companions is not None:
         companions = plan_companions(main.plan, live.companions, manifest, declared, hyperparameters)
     if main.plan.refused:
-        raise CheckpointMismatch(refusal(where, main.plan.refused))
+        raise CheckpointMismatch(refusal(full_path, main.plan.refused))
     return LoadPlans(main, companions)
 
 

@@ -70,8 +70,8 @@ class Target(NamedTuple):
         """Hash of this rank's part, if this very part was saved as a chunk."""
         if not self.entry.chunks:  # in a plan, whose tensors hold no numbers to compute a place from
             return None
-        place = chunk_of(self.live)
-        return next((chunk.hash for chunk in self.entry.chunks if (chunk.offsets, chunk.sizes) == place), None)
+        extent = chunk_of(self.live)
+        return next((chunk.hash for chunk in self.entry.chunks if (chunk.offsets, chunk.sizes) == extent), None)
 
     def staging(self) -> Tensor:
         """Return memory for this rank's part, in the live sharding.
@@ -86,7 +86,7 @@ class Target(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """What will be read, and what was allowed to differ."""
+    """The tensors that will be read, and the deviations that were allowed."""
 
     targets: dict[str, Target] = field(default_factory=dict)
     """By DCP name."""
@@ -121,8 +121,8 @@ def plan_model(
             trained = name in parameters and parameters[name].requires_grad
             if name in parameters and trained != stored[key].requires_grad:
                 patterns, flag = (declared.unfreeze, "unfreeze") if trained else (declared.freeze, "freeze")
-                words = "frozen then and is trained now" if trained else "trained then and is frozen now"
-                allow(plan, patterns, name, f"{name} was {words}", f"resume.{flag}")
+                change = "frozen then and is trained now" if trained else "trained then and is frozen now"
+                allow(plan, patterns, name, f"{name} was {change}", f"resume.{flag}")
 
 
 def _plan_missing(plan: LoadPlan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
@@ -151,12 +151,12 @@ def plan_averages(
     stored = {key for key in manifest.tensors if key.startswith(AVERAGE)}
     live = {AVERAGE + name: average for name, average in averages.items()}
     if bool(stored) != bool(live):
-        what, patterns, flag = (
+        difference, patterns, flag = (
             ("the checkpoint has averages of the weights, and this run keeps none (optim.ema)", declared.drop, "drop")
             if stored
             else ("the checkpoint has no averages of the weights, and this run keeps some", declared.add, "add")
         )
-        allow(plan, patterns, AVERAGE, what, f"resume.{flag}: ['^ema']")
+        allow(plan, patterns, AVERAGE, difference, f"resume.{flag}: ['^ema']")
         return
     for key in sorted(stored & live.keys()):
         if tuple(live[key].shape) == tuple(manifest.tensors[key].shape):  # another shape is refused with its parameter
@@ -202,7 +202,7 @@ def plan_optimizer(
     if hyperparameters:
         plan.hyperparameters, refused = matched_hyperparameters(live, saved)
         plan.refused += refused
-    layouts = _Layouts(optimizer, parameters)
+    layouts = _StateLayouts(optimizer, parameters)
     wrapped = manifest.optimizer.get("wrapped", {})
     for key, entry in manifest.tensors.items():
         name, _, slot = key.removeprefix(OPTIM).rpartition(".")
@@ -214,7 +214,7 @@ def plan_optimizer(
 
 
 @dataclass
-class _Layouts:
+class _StateLayouts:
     """How this run's optimizer keeps its state."""
 
     optimizer: Optimizer
@@ -226,21 +226,21 @@ class _Layouts:
         parameter, slot = self.parameters[name], key.rpartition(".")[2]
         if entry.shape == tuple(parameter.shape):
             return parameter.data
-        whole = torch.empty(entry.shape)
+        unsharded = torch.empty(entry.shape)
         if not entry.shape or not isinstance(parameter.data, DTensor):
-            return whole
+            return unsharded
         live = self.optimizer.state.get(parameter, {}).get(slot)
         if live is None and self.learned is None:
             self.learned = inert_state(self.optimizer, self.parameters).tensors
         template = live if live is not None else (self.learned or {}).get(name, {}).get(slot)
-        return template if template is not None and tuple(template.shape) == tuple(entry.shape) else whole
+        return template if template is not None and tuple(template.shape) == tuple(entry.shape) else unsharded
 
 
 def saved_groups(manifest: Manifest) -> tuple[GroupState, ...]:
     """Return a checkpoint's param groups."""
     assert manifest.optimizer is not None
     return tuple(
-        GroupState(tuple(each["parameters"]), each["hyperparameters"]) for each in manifest.optimizer["groups"]
+        GroupState(tuple(group["parameters"]), group["hyperparameters"]) for group in manifest.optimizer["groups"]
     )
 
 
@@ -258,11 +258,11 @@ def _plan_members(
         if name not in parameters or entry is None or parameters[name].requires_grad != entry.requires_grad:
             continue
         if name in saved:
-            what = f"{name} was updated by the checkpoint's optimizer and is not by this one"
-            allow(plan, declared.freeze, name, what, "resume.freeze")
+            difference = f"{name} was updated by the checkpoint's optimizer and is not by this one"
+            allow(plan, declared.freeze, name, difference, "resume.freeze")
         else:
-            what = f"{name} is updated by this optimizer and was not by the checkpoint's"
-            allow(plan, declared.unfreeze, name, what, "resume.unfreeze")
+            difference = f"{name} is updated by this optimizer and was not by the checkpoint's"
+            allow(plan, declared.unfreeze, name, difference, "resume.unfreeze")
 
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -272,15 +272,15 @@ def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 
-def allow(plan: LoadPlan, patterns: Sequence[str], name: str, what: str, flag: str) -> None:
+def allow(plan: LoadPlan, patterns: Sequence[str], name: str, difference: str, flag: str) -> None:
     """Note a deviation, as one that was declared for this name or as one that is refused."""
     if any(re.search(pattern, name) for pattern in patterns):
-        plan.deviations.append(f"{what} ({flag})")
+        plan.deviations.append(f"{difference} ({flag})")
     else:
-        plan.refused.append(f"{what} (allow it with {flag})")
+        plan.refused.append(f"{difference} (allow it with {flag})")
 
 
-def refusal(place: str, refused: Sequence[str]) -> str:
+def refusal(path: str, refused: Sequence[str]) -> str:
     """Return the paragraph about a checkpoint that does not fit."""
     more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
-    return f"{place} does not fit this run: {'; '.join(refused[:4])}{more}. Nothing was changed."
+    return f"{path} does not fit this run: {'; '.join(refused[:4])}{more}. Nothing was changed."

@@ -113,8 +113,8 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
     live = LiveState(model, parameters, optimizer, averages, companions)
-    place = f"{storage.root}/{name}"
-    plans = ranks.on_all_ranks(lambda: plan_load(live, manifest, declared, hyperparameters, place))
+    full_path = f"{storage.root}/{name}"
+    plans = ranks.on_all_ranks(lambda: plan_load(live, manifest, declared, hyperparameters, full_path))
     tensors = _tensors(plans.targets, storage, name, manifest, ranks, verify=verified is None)
     small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
     with ranks.together():
@@ -155,7 +155,7 @@ def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_dis
     manifest = named_manifest(storage, name, ranks)
     files = sorted(manifest.files)[ranks.rank :: ranks.size]
     own_damaged = ranks.on_all_ranks(lambda: damaged_files(storage, name, manifest, files, from_disk=from_disk))
-    damaged = sorted({file for part in ranks.gather(own_damaged) for file in part})
+    damaged = sorted({file for rank_damaged in ranks.gather(own_damaged) for file in rank_damaged})
     if damaged:
         tensors = ranks.on_first_rank(lambda: tensors_within(storage, name, manifest, damaged))
         raise CheckpointCorrupt(damage(f"{storage.root}/{name}", damaged, tensors))
@@ -172,17 +172,17 @@ def _tensors(
     verify: bool,
 ) -> dict[str, Tensor]:
     """Return this rank's part of every target, in its live sharding, verified."""
-    parts = read_parts(targets, storage, name, manifest, ranks, verify=verify)
-    if parts is None:  # in doubt: every file is asked twice, and says what is wrong with it
+    shards = read_parts(targets, storage, name, manifest, ranks, verify=verify)
+    if shards is None:  # in doubt: every file is asked twice, and says what is wrong with it
         verified_manifest(storage, name, ranks)
-        parts = {}
-    other: dict[str, Tensor] = {}
-    left = {key: each for key, each in targets.items() if key not in parts}
-    size = sum(local_part(each.live).nbytes for each in left.values())
+        shards = {}
+    staged: dict[str, Tensor] = {}
+    remaining = {key: target for key, target in targets.items() if key not in shards}
+    size = sum(local_part(target.live).nbytes for target in remaining.values())
     with ranks.together(), memory_for(f"{storage.root}/{name}", size):
-        other |= {key: each.staging() for key, each in left.items()}
-    _read(other, storage, name, manifest, ranks)
-    return parts | other
+        staged |= {key: target.staging() for key, target in remaining.items()}
+    _read(staged, storage, name, manifest, ranks)
+    return shards | staged
 
 
 def check_read_back(storage: Storage, name: str, manifest: Manifest, snapshot: Snapshot, ranks: RankGroup) -> None:
@@ -246,22 +246,22 @@ def _small(
     written_by = sum(file.startswith(f"{RANK}/") for file in manifest.files)
     moved = bool(manifest.mesh) and _axes(mesh_of(model)) != _axes(manifest.mesh)
     rank_state = None
-    where = f"{storage.root}/{name}"
+    full_path = f"{storage.root}/{name}"
     try:
         if written_by == ranks.size and not moved:
             placed = place_file(manifest.mesh, coordinate_of(model))
-            own = placed if placed is not None and placed in manifest.files else rank_file(ranks.rank)
-            if own not in manifest.files:
-                raise CheckpointCorrupt(f"{where} lacks {own}, the own state of rank {ranks.rank}.")
-            rank_state = parse_json(verified_bytes(storage, name, manifest, own))
+            state_file = placed if placed is not None and placed in manifest.files else rank_file(ranks.rank)
+            if state_file not in manifest.files:
+                raise CheckpointCorrupt(f"{full_path} lacks {state_file}, the own state of rank {ranks.rank}.")
+            rank_state = parse_json(verified_bytes(storage, name, manifest, state_file))
         shared = parse_json(verified_bytes(storage, name, manifest, TRAINER)) if TRAINER in manifest.files else {}
     except ValueError as error:  # one rank's alone: the others would wait for it
-        raise CheckpointCorrupt(f"{where}: a state beside the tensors is no JSON: {error}.") from error
+        raise CheckpointCorrupt(f"{full_path}: a state beside the tensors is no JSON: {error}.") from error
     return rank_state, shared
 
 
 def _check_small(
-    where: str, rank_state: dict[str, Any] | None, shared: dict[str, Any], manifest: Manifest, check: StateCheck
+    full_path: str, rank_state: dict[str, Any] | None, shared: dict[str, Any], manifest: Manifest, check: StateCheck
 ) -> None:
     """Refuse a state that cannot be put back, which hashes say nothing about.
 
@@ -280,10 +280,10 @@ def _check_small(
             check(shared, rank_state)
     except _WRONG as error:
         if is_out_of_memory(error):
-            raise no_memory_for(where) from error
+            raise no_memory_for(full_path) from error
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else error
         raise CheckpointCorrupt(
-            f"{where}: {whose} of step {manifest.step} is not what was written there, although its hash fits: "
+            f"{full_path}: {whose} of step {manifest.step} is not what was written there, although its hash fits: "
             f"{reason}. Somebody changed it, or another program wrote it. Nothing was changed."
         ) from error
 

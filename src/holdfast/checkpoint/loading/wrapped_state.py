@@ -95,7 +95,8 @@ def _checked(plain: Mapping[str, Any], manifest: Manifest, name: str, slot: str)
     try:
         record = from_plain(plain)
         fits = all(
-            _fits(record, how, manifest.tensors[_key(name, slot, part)].shape) for part, how in record.parts.items()
+            _fits(record, how, manifest.tensors[_key(name, slot, component)].shape)
+            for component, how in record.parts.items()
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         fits = False
@@ -109,8 +110,8 @@ def _fits(record: Wrapped, how: InnerTensor, shape: tuple[int, ...]) -> bool:
     return rows and record.shards > 0 and how.every >= 0 and how.split > 0 and (how.split == 1 or shape[1] == how.split)
 
 
-def _key(name: str, slot: str, part: str) -> str:
-    return f"{OPTIM}{name}.{slot}{BETWEEN}{part}"
+def _key(name: str, slot: str, component: str) -> str:
+    return f"{OPTIM}{name}.{slot}{BETWEEN}{component}"
 
 
 def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known of it
@@ -124,33 +125,33 @@ def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known 
     declared: Declared,
 ) -> None:
     shards = shards_of(parameter) if record.shape == tuple(parameter.shape) else 1
-    keys = {part: _key(name, slot, part) for part in record.parts}
+    keys = {component: _key(name, slot, component) for component in record.parts}
     why = None if shards == record.shards else record.why_not_cut(shards)
     if why is not None:
-        what = (
+        difference = (
             f"state {slot} of {name} is a {record.kind} that {record.shards} shards were saved of, and {why}, so it "
             "cannot come back bit for bit; dequantise it and quantise it anew"
         )
         before = len(plan.refused)
-        allow(plan, declared.cast, name, what, "resume.cast")
+        allow(plan, declared.cast, name, difference, "resume.cast")
         if len(plan.refused) > before:
             return
-    for part, key in keys.items():
+    for component, key in keys.items():
         entry = manifest.tensors[key]
-        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-        live = whole if why is not None else _layout(record.parts[part], whole, parameter, shards, record)
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+        live = tensor if why is not None else _layout(record.parts[component], tensor, parameter, shards, record)
         plan.targets[key] = Target(live, entry)
     (planned.exact if why is None else planned.cast).setdefault(name, {})[slot] = record
 
 
-def _layout(how: InnerTensor, whole: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:
+def _layout(how: InnerTensor, tensor: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:
     """Return a part in the sharding in which this rank wants it; memory is made when it is read."""
     if not isinstance(parameter, DTensor) or record.shape != tuple(parameter.shape):
-        return whole
+        return tensor
     if not how.every and shards != record.shards:
-        return whole  # all rows of it are equal
+        return tensor  # all rows of it are equal
     rows = local_part(parameter).shape[0] // how.every if how.every else 1
-    return placed_like(parameter, whole[:rows], whole.shape)
+    return placed_like(parameter, tensor[:rows], tensor.shape)
 
 
 def made_again(saved: OptimizerState, planned: WrappedPlan, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -169,9 +170,12 @@ def made_again(saved: OptimizerState, planned: WrappedPlan, parameters: Mapping[
     try:
         for name, slots in planned.cast.items():
             for slot, record in slots.items():
-                parts = {part: local_part(tensors[name].pop(f"{slot}{BETWEEN}{part}")) for part in record.parts}
+                components = {
+                    component: local_part(tensors[name].pop(f"{slot}{BETWEEN}{component}"))
+                    for component in record.parts
+                }
                 template = _template(planned, name, slot, parameters[name].data)
-                tensors[name][slot] = _requantised(record, parts, parameters[name].data, template)
+                tensors[name][slot] = _requantised(record, components, parameters[name].data, template)
         return put_together(state, parameters)
     except NotSeparable as error:
         raise CheckpointMismatch(f"Optimizer state of the checkpoint cannot be used: {error}.") from error
@@ -183,18 +187,18 @@ def _template(planned: WrappedPlan, name: str, slot: str, parameter: Tensor) -> 
     tensors = planned.made_here.tensors.get(name, {})
     record = planned.made_here.wrapped.get(name, {}).get(slot)
     if record is not None:
-        parts = {part: tensors[f"{slot}{BETWEEN}{part}"].clone() for part in record.parts}
-        return whole_of(record, parts, parameter)
+        components = {component: tensors[f"{slot}{BETWEEN}{component}"].clone() for component in record.parts}
+        return whole_of(record, components, parameter)
     return torch.zeros_like(tensors[slot]) if slot in tensors else torch.zeros_like(parameter, requires_grad=False)
 
 
-def _requantised(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor, template: Tensor) -> Tensor:
+def _requantised(record: Wrapped, components: Mapping[str, Tensor], parameter: Tensor, template: Tensor) -> Tensor:
     """Return the numbers that all old shards stand for, this rank's rows of them, in the template's class.
 
     Raises:
         NotSeparable: The class cannot be made.
     """
-    parts = {name: part.cpu() for name, part in parts.items()}
+    components = {name: component.cpu() for name, component in components.items()}
     numbers = torch.empty(record.shape, dtype=torch.float64 if record.dtype == "float64" else torch.float32)
     rows = record.rows_per_shard(record.shards)
     for shard in range(record.shards):
@@ -202,7 +206,7 @@ def _requantised(record: Wrapped, parts: Mapping[str, Tensor], parameter: Tensor
         shard_parts = {}
         for name, how in record.parts.items():
             start, size = (shard * rows // how.every, shape[0] // how.every) if how.every else (shard, 1)
-            shard_parts[name] = parts[name][start : start + size]
+            shard_parts[name] = components[name][start : start + size]
         into = numbers[shard * rows : shard * rows + shape[0]] if record.shards > 1 else numbers
         into.copy_(record.put_together(shard_parts, shape))
     local = template._local_tensor if isinstance(template, DTensor) else template

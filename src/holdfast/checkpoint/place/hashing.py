@@ -104,6 +104,6 @@ class HashingWriter(io.RawIOBase):
 def combined(hashes: Iterable[str]) -> str:
     """Return one hash of many, in order."""
     digest = xxhash.xxh3_128()
-    for each in hashes:
-        digest.update(each.encode())
+    for hex_digest in hashes:
+        digest.update(hex_digest.encode())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from typing import Any
 from holdfast import patience
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost, SaveFailed
 from holdfast.checkpoint.place.layout import FOLDER, LEASE
-from holdfast.checkpoint.place.renewal import Renewed, Told, after_silence
+from holdfast.checkpoint.place.renewal import RenewedLease, Told, after_silence
 from holdfast.checkpoint.place.storage import LocalStorage, make_durably
 from holdfast.errors import UserError
 from holdfast.files import NotRegular, RegularFile, parse_json, read_bytes
@@ -24,7 +24,7 @@ from holdfast.files import NotRegular, RegularFile, parse_json, read_bytes
 _WIDTH = 512
 
 
-class Lease(Renewed):
+class Lease(RenewedLease):
     """Held by rank 0 for the length of a block.
 
     A lock on the file holds within a machine and dies with the process. Network file systems may not pass it on to
@@ -109,10 +109,11 @@ class Lease(Renewed):
         """
         assert self._file is not None
         if _inode(self._path.parent) != self._directory:
-            place = self._place
+            directory = self._place
             raise SaveFailed(
-                f"{place} was moved, deleted or replaced while its run goes on, so nothing more can be saved. Put "
-                f"it back as {place} and start the same command again: it continues from the newest checkpoint in it."
+                f"{directory} was moved, deleted or replaced while its run goes on, so nothing more can be saved. Put "
+                f"it back as {directory} and start the same command again: it continues from the newest checkpoint in "
+                "it."
             )
         with self._writing:
             if not self._path.exists():
@@ -184,26 +185,26 @@ def _lives(holder: dict[str, Any]) -> bool:
     return holder.get("pid") != os.getpid() and Path(f"/proc/{holder.get('pid')}").exists()
 
 
-def taken(place: str, holder: dict[str, Any]) -> str:
+def taken(directory: str, holder: dict[str, Any]) -> str:
     """Return the words for a place that another job holds."""
     who = f"process {holder.get('pid', '?')} on {holder.get('host', 'another host')}"
     return (
-        f"{place} is in use by another job ({who}). Wait for it, stop it, or choose another run.name, and another "
+        f"{directory} is in use by another job ({who}). Wait for it, stop it, or choose another run.name, and another "
         "checkpoint.storage if that is set."
     )
 
 
-def lost(place: str, holder: dict[str, Any]) -> str:
+def lost(directory: str, holder: dict[str, Any]) -> str:
     """Return the words for a place that another job has taken over from this one."""
     return (
-        f"{taken(place, holder)} It took the place over while this job could not renew its lease for "
+        f"{taken(directory, holder)} It took the place over while this job could not renew its lease for "
         f"{patience.current.lease_stale_seconds:.0f} s. What this job has saved is there; nothing more was written."
     )
 
 
-def waiting_words(place: str, holder: dict[str, Any]) -> str:
+def waiting_words(directory: str, holder: dict[str, Any]) -> str:
     """Return the words for a place whose holder may have died on another machine."""
     return (
-        f"{place} was held by process {holder.get('pid', '?')} on {holder.get('host', 'another host')}: waiting up to "
-        f"{patience.current.lease_stale_seconds:.0f} s for a sign that it lives"
+        f"{directory} was held by process {holder.get('pid', '?')} on {holder.get('host', 'another host')}: waiting "
+        f"up to {patience.current.lease_stale_seconds:.0f} s for a sign that it lives"
     )

@@ -23,19 +23,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory was not given, by Python or by torch."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _WORDS)
 
 
-def no_memory_for(where: str, size: int | None = None) -> CheckpointUnreadable:
+def no_memory_for(path: str, size: int | None = None) -> CheckpointUnreadable:
     """Return the error for what could not be read into memory.
 
     Args:
-        where: The file or checkpoint.
+        path: The file or checkpoint.
         size: Of what was to be read of it, in bytes, if that is known.
     """
-    what = "it" if size is None else f"{size_words(size)} of it"
+    amount = "it" if size is None else f"{size_words(size)} of it"
     return CheckpointUnreadable(
-        f"{where} cannot be read: {os.uname().nodename} has no memory left for {what}. Nothing is known of its bytes; "
+        f"{path} cannot be read: {os.uname().nodename} has no memory left for {amount}. Nothing is known of its bytes; "
         "free memory, raise the limit of the job, or use more ranks."
     )
 
@@ -44,16 +44,16 @@ _HUGE_PAGE_BYTES = 2**21
 _MADV_HUGEPAGE = 14
 
 
-def new_memory(where: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def new_memory(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a tensor whose numbers are still to be read, in large pages where the system has them.
 
     Most of reading fresh memory is otherwise the system giving it out 4 KiB at a time.
 
     Raises:
-        CheckpointUnreadable: There is no memory; `where` is the file to be read.
+        CheckpointUnreadable: There is no memory; `path` is the file to be read.
     """
     size = math.prod(shape) * dtype.itemsize
-    with memory_for(where, size):
+    with memory_for(path, size):
         tensor = torch.empty(shape, dtype=dtype)
     first = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     length = (tensor.data_ptr() + size - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
@@ -64,14 +64,14 @@ def new_memory(where: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 
 @contextmanager
-def memory_for(where: str, size: int | None = None) -> Iterator[None]:
+def memory_for(path: str, size: int | None = None) -> Iterator[None]:
     """Raise CheckpointUnreadable where memory runs out; arguments as `no_memory_for`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise no_memory_for(where, size) from error
+        raise no_memory_for(path, size) from error
 
 
 @contextmanager

@@ -17,12 +17,12 @@ from typing import Any
 from holdfast import patience
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.place.lease import Lease, holder_text, lost, parsed_holder, taken, waiting_words
-from holdfast.checkpoint.place.renewal import Renewed, Told, after_silence
+from holdfast.checkpoint.place.renewal import RenewedLease, Told, after_silence
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.files import died_here, machine
 
 
-class ObjectLease(Renewed):
+class ObjectLease(RenewedLease):
     """Held by rank 0 for the length of a block.
 
     Args:
@@ -56,10 +56,10 @@ class ObjectLease(Renewed):
             raise DirectoryTaken(taken(self._place, self._holder(self._turn))) from None
         try:
             # Others may have come and gone since the first look, and one may have begun again at the lowest number.
-            others = [turn for turn in self._turns() if turn != self._turn]
-            self._refuse_living(others)
+            other_turns = [turn for turn in self._turns() if turn != self._turn]
+            self._refuse_living(other_turns)
             self._refuse_overwritten()
-            for turn in others:
+            for turn in other_turns:
                 self._storage.remove(self._name(turn))
         except BaseException:
             self._give_back()

@@ -32,7 +32,7 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if {each.__module__.split(".")[0] for each in type(error).__mro__}.isdisjoint(_CLIENTS):
+        if {base.__module__.split(".")[0] for base in type(error).__mro__}.isdisjoint(_CLIENTS):
             raise
         number = errno.EACCES if "Credential" in type(error).__name__ else errno.EIO
         raise OSError(number, f"{type(error).__name__}: {error}") from error
@@ -230,15 +230,15 @@ class ObjectStorage:
     @_as_os_errors()
     def undo(self, path: str) -> None:
         """Remove the objects below a prefix that this process created."""
-        for made in sorted(made for made in self._made if made.startswith(f"{path}/")):
-            version = self._made.pop(made)
+        for created in sorted(created for created in self._made if created.startswith(f"{path}/")):
+            version = self._made.pop(created)
             with suppress(FileNotFoundError):
-                if version == self._version(made):
-                    self.remove(made)
+                if version == self._version(created):
+                    self.remove(created)
 
     def kept(self, path: str) -> None:
         """Forget what was created below a prefix: it stays."""
-        self._made = {made: version for made, version in self._made.items() if not made.startswith(f"{path}/")}
+        self._made = {created: version for created, version in self._made.items() if not created.startswith(f"{path}/")}
 
     def _version(self, path: str) -> object:
         """Return what tells an object from another one that was put under its name later."""
@@ -248,13 +248,13 @@ class ObjectStorage:
     @_as_os_errors()
     def age(self, path: str) -> float:
         """Compare with an object that is made now."""
-        now = f".now-{uuid.uuid4().hex}"
-        self._fs.pipe_file(self._path(now), b"now")
+        probe = f".now-{uuid.uuid4().hex}"
+        self._fs.pipe_file(self._path(probe), b"now")
         try:
             written = self._fs.modified(self._path(path))
-            return float((self._fs.modified(self._path(now)) - written).total_seconds())
+            return float((self._fs.modified(self._path(probe)) - written).total_seconds())
         finally:
-            self.remove(now)
+            self.remove(probe)
 
     def lacks(self, path: str, size: int) -> str | None:  # noqa: ARG002 - the interface's
         """Return None: nobody knows."""

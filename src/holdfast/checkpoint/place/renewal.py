@@ -16,7 +16,7 @@ Told = Callable[[str], object]
 """Told in a line what a start waits for."""
 
 
-class Renewed(ABC):
+class RenewedLease(ABC):
     """A lease that is renewed from its taking, where a subclass calls `_begin`, to the end of its block."""
 
     def __init__(self, name: str) -> None:
@@ -58,8 +58,8 @@ def after_silence(holder: dict[str, Any], living: Callable[[], dict[str, Any]]) 
         living: Returns who holds the place now; empty if nobody does, or the lease is stale.
     """
     deadline = time.monotonic() + patience.current.lease_stale_seconds + patience.current.lease_renew_seconds
-    now = holder
-    while now == holder and time.monotonic() < deadline:
+    current_holder = holder
+    while current_holder == holder and time.monotonic() < deadline:
         time.sleep(patience.current.lease_look_seconds)
-        now = living()
-    return now
+        current_holder = living()
+    return current_holder

@@ -120,9 +120,9 @@ class Storage(Protocol):
         """Return why so many bytes cannot be written, or None; `path` is a new file that may be used to find out."""
 
 
-def open_storage(place: str | Path) -> Storage:
+def open_storage(path_or_url: str | Path) -> Storage:
     """Return the storage of a directory or of a URL such as s3://bucket/prefix."""
-    text = str(place)
+    text = str(path_or_url)
     if "://" in text and not text.startswith("file://"):
         from holdfast.checkpoint.place.object_storage import ObjectStorage
 
@@ -216,11 +216,11 @@ class LocalStorage:
 
     def files(self, path: str) -> list[str]:
         """Return sorted files; a link is listed as itself and never followed out of the tree."""
-        place = self.path(path)
+        directory = self.path(path)
         files = []
-        for folder, below, names in os.walk(place, onerror=raise_unless_absent):
+        for folder, below, names in os.walk(directory, onerror=raise_unless_absent):
             linked = [name for name in below if (Path(folder) / name).is_symlink()]
-            files += [str((Path(folder) / name).relative_to(place)) for name in (*names, *linked)]
+            files += [str((Path(folder) / name).relative_to(directory)) for name in (*names, *linked)]
         return sorted(files)
 
     def make(self, path: str) -> None:
@@ -261,12 +261,12 @@ class LocalStorage:
 
     def remove(self, path: str) -> None:
         """Remove, tolerating what network file systems answer while others look at the tree."""
-        place = self.path(path)
-        if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place, ignore_errors=True)
-        elif place.is_symlink() or is_there(place):  # a read-only disk refuses even to unlink nothing
+        target = self.path(path)
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target, ignore_errors=True)
+        elif target.is_symlink() or is_there(target):  # a read-only disk refuses even to unlink nothing
             with contextlib.suppress(FileNotFoundError):
-                place.unlink()
+                target.unlink()
 
     def undo(self, path: str) -> None:
         """Remove all of it: a staging directory has a name that nobody else uses."""
@@ -278,8 +278,8 @@ class LocalStorage:
     def age(self, path: str) -> float:
         """Compare with a file that is made now."""
         written = self.path(path).stat().st_mtime
-        with tempfile.TemporaryFile(dir=self.path(path).parent) as now:
-            return os.fstat(now.fileno()).st_mtime - written
+        with tempfile.TemporaryFile(dir=self.path(path).parent) as probe:
+            return os.fstat(probe.fileno()).st_mtime - written
 
     def lacks(self, path: str, size: int) -> str | None:
         """Ask the file system for the space, which also asks its quotas; only what it reports where it cannot say."""
@@ -296,20 +296,20 @@ class LocalStorage:
 
     def free_bytes(self) -> int | None:
         """Return what the file system reports for ordinary users."""
-        place = self._root
-        while not place.exists():
-            place = place.parent
-        status = os.statvfs(place)
+        folder = self._root
+        while not folder.exists():
+            folder = folder.parent
+        status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
 
 
-def make_durably(place: Path) -> None:
+def make_durably(directory: Path) -> None:
     """Create a directory and what lacks above it, under names that outlive a power cut; one that is there is fine."""
-    made = [each for each in (place, *place.parents) if not is_there(each)]
-    place.mkdir(parents=True, exist_ok=True)
-    for each in made:
+    missing = [folder for folder in (directory, *directory.parents) if not is_there(folder)]
+    directory.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
         with contextlib.suppress(PermissionError):  # one may write to a directory and not read it
-            LocalStorage(each.parent).sync("")
+            LocalStorage(folder.parent).sync("")
 
 
 def rename_new(old: Path, new: Path) -> None:
@@ -325,9 +325,9 @@ def rename_new(old: Path, new: Path) -> None:
     old.rename(new)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Let two names change places in one step; return False where the file system cannot."""
-    return _renameat2(one, other, _RENAME_EXCHANGE)
+    return _renameat2(first, second, _RENAME_EXCHANGE)
 
 
 def begin_writeback(descriptor: int, offset: int, count: int) -> None:

@@ -42,11 +42,11 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class _Wanted(NamedTuple):
-    """What one rank wants to save."""
+class _SaveOutline(NamedTuple):
+    """What one rank is about to save, without the numbers; JSON where ranks compare it."""
 
     outline: Outline
-    parts: str
+    wrapped: str
     """Of quantised state, as JSON, like what follows."""
     optimizers: str
     shared: str
@@ -63,8 +63,8 @@ def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
     Raises:
         SaveFailed: They want to save something else, with the first difference; on all ranks.
     """
-    first, *others = ranks.gather(
-        _Wanted(
+    first, *later_ranks = ranks.gather(
+        _SaveOutline(
             outline(snapshot),
             json.dumps(wrapped_records(snapshot), sort_keys=True),
             json.dumps(described_optimizers(snapshot), sort_keys=True),
@@ -73,11 +73,11 @@ def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
             about.step,
         )
     )
-    for rank, theirs in enumerate(others, start=1):
+    for rank, theirs in enumerate(later_ranks, start=1):
         if theirs.outline != first.outline:
             raise SaveFailed(_first_difference(first.outline, theirs.outline, rank))
-        if theirs.parts != first.parts:
-            raise SaveFailed(_first_difference(json.loads(first.parts), json.loads(theirs.parts), rank))
+        if theirs.wrapped != first.wrapped:
+            raise SaveFailed(_first_difference(json.loads(first.wrapped), json.loads(theirs.wrapped), rank))
         if theirs.optimizers != first.optimizers:
             raise SaveFailed(_disagreement(json.loads(first.optimizers), json.loads(theirs.optimizers), rank))
         if theirs.step != first.step:
@@ -86,41 +86,42 @@ def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
             raise SaveFailed(
                 f"ranks 0 and {rank} give different shared state. What differs between ranks belongs into rank_state."
             )
-    everyones = ranks.gather(place_file(about.mesh, snapshot.coordinate))
-    own = everyones[ranks.rank]  # by the place on the mesh, or by the rank where places do not tell ranks apart
-    return own if own is not None and len(set(everyones)) == ranks.size else rank_file(ranks.rank)
+    state_files = ranks.gather(place_file(about.mesh, snapshot.coordinate))
+    state_file = state_files[ranks.rank]
+    # The file has the name of the coordinate on the mesh, or of the rank where coordinates do not tell ranks apart.
+    return state_file if state_file is not None and len(set(state_files)) == ranks.size else rank_file(ranks.rank)
 
 
-def _disagreement(first: Any, other: Any, rank: int) -> str:
+def _disagreement(first: Any, second: Any, rank: int) -> str:
     """Return words about the first plain value of an optimizer that ranks hold differently: one would be lost."""
-    path, first_value, other_value = first_difference(first, other) or ("", first, other)
+    path, first_value, second_value = first_difference(first, second) or ("", first, second)
     return (
-        f"ranks 0 and {rank} disagree on the optimizer's {path}: {first_value!r} and {other_value!r}. Only one "
+        f"ranks 0 and {rank} disagree on the optimizer's {path}: {first_value!r} and {second_value!r}. Only one "
         "would be saved. Every rank must give its param groups the same hyper-parameters and keep the same values "
         "besides tensors; what is a rank's own belongs into rank_state."
     )
 
 
-def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
-    differing = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
-    part = next((name for name in differing if name.startswith(OPTIM) and BETWEEN in name), None)
-    name = part or differing[0]
-    words = f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {other.get(name, 'absent')}"
-    if part is not None:
+def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any], rank: int) -> str:
+    differing = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
+    component = next((name for name in differing if name.startswith(OPTIM) and BETWEEN in name), None)
+    name = component or differing[0]
+    message = f"ranks 0 and {rank} disagree on {name}: {first.get(name, 'absent')} and {second.get(name, 'absent')}"
+    if component is not None:
         return (
-            f"{words}. It is a part of quantised optimizer state: the optimizer decides by the size of a "
+            f"{message}. It is a part of quantised optimizer state: the optimizer decides by the size of a "
             "rank's shard whether it quantises, and these differ. Use optim.kind: adamw_8bit, which decides for all "
             "ranks alike, or another number of ranks."
         )
-    return f"{words} (shape, dtype, trained). Every rank must build the same model and optimizer."
+    return f"{message} (shape, dtype, trained). Every rank must build the same model and optimizer."
 
 
 def described_optimizers(snapshot: Snapshot) -> dict[str, Any] | None:
     """Return a manifest's `optimizer`: of the model's, and of those of companions."""
     if snapshot.optimizer is None:
         return None
-    beside = {name: _described(state) for name, state in snapshot.companions.items()}
-    return _described(snapshot.optimizer) | ({COMPANIONS: beside} if beside else {})
+    companions = {name: _described(state) for name, state in snapshot.companions.items()}
+    return _described(snapshot.optimizer) | ({COMPANIONS: companions} if companions else {})
 
 
 def _described(optimizer: OptimizerState) -> dict[str, Any]:
@@ -136,9 +137,9 @@ def _described(optimizer: OptimizerState) -> dict[str, Any]:
 
 def wrapped_records(snapshot: Snapshot) -> dict[str, Any]:
     """Return the records of quantised state, of every optimizer that is saved."""
-    own = {} if snapshot.optimizer is None else {OPTIM: snapshot.optimizer}
-    states = own | {f"{name}.{OPTIM}": state for name, state in snapshot.companions.items()}
-    return {where + name: keys for where, state in states.items() for name, keys in _records(state).items()}
+    main = {} if snapshot.optimizer is None else {OPTIM: snapshot.optimizer}
+    states = main | {f"{name}.{OPTIM}": state for name, state in snapshot.companions.items()}
+    return {prefix + name: keys for prefix, state in states.items() for name, keys in _records(state).items()}
 
 
 def _records(optimizer: OptimizerState) -> dict[str, Any]:

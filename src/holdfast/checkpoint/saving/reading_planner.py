@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from holdfast.checkpoint.format.manifest import Chunk, TensorEntry
-from holdfast.checkpoint.format.snapshot import Described, Snapshot
+from holdfast.checkpoint.format.snapshot import Snapshot, SnapshotDescription
 from holdfast.checkpoint.format.unsupported_tensors import is_finite
 from holdfast.checkpoint.place.hashing import hash_tensor
 
 
-class _Read(NamedTuple):
+class _ReadTensor(NamedTuple):
     tensor: Tensor
     hash: str
     finite: bool
@@ -35,7 +35,7 @@ class ReadingPlanner(DefaultSavePlanner):
         self._finite = True
         self._thread = ThreadPoolExecutor(1)
         self._following = dict(pairwise(snapshot.readers))
-        self._ahead: tuple[str, Future[_Read]] | None = None
+        self._ahead: tuple[str, Future[_ReadTensor]] | None = None
         self._written: Tensor | None = None
 
     def resolve_data(self, write_item: Any) -> Tensor:
@@ -59,7 +59,7 @@ class ReadingPlanner(DefaultSavePlanner):
         self._written = tensor
         return tensor
 
-    def _taken(self, name: str) -> _Read:
+    def _taken(self, name: str) -> _ReadTensor:
         """Return what was read ahead, and have the next one read."""
         ahead, self._ahead = self._ahead, None
         read = ahead[1] if ahead is not None and ahead[0] == name else self._thread.submit(self._read, name)
@@ -68,11 +68,11 @@ class ReadingPlanner(DefaultSavePlanner):
             self._ahead = following, self._thread.submit(self._read, following)
         return result
 
-    def _read(self, name: str) -> _Read:
+    def _read(self, name: str) -> _ReadTensor:
         tensor = self._snapshot.readers[name]()
-        return _Read(tensor, hash_tensor(tensor), is_finite(tensor))
+        return _ReadTensor(tensor, hash_tensor(tensor), is_finite(tensor))
 
     @property
-    def described(self) -> Described:
+    def described(self) -> SnapshotDescription:
         """What was written."""
-        return Described(dict(self._described), self._finite)
+        return SnapshotDescription(dict(self._described), self._finite)

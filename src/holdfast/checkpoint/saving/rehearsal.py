@@ -51,7 +51,7 @@ class RehearsalFailed(UserError):  # noqa: N818 - the name says what happened
 
 
 @dataclass(frozen=True)
-class Beside:
+class NonTensorState:
     """What a checkpoint holds besides tensors, as `snapshot.take` has it."""
 
     shared: Mapping[str, Any] = field(default_factory=lambda: {"rehearsal": True})
@@ -60,7 +60,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Room:
+class CheckpointCounts:
     """How many checkpoints there will be, besides one that is being written and one that is being deleted."""
 
     keep: int = 3
@@ -119,9 +119,9 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
     optimizer: Optimizer | None,
     ranks: RankGroup,
     *,
-    room: Room = Room(),  # noqa: B008 - frozen
+    counts: CheckpointCounts = CheckpointCounts(),  # noqa: B008 - frozen
     trained_steps: int = 0,
-    beside: Beside | None = None,
+    state: NonTensorState | None = None,
     companions: Mapping[str, TrainedState] | None = None,
 ) -> RehearsalReport:
     """Save, verify and load once, and leave nothing behind.
@@ -131,23 +131,26 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
         model: Sharded; or what of it will be saved.
         optimizer: Built; it may have no state yet, for some parameters or all.
         ranks: The group that saves use.
-        room: Checkpoints that must fit.
+        counts: Checkpoints that must fit.
         trained_steps: Steps that were made before, for the user.
-        beside: What saves write besides tensors.
+        state: What saves write besides tensors.
         companions: Models that are trained beside, by name, with their optimizers.
 
     Raises:
         RehearsalFailed: On all ranks, with the parameter or file and what to do.
     """
     name = ranks.agree(fresh(REHEARSAL, "0"))
-    beside = beside or Beside()
+    state = state or NonTensorState()
     with ranks.together():
-        parts = model if isinstance(model, LiveTensors) else hold(model)
-        others = {each: take(theirs, _state(theirs, own)) for each, (theirs, own) in (companions or {}).items()}
+        live = model if isinstance(model, LiveTensors) else hold(model)
+        companion_snapshots = {
+            companion: take(theirs, _state(theirs, companion_optimizer))
+            for companion, (theirs, companion_optimizer) in (companions or {}).items()
+        }
         snapshot = take(
-            parts, _state(parts, optimizer), shared=beside.shared, rank_state=beside.rank_state, assets=beside.assets
+            live, _state(live, optimizer), shared=state.shared, rank_state=state.rank_state, assets=state.assets
         )
-        snapshot = with_companions(snapshot, others)
+        snapshot = with_companions(snapshot, companion_snapshots)
     try:
         if storage.renames:
             check_shared(storage, ranks)
@@ -157,7 +160,7 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
             if ranks.rank == 0:
                 if storage.renames:
                     storage.remove(f"{name}/{DCP}")  # its room is that of a checkpoint to come
-                _check_space(storage, name, report.bytes_, room)
+                _check_space(storage, name, report.bytes_, counts)
     except CheckpointError as error:
         before, trained = "before the first step", "Nothing was trained."
         if trained_steps:
@@ -207,23 +210,23 @@ def _round_trip(
 
 
 def check_shared(storage: Storage, ranks: RankGroup) -> None:
-    """Prove that all ranks see one directory: rank 0 writes a word that nobody can guess, all read it."""
-    folder, word = ranks.agree((fresh(REHEARSAL, NONCE), uuid.uuid4().hex))
+    """Prove that all ranks see one directory: rank 0 writes a random nonce, and every rank reads it."""
+    folder, nonce = ranks.agree((fresh(REHEARSAL, NONCE), uuid.uuid4().hex))
     with ranks.together():
         if ranks.rank == 0:
             try:
                 storage.make(folder)
-                storage.put_new(f"{folder}/{NONCE}", word.encode())
+                storage.put_new(f"{folder}/{NONCE}", nonce.encode())
             except OSError as error:
                 raise RehearsalFailed(
                     f"{storage.root} cannot be written: {error.strerror or error}. Choose another run.dir, or mend its "
                     "permissions."
                 ) from error
     try:
-        seen = storage.read(f"{folder}/{NONCE}").decode() == word
+        is_seen = storage.read(f"{folder}/{NONCE}").decode() == nonce
     except OSError:
-        seen = False
-    answers = ranks.gather((socket.gethostname(), seen))
+        is_seen = False
+    answers = ranks.gather((socket.gethostname(), is_seen))
     if ranks.rank == 0:
         storage.remove(folder)
     blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(answers) if not sees]
@@ -234,14 +237,14 @@ def check_shared(storage: Storage, ranks: RankGroup) -> None:
         )
 
 
-def _check_space(storage: Storage, name: str, size: int, room: Room) -> None:
-    there = min(room.keep, room.replaced)
-    needed_bytes = size * (room.keep + 2 - there)
+def _check_space(storage: Storage, name: str, size: int, counts: CheckpointCounts) -> None:
+    existing = min(counts.keep, counts.replaced)
+    needed_bytes = size * (counts.keep + 2 - existing)
     missing = storage.lacks(f"{name}/reserved", needed_bytes)
     if missing is not None:
-        place = f"beside the {there} that are there" if there else "in all"
+        extent = f"beside the {existing} that are there" if existing else "in all"
         raise RehearsalFailed(
-            f"{storage.root} has no room: a checkpoint takes {size_words(size)}, {room.keep} are kept and two "
-            f"more must fit, {size_words(needed_bytes)} {place} ({missing}). Free space, lower checkpoint.keep.last, "
+            f"{storage.root} has no room: a checkpoint takes {size_words(size)}, {counts.keep} are kept and two "
+            f"more must fit, {size_words(needed_bytes)} {extent} ({missing}). Free space, lower checkpoint.keep.last, "
             "or choose another run.dir."
         )

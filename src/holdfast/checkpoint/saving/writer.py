@@ -36,7 +36,7 @@ from holdfast.checkpoint.format.dcp import (
     without_crc32,
 )
 from holdfast.checkpoint.format.manifest import NAME, About, Chunk, FileEntry, Manifest, TensorEntry
-from holdfast.checkpoint.format.snapshot import Described, Snapshot, describe_snapshot
+from holdfast.checkpoint.format.snapshot import Snapshot, SnapshotDescription, describe_snapshot
 from holdfast.checkpoint.place.layout import ASSETS, DCP, METADATA, RANK, STAGING, TRAINER, fresh, step_name
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.checkpoint.saving.agreement import agree_on_save, described_optimizers, reason_of, together_in_phase
@@ -52,7 +52,7 @@ def assembled(
     about: About,
     storage: Storage,
     staging: str,
-    everything: list[tuple[dict[str, FileEntry], Described]],
+    everything: list[tuple[dict[str, FileEntry], SnapshotDescription]],
     seconds: float,
 ) -> Manifest:
     """Return the manifest of a checkpoint that lies in its staging directory.
@@ -78,7 +78,7 @@ def assembled(
         contents=snapshot.contents,
         files=files,
         tensors=tensors,
-        ties={name: tuple(others) for name, others in snapshot.ties.items()},
+        ties={name: tuple(aliases) for name, aliases in snapshot.ties.items()},
         optimizer=described_optimizers(snapshot),
         mesh=dict(about.mesh),
         versions=dict(about.versions),
@@ -109,17 +109,17 @@ def _refuse_unwritten(
         raise SaveFailed(f"DCP did not store every part of {partly[0]}.")
 
 
-def _merged(parts: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+def _merged(by_rank: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
     """Join what ranks said of each tensor; copies of a chunk must be equal, and chunks must tile the tensor.
 
     Raises:
         SaveFailed: A copy differs between ranks, or part of a tensor is on no rank.
     """
     merged = {}
-    for name, first in parts[0].items():
+    for name, first in by_rank[0].items():
         chunks: dict[tuple[Any, Any], Chunk] = {}
-        for rank, part in enumerate(parts):
-            for chunk in part[name].chunks:
+        for rank, entries in enumerate(by_rank):
+            for chunk in entries[name].chunks:
                 earlier = chunks.setdefault((chunk.offsets, chunk.sizes), chunk)
                 if earlier.hash != chunk.hash:
                     raise SaveFailed(
@@ -140,12 +140,12 @@ def _refuse_gaps(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -
         raise SaveFailed(f"the shards of {name} hold {covered} elements of {prod(shape)}.")
 
 
-def refuse_full_disk(snapshot: Snapshot, place: str, free: int | None, ranks: RankGroup) -> None:
+def refuse_full_disk(snapshot: Snapshot, path: str, free: int | None, ranks: RankGroup) -> None:
     """Compare what ranks will write with what is free; all ranks call this together.
 
     Args:
         snapshot: This rank's part.
-        place: Where to, for the message.
+        path: Where to, for the message.
         free: Bytes, the same on all ranks; None where nobody can say.
         ranks: Who writes.
 
@@ -155,7 +155,7 @@ def refuse_full_disk(snapshot: Snapshot, place: str, free: int | None, ranks: Ra
     needed = sum(ranks.gather(_bytes_to_write(snapshot, first=ranks.rank == 0)))
     if free is not None and free < 1.2 * needed:
         raise SaveFailed(
-            f"{place} has {size_words(free)} free, a checkpoint needs {size_words(1.2 * needed)}. Free some "
+            f"{path} has {size_words(free)} free, a checkpoint needs {size_words(1.2 * needed)}. Free some "
             "space or choose another run.dir."
         )
 
@@ -169,10 +169,10 @@ def _bytes_to_write(snapshot: Snapshot, *, first: bool) -> int:
 def _counts_here(tensor: Tensor, *, first: bool) -> bool:
     if not isinstance(tensor, DTensor):
         return first
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return False
-    return not any(at and how.is_replicate() for at, how in zip(place, tensor.placements, strict=True))
+    return not any(at and how.is_replicate() for at, how in zip(coordinate, tensor.placements, strict=True))
 
 
 Reached = Callable[[str], None]
@@ -291,13 +291,13 @@ class _TimedWriter(Writer):
 
 def _tell_of_straggler(seconds: list[float], notify: Callable[[str], None]) -> None:
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    others = sorted(seconds[:slowest] + seconds[slowest + 1 :])
-    if others and seconds[slowest] - others[len(others) // 2] > max(
-        patience.current.late_rank_seconds, others[len(others) // 2]
+    other_seconds = sorted(seconds[:slowest] + seconds[slowest + 1 :])
+    if other_seconds and seconds[slowest] - other_seconds[len(other_seconds) // 2] > max(
+        patience.current.late_rank_seconds, other_seconds[len(other_seconds) // 2]
     ):
         notify(
             f"rank {slowest} took {seconds[slowest]:.1f} s to write its part of a checkpoint, the others "
-            f"{others[len(others) // 2]:.1f} s; look at its disk, its network and its neighbours."
+            f"{other_seconds[len(other_seconds) // 2]:.1f} s; look at its disk, its network and its neighbours."
         )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from holdfast.checkpoint.keep.choose import Choice
+from holdfast.checkpoint.keep.choose import ResumeChoice
 from holdfast.checkpoint.loading.reader import verified_manifest
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import Storage, open_storage
@@ -155,7 +155,7 @@ class _Rebuilt:
             )
         name, ranks = step_name(step), self.run.setting.ranks
         manifest = verified_manifest(self.storage, name, ranks)
-        choice = Choice(name, manifest, f"weights of step {step}")
+        choice = ResumeChoice(name, manifest, f"weights of step {step}")
         resume(self.run.common, self.storage, choice, ranks, manifest.run_id)
 
 

@@ -257,9 +257,9 @@ class PlannedEngine:
         """Draw the first tokens of all, and then those at which the cache is largest."""
         most = self._section.max_new_tokens
         self._engine.submit(requests, self._section)
-        means = self._engine._means()
+        setup = self._engine._setup()
         with self._engine._replica.for_few_rows(), counted_cache(self._ledger):
-            _, on_device = begun(means.predictor, requests)
+            _, on_device = begun(setup.predictor, requests)
             on_device.look()
             lengths = [len(request.prompt) for request in requests for _ in request.seeds]
             for length, times in _visited(lengths[0], most):

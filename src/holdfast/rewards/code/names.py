@@ -30,14 +30,14 @@ _OPERANDS = (ast.Compare, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Subscript)
 class TestNames:
     """Where the names come from that tests use and do not define."""
 
-    asked: frozenset[str]
+    subjects: frozenset[str]
     """From the code."""
     supplied: Mapping[str, tuple[str, str | None]]
     """From the standard library, though no test imports them: the module, and the class in it."""
 
 
 @dataclass
-class _Uses:
+class _NameUses:
     """How the tests of a row use a name."""
 
     as_module: int = 0
@@ -46,15 +46,15 @@ class _Uses:
     """Neither called nor passed to a call, but compared or computed with."""
     as_expected: int = 0
     """Called, and what it returns is compared with what another name returns."""
-    other: int = 0
+    elsewhere: int = 0
 
     @property
     def is_subject(self) -> bool:
-        return bool(self.as_expected or self.other)
+        return bool(self.as_expected or self.elsewhere)
 
 
 @dataclass
-class _Reading:
+class _ParsedTest:
     """A test's syntax tree with the parent of each node."""
 
     tree: ast.Module
@@ -78,14 +78,14 @@ def names_in_tests(tests: Sequence[str]) -> TestNames:
         ValueError: The tests leave open what judges the code; the message says what to write into them.
     """
     readings = list(_read(tests))
-    uses: dict[str, _Uses] = {}
+    uses: dict[str, _NameUses] = {}
     for reading in readings:
         for name in reading.names(reading.tree):
-            _note(name, reading, uses.setdefault(name.id, _Uses()))
+            _note(name, reading, uses.setdefault(name.id, _NameUses()))
     supplied = {name: source for name, use in uses.items() if (source := _source(name, use)) is not None}
-    others = {name: use for name, use in uses.items() if name not in supplied and not hasattr(builtins, name)}
-    subjects = frozenset(name for name, use in others.items() if use.is_subject)
-    instruments = sorted(others.keys() - subjects)
+    undefined = {name: use for name, use in uses.items() if name not in supplied and not hasattr(builtins, name)}
+    subjects = frozenset(name for name, use in undefined.items() if use.is_subject)
+    instruments = sorted(undefined.keys() - subjects)
     if subjects and instruments:
         raise ValueError(
             f"the tests use {instruments[0]} without importing or defining it. Do so there; if the code is to define "
@@ -93,12 +93,12 @@ def names_in_tests(tests: Sequence[str]) -> TestNames:
         )
     for reading in readings:
         _check_verdicts(reading, subjects)
-    if others:
-        return TestNames(subjects or frozenset(others), supplied)
+    if undefined:
+        return TestNames(subjects or frozenset(undefined), supplied)
     return _of_python_alone(readings, supplied)
 
 
-def _of_python_alone(readings: Sequence[_Reading], supplied: Mapping[str, tuple[str, str | None]]) -> TestNames:
+def _of_python_alone(readings: Sequence[_ParsedTest], supplied: Mapping[str, tuple[str, str | None]]) -> TestNames:
     """Decide where all names have a source: a task may ask for a function called `sum`."""
     used = [names for reading in readings if (names := {name.id for name in reading.names(reading.tree)})]
     common = set.intersection(*used) if used else set[str]()
@@ -111,7 +111,7 @@ def _of_python_alone(readings: Sequence[_Reading], supplied: Mapping[str, tuple[
     return TestNames(frozenset(common), {name: source for name, source in supplied.items() if name not in common})
 
 
-def _read(tests: Sequence[str]) -> Iterator[_Reading]:
+def _read(tests: Sequence[str]) -> Iterator[_ParsedTest]:
     """Parse the tests, of which each sees what those before it define; one that is not Python fails by itself."""
     defined: set[str] = set()
     for test in tests:
@@ -128,7 +128,7 @@ def _read(tests: Sequence[str]) -> Iterator[_Reading]:
             for symbol in scope.get_symbols()
             if symbol.is_referenced() and (scope is table or symbol.is_global())
         }
-        yield _Reading(tree, frozenset(name for name in free - defined if not name.startswith("__")))
+        yield _ParsedTest(tree, frozenset(name for name in free - defined if not name.startswith("__")))
 
 
 def _is_defined(symbol: symtable.Symbol) -> bool:
@@ -141,7 +141,7 @@ def _inner(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
         yield from _inner(child)
 
 
-def _note(name: ast.Name, reading: _Reading, use: _Uses) -> None:
+def _note(name: ast.Name, reading: _ParsedTest, use: _NameUses) -> None:
     parent = reading.parents[name]
     match parent:
         case ast.Attribute():
@@ -151,34 +151,34 @@ def _note(name: ast.Name, reading: _Reading, use: _Uses) -> None:
         case _ if isinstance(parent, _OPERANDS) and getattr(parent, "slice", None) is not name:
             use.as_operand += 1
         case _:
-            use.other += 1
+            use.elsewhere += 1
 
 
-def _is_expected(name: ast.Name, compared: ast.AST, reading: _Reading) -> bool:
+def _is_expected(name: ast.Name, compared: ast.AST, reading: _ParsedTest) -> bool:
     names = reading.names(compared) if isinstance(compared, ast.Compare) else ()
-    return any(other.id != name.id and not hasattr(builtins, other.id) for other in names)
+    return any(candidate.id != name.id and not hasattr(builtins, candidate.id) for candidate in names)
 
 
-def _source(name: str, use: _Uses) -> tuple[str, str | None] | None:
+def _source(name: str, use: _NameUses) -> tuple[str, str | None] | None:
     """Return where the standard library has what a name stands for, judging by its use."""
     if use.as_module and not use.is_subject and not use.as_operand and name in sys.stdlib_module_names:
         return name, None
-    if use.as_expected and not (use.as_module or use.as_operand or use.other) and name in _CLASSES:
+    if use.as_expected and not (use.as_module or use.as_operand or use.elsewhere) and name in _CLASSES:
         return _CLASSES[name], name
     return None
 
 
-def _check_verdicts(reading: _Reading, asked: frozenset[str]) -> None:
+def _check_verdicts(reading: _ParsedTest, subjects: frozenset[str]) -> None:
     """Refuse tests in which one function of the code decides about what another one returns.
 
     Raises:
         ValueError: There is such a call.
     """
     for node in ast.walk(reading.tree):
-        if isinstance(node, ast.Call) and (judging := _root(node.func)) in asked:
+        if isinstance(node, ast.Call) and (judging := _root(node.func)) in subjects:
             passed = [name.id for value in (*node.args, *node.keywords) for name in reading.names(value)]
             # By convention a name in capitals is a class, and its objects are arguments.
-            judged = [name for name in passed if name in asked and name != judging and not name[0].isupper()]
+            judged = [name for name in passed if name in subjects and name != judging and not name[0].isupper()]
             if judged and _is_verdict(node, reading):
                 raise ValueError(
                     f"in the tests {judging} judges {judged[0]}, and both are the code's. Import or define {judging} "
@@ -192,7 +192,7 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_verdict(node: ast.AST, reading: _Reading) -> bool:
+def _is_verdict(node: ast.AST, reading: _ParsedTest) -> bool:
     """Return whether a test passes or fails by the value of an expression itself, not by what it is equal to."""
     parent = reading.parents[node]
     while isinstance(parent, _TRANSPARENT) or (isinstance(parent, ast.Call) and hasattr(builtins, _root(parent.func))):
@@ -201,7 +201,7 @@ def _is_verdict(node: ast.AST, reading: _Reading) -> bool:
         case ast.Assert(test=test):
             return test is node
         case ast.Expr():
-            return not any(isinstance(each, ast.Assert) for each in ast.walk(reading.tree))
+            return not any(isinstance(child, ast.Assert) for child in ast.walk(reading.tree))
         case ast.Compare():
             return _decides(node, parent)
     return False
@@ -209,6 +209,8 @@ def _is_verdict(node: ast.AST, reading: _Reading) -> bool:
 
 def _decides(node: ast.AST, comparison: ast.Compare) -> bool:
     """Return whether a comparison only asks whether a value is true, or how large it is."""
-    compared = [each for each in (comparison.left, *comparison.comparators) if each is not node]
-    is_ordered = all(isinstance(each, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for each in comparison.ops)
-    return is_ordered or all(isinstance(each, ast.Constant) and isinstance(each.value, bool) for each in compared)
+    compared = [operand for operand in (comparison.left, *comparison.comparators) if operand is not node]
+    is_ordered = all(isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for operator in comparison.ops)
+    return is_ordered or all(
+        isinstance(operand, ast.Constant) and isinstance(operand.value, bool) for operand in compared
+    )

@@ -51,7 +51,7 @@ class CodeReward:
     def _passed(self, code: str, tests: Sequence[str], names: TestNames) -> int:
         """Run the code and its tests; return how many pass."""
         order = {
-            "code": code, "tests": tests, "asked": sorted(names.asked), "supplied": names.supplied,
+            "code": code, "tests": tests, "asked": sorted(names.subjects), "supplied": names.supplied,
             "memory_bytes": self.memory_mib << 20,
             "cpu_seconds": int(self.timeout_seconds) + 1, "timeout_seconds": self.timeout_seconds,
         }  # fmt: skip

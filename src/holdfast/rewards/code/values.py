@@ -27,8 +27,8 @@ MODULES = frozenset(
 _MOST_BYTES = 1 << 26
 _SMALL = 1 << 53
 _CONTAINERS: Mapping[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "range": lambda parts: range(*parts),
-    "complex": lambda parts: complex(*parts), "Fraction": lambda parts: Fraction(*parts),
+    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "range": lambda arguments: range(*arguments),
+    "complex": lambda arguments: complex(*arguments), "Fraction": lambda arguments: Fraction(*arguments),
 }  # fmt: skip
 
 
@@ -45,9 +45,9 @@ class Remote:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call it there."""
-        return self._peer.ask("call", self, *arguments, **named)
+        return self._peer.ask("call", self, *arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -88,7 +88,7 @@ class Remote:
 
 
 ACTS: Mapping[str, Callable[..., Any]] = {
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "call": lambda function, *arguments, **keywords: function(*arguments, **keywords),
     "getattr": getattr, "setattr": setattr, "len": len, "bool": bool, "iter": iter, "next": next, "str": str,
     "getitem": operator.getitem, "setitem": operator.setitem, "eq": operator.eq, "lt": operator.lt,
 }  # fmt: skip
@@ -109,14 +109,14 @@ class Peer:
         self._numbers: dict[int, int] = {}
         self._errors: dict[int, type[Exception]] = {}
 
-    def ask(self, act: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, act: str, *arguments: Any, **keywords: Any) -> Any:
         """Return what the other side answers; containers that it changed are changed here too.
 
         Raises:
             EOFError: The other side is gone.
             Exception: It raised one whose nearest built-in class this is.
         """
-        self.send({"act": act, "arguments": self.encode(list(arguments)), "named": self.encode(named)})
+        self.send({"act": act, "arguments": self.encode(list(arguments)), "named": self.encode(keywords)})
         while (message := self.receive()) is not None:
             if "act" in message:
                 self._answer(message)
@@ -138,7 +138,7 @@ class Peer:
             arguments = self.decode(message["arguments"])
             self._check_callee(message["act"], arguments)
             value = self._acts[message["act"]](*arguments, **self.decode(message["named"]))
-            changed = [each if isinstance(each, list | dict | set) else None for each in arguments]
+            changed = [argument if isinstance(argument, list | dict | set) else None for argument in arguments]
             answer = {"value": self.encode(value), "changed": self.encode(changed)}
         except BaseException as error:  # noqa: BLE001 - SystemExit too is an answer
             answer = {"raised": self.encode(type(error)), "text": _text(error)}
@@ -150,7 +150,7 @@ class Peer:
         Raises:
             ValueError: The other side may only call, and calls something else.
         """
-        if act == "call" and len(self._acts) == 1 and not any(arguments[0] is each for each in self._objects):
+        if act == "call" and len(self._acts) == 1 and not any(arguments[0] is instance for instance in self._objects):
             raise ValueError("no object of this side")
 
     def send(self, message: dict[str, Any]) -> None:
@@ -174,14 +174,14 @@ class Peer:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, list):
-            return [self.encode(each) for each in value]
+            return [self.encode(element) for element in value]
         if isinstance(value, dict):
-            return {"dict": [[self.encode(key), self.encode(each)] for key, each in value.items()]}
+            return {"dict": [[self.encode(key), self.encode(element)] for key, element in value.items()]}
         if isinstance(value, Remote):
             return {"yours": value._number}
         for kind in (tuple, set, frozenset, deque):
             if isinstance(value, kind):
-                return {kind.__name__: [self.encode(each) for each in value]}
+                return {kind.__name__: [self.encode(element) for element in value]}
         write = next((write for kind, write in _PLAIN.items() if isinstance(value, kind)), self._encode_object)
         return write(value)
 
@@ -195,8 +195,8 @@ class Peer:
         if number == len(self._objects):
             self._objects.append(value)
         if isinstance(value, type) and issubclass(value, BaseException):
-            own = None if value.__module__ == "builtins" else number
-            return {"error": [own, [kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins"]]}
+            reference = None if value.__module__ == "builtins" else number
+            return {"error": [reference, [kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins"]]}
         return {"object": number}
 
     def decode(self, value: Any) -> Any:
@@ -206,7 +206,7 @@ class Peer:
             Exception: It is not one of this protocol.
         """
         if isinstance(value, list):
-            return [self.decode(each) for each in value]
+            return [self.decode(element) for element in value]
         if not isinstance(value, dict):
             return value
         ((kind, inner),) = value.items()
@@ -214,7 +214,7 @@ class Peer:
             return _READ[kind](inner)
         match kind:
             case "dict":
-                return {self.decode(key): self.decode(each) for key, each in inner}
+                return {self.decode(key): self.decode(element) for key, element in inner}
             case "object":
                 return Remote(self, int(inner))
             case "yours":
@@ -256,10 +256,10 @@ def _integer(value: int) -> Any:
 def _own(module: str, name: str | None) -> Any:
     if module not in MODULES or (name is not None and name.startswith("_")):
         raise ValueError(f"{module}.{name} is not named to others")
-    own = importlib.import_module(module)
+    imported = importlib.import_module(module)
     if name is None:
-        return own
-    value = getattr(own, name)
+        return imported
+    value = getattr(imported, name)
     if getattr(value, "__module__", None) != module:  # `typing.sys` would hand over every module there is
         raise ValueError(f"{module}.{name} is another module's")
     return value
@@ -291,5 +291,5 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
     "bytes": bytes.fromhex,
     "Decimal": Decimal,
-    "module": lambda place: _own(*place),
+    "module": lambda name: _own(*name),
 }

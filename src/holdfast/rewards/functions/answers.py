@@ -96,11 +96,11 @@ def marked_answer(text: str) -> MarkedAnswer | None:
     r"""Return what stands in the last \boxed{}, else in the last <answer>, else after the last ####, if anything."""
     if boxed := _last_boxed(text):
         return MarkedAnswer(boxed, is_prose=False)
-    tagged = [each.strip() for each in _TAG.findall(text)]
+    tagged = [tag_text.strip() for tag_text in _TAG.findall(text)]
     if tagged and tagged[-1]:
         return MarkedAnswer(tagged[-1], is_prose=True)
-    _, hashes, rest = text.rpartition("####")
-    line = rest.strip().split("\n", 1)[0].strip() if hashes else ""
+    _, hashes, tail = text.rpartition("####")
+    line = tail.strip().split("\n", 1)[0].strip() if hashes else ""
     return MarkedAnswer(line, is_prose=True) if line else None
 
 
@@ -134,8 +134,8 @@ def plain_answer(answer: str) -> str:
     while (shorter := _unwrapped(answer)) != answer:
         answer = shorter
     prefix = _ANSWER_IS.match(answer)
-    rest = "" if prefix is None else answer[prefix.end() :].strip()
-    return rest or answer
+    remainder = "" if prefix is None else answer[prefix.end() :].strip()
+    return remainder or answer
 
 
 def quantity(text: str, *, is_prose: bool = False) -> Quantity | None:
@@ -153,31 +153,31 @@ def quantity(text: str, *, is_prose: bool = False) -> Quantity | None:
     number = _number(text)
     if number is None:
         return None
-    value, rest = number
-    if degrees := _DEGREES.match(rest):
-        rest = rest[degrees.end() :]
-    percentage = _PERCENT.match(rest)
-    rest = rest if percentage is None else rest[percentage.end() :]
-    unit = _unit(rest)
+    value, suffix = number
+    if degrees := _DEGREES.match(suffix):
+        suffix = suffix[degrees.end() :]
+    percentage = _PERCENT.match(suffix)
+    suffix = suffix if percentage is None else suffix[percentage.end() :]
+    unit = _unit(suffix)
     return None if unit is None else Quantity(sign * value, percentage is not None, *unit)
 
 
-def same_number(gold: Quantity, other: Quantity) -> bool | None:
+def same_number(gold: Quantity, answer: Quantity) -> bool | None:
     """Say whether two quantities are equal; None where words behind them differ, of which nothing is known here.
 
     Whole numbers are compared exactly, decimals up to the noise of a float, and a fraction with a decimal to six
     significant digits of the gold answer, never less than six places. Between a number with and one without a per cent
     sign, the bare numbers may be equal or the values.
     """
-    if gold.is_metric and other.is_metric and gold.unit != other.unit:
+    if gold.is_metric and answer.is_metric and gold.unit != answer.unit:
         return False
-    if gold.unit and other.unit and gold.unit.rstrip("s") != other.unit.rstrip("s"):
+    if gold.unit and answer.unit and gold.unit.rstrip("s") != answer.unit.rstrip("s"):
         return None
-    if _close(gold.value, other.value):
+    if _close(gold.value, answer.value):
         return True
-    if gold.is_percentage == other.is_percentage:
+    if gold.is_percentage == answer.is_percentage:
         return False
-    return _close(gold.value / 100 if gold.is_percentage else gold.value * 100, other.value)
+    return _close(gold.value / 100 if gold.is_percentage else gold.value * 100, answer.value)
 
 
 def decimal_places(value: float | Fraction) -> int:
@@ -188,26 +188,26 @@ def decimal_places(value: float | Fraction) -> int:
     return max(6, 5 - math.floor(math.log10(float(size))))
 
 
-def _close(gold: Fraction, other: Fraction) -> bool:
-    if gold == other:
+def _close(gold: Fraction, answer: Fraction) -> bool:
+    if gold == answer:
         return True
-    if gold.denominator == other.denominator == 1:
+    if gold.denominator == answer.denominator == 1:
         return False
-    if _terminates(gold) and _terminates(other):
-        return abs(gold - other) <= _NOISE * abs(gold)
-    if not _terminates(gold) and not _terminates(other):
+    if _terminates(gold) and _terminates(answer):
+        return abs(gold - answer) <= _NOISE * abs(gold)
+    if not _terminates(gold) and not _terminates(answer):
         return False
     digits = decimal_places(gold)
-    return round(gold, digits) == round(other, digits)
+    return round(gold, digits) == round(answer, digits)
 
 
 def _terminates(value: Fraction) -> bool:
     """Say whether a number can be written as a decimal."""
-    rest = value.denominator
+    denominator = value.denominator
     for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator == 1
 
 
 def _last_boxed(text: str) -> str | None:
@@ -215,10 +215,10 @@ def _last_boxed(text: str) -> str | None:
     if not boxes:
         return None
     depth, start = 1, boxes[-1].end()
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[start:place].strip() or None
+            return text[start:index].strip() or None
     return None
 
 
@@ -236,22 +236,22 @@ def _unwrapped(answer: str) -> str:
 def _number(text: str) -> tuple[Fraction, str] | None:
     """Return the number at the start of a text, without its sign, and what follows."""
     if mixed := _MIXED.match(text):
-        whole, *parts = mixed.groups()
-        above, below = (int(part) for part in parts if part is not None)
-        return None if below == 0 else (int(whole or 0) + Fraction(above, below), text[mixed.end() :])
+        integer, *fraction_groups = mixed.groups()
+        above, below = (int(group) for group in fraction_groups if group is not None)
+        return None if below == 0 else (int(integer or 0) + Fraction(above, below), text[mixed.end() :])
     decimal = _DECIMAL.match(text)
     if decimal is None:
         return None
     digits, *exponents = decimal.groups()
-    power = next((int(each) for each in exponents if each is not None), 0)
+    power = next((int(exponent) for exponent in exponents if exponent is not None), 0)
     return Fraction(re.sub(r"[^0-9.]", "", digits).rstrip(".") or "0") * Fraction(10) ** power, text[decimal.end() :]
 
 
-def _unit(rest: str) -> tuple[str, bool] | None:
+def _unit(suffix: str) -> tuple[str, bool] | None:
     """Return what stands behind a number, and whether it is a metric unit; None if that is not a unit and no words."""
-    rest = _RATE.sub(" per ", rest)
-    spaces = len(rest) - len(rest.lstrip(" \t\n\\,;"))
-    behind = rest[spaces:].strip()
+    suffix = _RATE.sub(" per ", suffix)
+    spaces = len(suffix) - len(suffix.lstrip(" \t\n\\,;"))
+    behind = suffix[spaces:].strip()
     if not behind:
         return "", False
     if metric := _METRIC.fullmatch(behind):

@@ -49,9 +49,9 @@ class Judge:
         return ThreadPoolExecutor(_THREADS)
 
     def _question(self, sample: Sample) -> str:
-        own = {"prompt": sample.prompt, "completion": sample.completion}
+        fields = {"prompt": sample.prompt, "completion": sample.completion}
         prompt: str = self.section["prompt"]
-        return FIELD.sub(lambda match: own[match[1]] if match[1] in own else str(cell(sample, match[1])), prompt)
+        return FIELD.sub(lambda match: fields[match[1]] if match[1] in fields else str(cell(sample, match[1])), prompt)
 
     def _ask(self, question: str) -> str:
         content = {

@@ -40,7 +40,7 @@ class Gold(NamedTuple):
     number: Quantity | None
     expressions: list[Any]
     """As math-verify reads it; nothing for a number, which few answers are compared with by algebra."""
-    places: int
+    decimals: int
     """Decimal places that are compared where a side is a decimal number."""
 
 
@@ -116,7 +116,7 @@ class MathReward:
         elif answer.is_prose and _PIECE_OF_LATEX.search(answer.text):
             return self._parse(answer.text)
         expressions = self._parse(_as_latex(text)) if text else []
-        if answer.is_prose and all(isinstance(each, str) for each in expressions):
+        if answer.is_prose and all(isinstance(expression, str) for expression in expressions):
             expressions += self._parse(answer.text)
         return expressions
 
@@ -126,7 +126,7 @@ class MathReward:
         expressions = gold.expressions
         if gold.number is not None:
             expressions = self._parse(_as_latex(gold.number.latex))
-        return bool(self.verify(expressions, readings, float_rounding=gold.places, timeout_seconds=None))
+        return bool(self.verify(expressions, readings, float_rounding=gold.decimals, timeout_seconds=None))
 
     def _parse(self, text: str) -> list[Any]:
         return [] if is_too_deep(text) else self.parse(text, parsing_timeout=None)
@@ -137,11 +137,11 @@ def _same_text(gold: Gold, answer: MarkedAnswer) -> bool | None:
     text = plain_answer(answer.text)
     if gold.number is not None:
         return _same_number(gold.number, text, is_prose=answer.is_prose)
-    numeral, other = _NUMERAL.fullmatch(gold.text), _NUMERAL.fullmatch(text)
-    if numeral is None or other is None or numeral[2] is None:
+    numeral, answer_numeral = _NUMERAL.fullmatch(gold.text), _NUMERAL.fullmatch(text)
+    if numeral is None or answer_numeral is None or numeral[2] is None:
         return None
     # math-verify drops the base. An answer without one may be that of another base.
-    return numeral.groups() == other.groups()
+    return numeral.groups() == answer_numeral.groups()
 
 
 def _same_number(gold: Quantity, text: str, *, is_prose: bool) -> bool | None:
@@ -159,11 +159,11 @@ def _same_number(gold: Quantity, text: str, *, is_prose: bool) -> bool | None:
 def _places_of(expressions: list[Any]) -> int:
     """Return the decimal places to compare, by the smallest number that a gold answer consists of."""
     sizes = [6]
-    for each in expressions:
-        for part in (each, *getattr(each, "args", ())):
-            if getattr(part, "is_number", False):
+    for expression in expressions:
+        for term in (expression, *getattr(expression, "args", ())):
+            if getattr(term, "is_number", False):
                 with contextlib.suppress(TypeError, ValueError, OverflowError):  # a complex one, or a huge one
-                    sizes.append(decimal_places(float(part.evalf())))
+                    sizes.append(decimal_places(float(term.evalf())))
     return max(sizes)
 
 

@@ -77,7 +77,7 @@ class _BoundCall:
     """Columns of the row without which it cannot be called."""
 
 
-class Each(_BoundCall):
+class PerSampleCall(_BoundCall):
     """Called with one sample after the other."""
 
 
@@ -85,11 +85,11 @@ class BatchedCall(_BoundCall):
     """Called with a list of samples."""
 
 
-class Concurrent(_BoundCall):
+class ConcurrentCall(_BoundCall):
     """Called with one sample; its coroutines run side by side."""
 
 
-Bound = Each | BatchedCall | Concurrent
+Bound = PerSampleCall | BatchedCall | ConcurrentCall
 
 
 def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> Bound:
@@ -102,7 +102,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
     parameters = _parameters(function, kwargs, name)
     call = _Call(function, dict(kwargs), parameters)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    many: Mapping[str, Many] = {
+    batch_forms: Mapping[str, Many] = {
         "reward_inputs": lambda samples: call.run({"reward_inputs": [_easyr1_input(sample) for sample in samples]}),
         "solution_strs": lambda samples: call.run(
             {plural: [_VERL[name](sample) for sample in samples] for plural, name in _VERL_MANY.items()}
@@ -110,20 +110,20 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> 
         "completions": call.batch,
         "prompts": call.batch,
     }
-    one: Mapping[str, One] = {
+    single_forms: Mapping[str, One] = {
         "reward_input": lambda sample: call.run({"reward_input": _easyr1_input(sample)}, sample.row),
         "solution_str": lambda sample: call.run({name: value(sample) for name, value in _VERL.items()}, sample.row),
     }
-    sign = next((sign for sign in (*many, *one) if sign in parameters), "")
+    sign = next((sign for sign in (*batch_forms, *single_forms) if sign in parameters), "")
     columns = call.demanded(_GIVEN.get(sign, _ONE))
     if sign in _WITHOUT_COLUMNS and columns:
         raise CannotStart(
             f"reward {name}: by its parameter {sign} it is given {', '.join(_GIVEN[sign])} and nothing else, and it "
             f"also demands {columns[0]}. Give {columns[0]} a default, or name it in kwargs."
         )
-    if sign in many:
-        return BatchedCall(_awaited(many[sign]) if is_async else many[sign], columns)
-    return (Concurrent if is_async else Each)(one.get(sign, call.one), columns)
+    if sign in batch_forms:
+        return BatchedCall(_awaited(batch_forms[sign]) if is_async else batch_forms[sign], columns)
+    return (ConcurrentCall if is_async else PerSampleCall)(single_forms.get(sign, call.one), columns)
 
 
 def _parameters(function: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> Mapping[str, inspect.Parameter]:
@@ -197,16 +197,16 @@ class _Call:
         """
         arguments = {**values, **self.kwargs}
         if any(item.kind is item.VAR_KEYWORD for item in self.parameters.values()):
-            chosen = arguments
+            accepted = arguments
         else:
-            chosen = {name: value for name, value in arguments.items() if name in self.parameters}
+            accepted = {name: value for name, value in arguments.items() if name in self.parameters}
         for name, item in self.parameters.items():
-            if item.default is item.empty and item.kind is not item.VAR_KEYWORD and name not in chosen:
+            if item.default is item.empty and item.kind is not item.VAR_KEYWORD and name not in accepted:
                 raise MissingArgument(
                     f"its parameter {name} is no column of the row and none of its kwargs (columns: "
                     f"{', '.join(map(str, columns)) or 'none'})"
                 )
-        return self.function(**chosen)
+        return self.function(**accepted)
 
 
 def _with_metrics(answer: Any, logged: Mapping[str, float]) -> Any:

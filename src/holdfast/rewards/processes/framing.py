@@ -29,14 +29,14 @@ def write(descriptor: int, payload: bytes, patience_seconds: float | None = None
     Raises:
         TimeoutError: The reader took nothing for so long.
     """
-    rest = memoryview(frame(payload))
-    while rest:
-        piece = rest
+    remaining = memoryview(frame(payload))
+    while remaining:
+        piece = remaining
         if patience_seconds is not None:
             if not _becomes(select.POLLOUT, descriptor, patience_seconds):
                 raise TimeoutError
-            piece = rest[: select.PIPE_BUF]  # what a pipe that is ready takes without blocking
-        rest = rest[os.write(descriptor, piece) :]
+            piece = remaining[: select.PIPE_BUF]  # what a pipe that is ready takes without blocking
+        remaining = remaining[os.write(descriptor, piece) :]
 
 
 def has_come(descriptor: int, patience_seconds: float) -> bool:

@@ -69,13 +69,13 @@ def reap(pids: Iterable[int], seconds: float) -> dict[int, int]:
 
 def children() -> list[int]:
     """Return the processes whose parent is this one, those that wait to be reaped included; none off Linux."""
-    own = str(os.getpid())
+    this_pid = str(os.getpid())
     pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The second field is the name in parentheses, and a name may hold both blanks and parentheses.
             _, parent, *_ = entry.read_text(errors="replace").rpartition(")")[2].split()
-            if parent == own:
+            if parent == this_pid:
                 pids.append(int(entry.parent.name))
     return pids
 

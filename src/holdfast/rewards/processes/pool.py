@@ -110,8 +110,8 @@ class RewardPool:
         """
         outcomes = self.outcomes(samples)
         return [
-            combine(sample, [line[place] for line in outcomes], self._rewards, self._config)
-            for place, sample in enumerate(samples)
+            combine(sample, [line[index] for line in outcomes], self._rewards, self._config)
+            for index, sample in enumerate(samples)
         ]
 
     def try_out(self, samples: Sequence[Sample]) -> dict[str, list[SampleOutcome]]:
@@ -133,18 +133,18 @@ class RewardPool:
         assert self._process is not None
         packed: list[bytes] = []
         unseen: dict[int, SampleOutcome] = {}
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             try:
                 packed.append(pickle.dumps(sample))
             except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is pickled
-                unseen[place] = SampleOutcome(fault="error", message=f"cannot be sent the row: {error}")
-        asked = self._places(only)
-        answered = self._ask(asked, packed) if packed and asked else [[] for _ in asked]
+                unseen[index] = SampleOutcome(fault="error", message=f"cannot be sent the row: {error}")
+        reward_indices = self._places(only)
+        answered = self._ask(reward_indices, packed) if packed and reward_indices else [[] for _ in reward_indices]
         lines = [iter(line) for line in answered]
-        return [[unseen[place] if place in unseen else next(line) for place in range(len(samples))] for line in lines]
+        return [[unseen[index] if index in unseen else next(line) for index in range(len(samples))] for line in lines]
 
     def _places(self, only: Collection[str] | None) -> list[int]:
-        return [place for place, each in enumerate(self._rewards) if only is None or each.label in only]
+        return [index for index, reward in enumerate(self._rewards) if only is None or reward.label in only]
 
     def move_log(self, folder: Path) -> None:
         """Copy the log into another folder, and let functions print there from the next request on.
@@ -178,10 +178,10 @@ class RewardPool:
                 process.wait(patience.current.pool_close_seconds)
             process.stdout.close()
 
-    def _ask(self, asked: Sequence[int], packed: Sequence[bytes]) -> list[list[SampleOutcome]]:
+    def _ask(self, reward_indices: Sequence[int], packed: Sequence[bytes]) -> list[list[SampleOutcome]]:
         requests, replies = self._channels()
         try:
-            framing.write(requests, pickle.dumps((asked, packed, self._new_log)), self._silent_seconds)
+            framing.write(requests, pickle.dumps((reward_indices, packed, self._new_log)), self._silent_seconds)
             reply = self._answer(replies)
         except BrokenPipeError:
             reply = None
@@ -196,7 +196,7 @@ class RewardPool:
             raise
         if reply is None:
             raise RunStopped(f"The reward processes died{self._how()}. Read {self._log()}, then start the run again.")
-        return [[SampleOutcome(**outcome) for outcome in reply[place]] for place in asked]
+        return [[SampleOutcome(**outcome) for outcome in reply[index]] for index in reward_indices]
 
     def _answer(self, replies: int) -> list[list[dict[str, Any]]] | None:
         """Return what comes behind signs of life; None at the end."""

@@ -31,10 +31,10 @@ from holdfast.rewards.base import (
 )
 from holdfast.rewards.functions.signatures import (
     BatchedCall,
-    Concurrent,
-    Each,
+    ConcurrentCall,
     Many,
     One,
+    PerSampleCall,
     event_loop,
 )
 from holdfast.rewards.processes import framing, kernel
@@ -49,13 +49,13 @@ def serve(channel: int, scorers: Sequence[ReadyReward]) -> None:
     A task is a pickled triple: index of the reward, one pickled sample after the other, and where functions print if
     that is not where they printed at the start.
     """
-    own, log = os.getpid(), None
+    worker_pid, log = os.getpid(), None
     while (payload := framing.read_frame(channel)) is not None:
         reward, packed, new_log = pickle.loads(payload)  # noqa: S301 - from our own parent
         if new_log != log:
             log = new_log
             print_into(log)
-        _Task(channel, scorers[reward], own).run(packed)
+        _TaskRun(channel, scorers[reward], worker_pid).run(packed)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the user's code
             sys.stdout.flush()
         framing.write(channel, json.dumps({"done": True}).encode())
@@ -71,34 +71,34 @@ def print_into(log: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _TaskRun:
     channel: int
     scorer: ReadyReward
-    own: int
+    worker_pid: int
 
     def run(self, packed: Sequence[bytes]) -> None:
         samples: dict[int, Sample] = {}
-        for place, packed_sample in enumerate(packed):
+        for index, packed_sample in enumerate(packed):
             try:
-                samples[place] = pickle.loads(packed_sample)  # noqa: S301 - from our own parent
+                samples[index] = pickle.loads(packed_sample)  # noqa: S301 - from our own parent
             except Exception as error:  # noqa: BLE001 - whatever a column's class does when it is rebuilt
-                self._send(place, SampleOutcome(fault="error", message=f"cannot see the row: {describe_error(error)}"))
+                self._send(index, SampleOutcome(fault="error", message=f"cannot see the row: {describe_error(error)}"))
         match self.scorer.bound:
-            case Each(call):
-                for place, sample in samples.items():
-                    self._one(call, place, sample)
+            case PerSampleCall(call):
+                for index, sample in samples.items():
+                    self._one(call, index, sample)
             case BatchedCall(call):
                 self._batch(call, samples)
-            case Concurrent(call):
+            case ConcurrentCall(call):
                 self._concurrent(call, samples)
 
-    def _one(self, call: One, place: int, sample: Sample) -> None:
+    def _one(self, call: One, index: int, sample: Sample) -> None:
         _seed(self.scorer.name, sample)
         try:
             outcome = outcome_of(call(sample))
         except BaseException as error:  # noqa: BLE001 - the process edge: SystemExit is a fault of the sample, too
             outcome = self._failed(error)
-        self._send(place, outcome)
+        self._send(index, outcome)
 
     def _batch(self, call: Many, samples: dict[int, Sample]) -> None:
         if not samples:
@@ -112,21 +112,21 @@ class _Task:
                 # One bad sample fails the call for all of them; alone, each fails or stands for itself.
                 self._tell({"split": True})
                 return
-        for place, outcome in zip(samples, outcomes, strict=True):
-            self._send(place, outcome)
+        for index, outcome in zip(samples, outcomes, strict=True):
+            self._send(index, outcome)
 
     def _concurrent(self, call: One, samples: dict[int, Sample]) -> None:
         import asyncio
 
-        async def one(place: int, sample: Sample) -> None:
+        async def one(index: int, sample: Sample) -> None:
             try:
                 outcome = outcome_of(await call(sample))
             except BaseException as error:  # noqa: BLE001 - as above
                 outcome = self._failed(error)
-            self._send(place, outcome)
+            self._send(index, outcome)
 
         async def together() -> None:
-            await asyncio.gather(*(one(place, sample) for place, sample in samples.items()))
+            await asyncio.gather(*(one(index, sample) for index, sample in samples.items()))
 
         event_loop().run_until_complete(together())
 
@@ -138,11 +138,11 @@ class _Task:
                 print(escaped_paragraph(lines), end="", file=sys.stderr, flush=True)
         return outcome_of_exception(error)
 
-    def _send(self, place: int, outcome: SampleOutcome) -> None:
-        self._tell({"place": place, "outcome": asdict(outcome)})
+    def _send(self, index: int, outcome: SampleOutcome) -> None:
+        self._tell({"place": index, "outcome": asdict(outcome)})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        if os.getpid() != self.own:
+        if os.getpid() != self.worker_pid:
             os._exit(1)  # the user's function forked, and its child came back to us
         framing.write(self.channel, json.dumps(message).encode())
 
@@ -202,8 +202,8 @@ def fork(
     pid = os.fork()
     if pid == 0:
         ours.close()
-        for each in inherited:
-            each.close()
+        for channel in inherited:
+            channel.close()
         for pipe in pipes:
             os.close(pipe)
         _live(theirs.detach(), scorers, supervisor)

@@ -31,9 +31,9 @@ from holdfast.rewards.combine import combine
 from holdfast.rewards.functions.signatures import (
     BatchedCall,
     Bound,
-    Concurrent,
-    Each,
+    ConcurrentCall,
     Many,
+    PerSampleCall,
     bind,
     event_loop,
 )
@@ -43,7 +43,7 @@ _FAULTS = (Exception, SystemExit, asyncio.CancelledError)
 """What a function can raise without anybody else having meant it; Ctrl-C is the caller's."""
 
 
-class RewardsHere:
+class InProcessRewards:
     """Scores samples by functions of this process, under the policies of the `rewards` section.
 
     The sections give the functions their names and weights, in the same order.
@@ -70,8 +70,8 @@ class RewardsHere:
 
     def try_out(self, samples: Sequence[Sample]) -> dict[str, list[SampleOutcome]]:
         """Return what each function of lists says of samples, by the reward's name."""
-        named = zip((section.label for section in self._sections), self._bound, strict=True)
-        batched = {label: bound for label, bound in named if isinstance(bound, BatchedCall)}
+        labelled = zip((section.label for section in self._sections), self._bound, strict=True)
+        batched = {label: bound for label, bound in labelled if isinstance(bound, BatchedCall)}
         return _outside_a_running_loop(
             lambda: {label: self._outcomes(bound, label, samples) for label, bound in batched.items()}
         )
@@ -91,14 +91,14 @@ class RewardsHere:
 
     def _outcomes(self, bound: Bound, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
         size = self._config.batch_size
-        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         match bound:
-            case Each(call):
+            case PerSampleCall(call):
                 return [_each(call, name, sample) for sample in samples]
             case BatchedCall(call):
-                return [outcome for part in parts for outcome in _batch(call, name, part)]
-            case Concurrent(call):
-                return [outcome for part in parts for outcome in _concurrent(call, name, part)]
+                return [outcome for batch in batches for outcome in _batch(call, name, batch)]
+            case ConcurrentCall(call):
+                return [outcome for batch in batches for outcome in _concurrent(call, name, batch)]
 
 
 def _bind(function: Callable[..., object], name: str) -> Bound:

@@ -25,7 +25,7 @@ from typing import Any
 
 from holdfast import patience
 from holdfast.rewards.base import SampleOutcome
-from holdfast.rewards.functions.signatures import BatchedCall, Each
+from holdfast.rewards.functions.signatures import BatchedCall, PerSampleCall
 from holdfast.rewards.processes import folders, framing, kernel
 from holdfast.rewards.scorers import ReadyReward
 from holdfast.rewards.workers.fork_server import (
@@ -82,8 +82,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         self._hand_out()
-        now = patience.current
-        tick_seconds = now.supervisor_idle_tick_seconds if self._outcomes is None else now.supervisor_tick_seconds
+        limits = patience.current
+        tick_seconds = limits.supervisor_idle_tick_seconds if self._outcomes is None else limits.supervisor_tick_seconds
         for key, events in self._selector.select(tick_seconds):
             if key.data is None:
                 self._hear_the_rank()
@@ -101,21 +101,23 @@ class Supervisor:
         received = os.read(self._requests, _RECEIVED_BYTES)
         self._is_wanted = bool(received)
         for message in self._incoming.feed(received):
-            asked, self._samples, log = pickle.loads(message)  # noqa: S301 - from our own parent
+            reward_indices, self._samples, log = pickle.loads(message)  # noqa: S301 - from our own parent
             if log != self._log:
                 self._log = log
                 print_into(log)
             count = len(self._samples)
-            self._outcomes = [[None] * count if reward in asked else [] for reward in range(len(self._scorers))]
-            self._missing = count * len(asked)
+            self._outcomes = [
+                [None] * count if reward in reward_indices else [] for reward in range(len(self._scorers))
+            ]
+            self._missing = count * len(reward_indices)
             self._cut_at = math.inf if self._step_seconds is None else time.monotonic() + self._step_seconds
-            tasks = [task for reward in asked for task in self._tasks(reward, count)]
+            tasks = [task for reward in reward_indices for task in self._tasks(reward, count)]
             # By completion, so that a request that is cut short has some that every reward has scored.
             self._queue = deque(sorted(tasks, key=lambda task: task.samples[0]))
 
     def _tasks(self, reward: int, count: int) -> Iterable[Task]:
         size = self._batch_size
-        if isinstance(self._scorers[reward].bound, Each):
+        if isinstance(self._scorers[reward].bound, PerSampleCall):
             # Small enough that workers end together. Only here may the number of workers matter: samples are alone.
             size = min(size, max(1, count // (4 * self._most_workers)))
         for start in range(0, count, size):
@@ -128,7 +130,7 @@ class Supervisor:
             worker.task = self._queue.popleft()
             worker.waiting = list(worker.task.samples)
             worker.outgoing = framing.frame(
-                pickle.dumps((worker.task.reward, [self._samples[place] for place in worker.task.samples], self._log))
+                pickle.dumps((worker.task.reward, [self._samples[index] for index in worker.task.samples], self._log))
             )
             self._give_time(worker)
             self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
@@ -230,10 +232,10 @@ class Supervisor:
         if task is None or not waiting or task.again:
             return False
         # As one call of a batch again, so that its rewards are what they would have been.
-        alone = isinstance(self._scorers[task.reward].bound, Each)
-        under_way, rest = (waiting[:1], waiting[1:]) if alone else (waiting, [])
-        if rest:
-            self._queue.appendleft(Task(task.reward, tuple(rest)))
+        alone = isinstance(self._scorers[task.reward].bound, PerSampleCall)
+        under_way, later = (waiting[:1], waiting[1:]) if alone else (waiting, [])
+        if later:
+            self._queue.appendleft(Task(task.reward, tuple(later)))
         self._queue.appendleft(Task(task.reward, tuple(under_way), again=True))
         return True
 
@@ -262,16 +264,16 @@ class Supervisor:
             self._hear_the_rest(worker)
         self._end([worker for worker in self._workers.values() if worker.task is not None])
         self._queue.clear()
-        words = f"had no answer when all of them had taken {self._step_seconds:g} s (rewards.step_timeout_seconds)"
+        message = f"had no answer when all of them had taken {self._step_seconds:g} s (rewards.step_timeout_seconds)"
         for reward, line in enumerate(self._outcomes):
-            for sample in [place for place, outcome in enumerate(line) if outcome is None]:
-                self._record(reward, sample, SampleOutcome(fault="timeout", message=words, is_cut_short=True))
+            for sample in [index for index, outcome in enumerate(line) if outcome is None]:
+                self._record(reward, sample, SampleOutcome(fault="timeout", message=message, is_cut_short=True))
 
     def _blame(self, worker: Worker, outcome: SampleOutcome) -> None:
         task, waiting = worker.task, worker.waiting
         if task is None or not waiting:
             return
-        if isinstance(self._scorers[task.reward].bound, Each):
+        if isinstance(self._scorers[task.reward].bound, PerSampleCall):
             self._record(task.reward, waiting[0], outcome)
             if waiting[1:]:
                 self._queue.appendleft(Task(task.reward, tuple(waiting[1:])))
@@ -311,7 +313,7 @@ class Supervisor:
             self._reap(strays)
 
     def _reply(self) -> None:
-        """Answer what is complete; of what is not, say that it is being worked on."""
+        """Send the reply of a request that is complete; otherwise say that it is being worked on."""
         if self._outcomes is None:
             return
         if self._missing:

@@ -51,7 +51,7 @@ class TransformersEngine(ReplicaEngine):
     @torch.no_grad()
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of what was submitted, by request and place."""
-        rows = [(request, place) for request in self._waiting for place in range(len(request.seeds))]
+        rows = [(request, index) for request in self._waiting for index in range(len(request.seeds))]
         self._waiting.clear()
         rows.sort(key=lambda row: (-len(row[0].prompt), row[0].request_id, row[1]))  # little padding, always the same
         done = []
@@ -67,13 +67,13 @@ class TransformersEngine(ReplicaEngine):
             tokens[number, width - len(request.prompt) :] = torch.from_numpy(request.prompt)
             mask[number, width - len(request.prompt) :] = 1
         device = self._replica.device
-        seeds = torch.tensor([request.seeds[place] for request, place in rows])
-        drawing = _Drawing(self._sampling, seeds.to(device), mask.to(device))
+        seeds = torch.tensor([request.seeds[index] for request, index in rows])
+        drawing = _DrawingProcessor(self._sampling, seeds.to(device), mask.to(device))
         stops = self._stops.with_texts(self._sampling.stop)
         watched: AbstractContextManager[list[Tensor]] = nullcontext([])
         if self._routers is not None:
             watched = self._routers.choices()
-        with watched as chosen:
+        with watched as choices:
             out: Tensor = reader_of(self._replica.model).generate(  # type: ignore[operator]  # transformers'
                 input_ids=tokens.to(device),
                 attention_mask=mask.to(device),
@@ -85,10 +85,10 @@ class TransformersEngine(ReplicaEngine):
         logprobs = host_value(torch.stack(drawing.logprobs, 1), "drawn tokens").tolist()
         drawn_tokens = host_value(out[:, width:], "drawn tokens").tolist()
         done = [
-            self._sampled(request, place, drawn_tokens[number], logprobs[number], stops)
-            for number, (request, place) in enumerate(rows)
+            self._sampled(request, index, drawn_tokens[number], logprobs[number], stops)
+            for number, (request, index) in enumerate(rows)
         ]
-        return self._with_choices(done, rows, chosen)
+        return self._with_choices(done, rows, choices)
 
     def _settings(self, stops: Stops) -> Any:
         """Return all that `generate` may know: keys of older config.json would forbid tokens, or change their odds."""
@@ -103,17 +103,18 @@ class TransformersEngine(ReplicaEngine):
         )
 
     def _with_choices(
-        self, done: list[Sampled], rows: Sequence[tuple[Request, int]], chosen: Sequence[Tensor]
+        self, done: list[Sampled], rows: Sequence[tuple[Request, int]], choices: Sequence[Tensor]
     ) -> list[Sampled]:
         """Add the experts that tokens met, told by every router of every pass; the first passes over the prompts."""
         if self._routers is None:
             return done
         layers = self._routers.layers
-        passes = [torch.stack(list(chosen[start : start + layers]), 1) for start in range(0, len(chosen), layers)]
-        prompts, *own = (
-            host_value(part.view(len(rows), -1, *part.shape[1:]), "experts of drawn tokens") for part in passes
+        passes = [torch.stack(list(choices[start : start + layers]), 1) for start in range(0, len(choices), layers)]
+        prompts, *later_passes = (
+            host_value(pass_choices.view(len(rows), -1, *pass_choices.shape[1:]), "experts of drawn tokens")
+            for pass_choices in passes
         )
-        drawn = np.concatenate(own, 1) if own else prompts[:, :0]  # [rows, tokens, layers, k]
+        drawn = np.concatenate(later_passes, 1) if later_passes else prompts[:, :0]  # [rows, tokens, layers, k]
         with_choices = []
         for number, (sampled, (request, _)) in enumerate(zip(done, rows, strict=True)):
             size = len(request.prompt)
@@ -131,13 +132,13 @@ class TransformersEngine(ReplicaEngine):
             inputs[vision.token_types] = (tokens == token).long().to(self._replica.device)
         return inputs
 
-    def _sampled(self, request: Request, place: int, tokens: list[int], logprobs: list[float], stops: Stops) -> Sampled:
+    def _sampled(self, request: Request, index: int, tokens: list[int], logprobs: list[float], stops: Stops) -> Sampled:
         end, limit = stops.end(tokens, 0), self._sampling.max_new_tokens
         finish = Finish.STOP if end is not None else Finish.LENGTH if len(tokens) >= limit else Finish.ABORT
         completion = np.asarray(tokens[:end], np.int64)
         return Sampled(
             request.request_id,
-            place,
+            index,
             completion,
             np.asarray(logprobs[: len(completion)], np.float32),
             finish,
@@ -145,7 +146,7 @@ class TransformersEngine(ReplicaEngine):
         )
 
 
-class _Drawing:
+class _DrawingProcessor:
     """A logits processor of transformers that draws, and leaves only the drawn token possible."""
 
     def __init__(self, sampling: SamplingConfig, seeds: Tensor, prompt_mask: Tensor) -> None:
@@ -169,5 +170,5 @@ class _Drawing:
     def _seen(self, input_ids: Tensor, vocabulary: int) -> Tensor:
         real = torch.ones_like(input_ids, dtype=torch.bool)
         real[:, : self._mask.shape[1]] = self._mask.bool()
-        seen = torch.zeros(input_ids.shape[0], vocabulary + 1, dtype=torch.bool, device=input_ids.device)
-        return seen.scatter_(1, input_ids.masked_fill(~real, vocabulary), value=True)[:, :vocabulary]
+        is_present = torch.zeros(input_ids.shape[0], vocabulary + 1, dtype=torch.bool, device=input_ids.device)
+        return is_present.scatter_(1, input_ids.masked_fill(~real, vocabulary), value=True)[:, :vocabulary]

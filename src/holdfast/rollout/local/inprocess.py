@@ -97,17 +97,17 @@ class Decoding:
 
     def remaining(self) -> Decoding | None:
         """Drop ended rows when they are half of all; None if nothing is left."""
-        left = self.left
-        if 2 * len(left) <= len(self.rows):
+        alive = self.left
+        if 2 * len(alive) <= len(self.rows):
             self.drop_ended()
-        return self if left else None
+        return self if alive else None
 
     def drop_ended(self) -> None:
         """Keep the rows that have not ended, if any has."""
-        left = self.left
-        if self._done and left:
-            self.on_device.keep(left)
-            self.rows = [self.rows[number] for number in left]
+        alive = self.left
+        if self._done and alive:
+            self.on_device.keep(alive)
+            self.rows = [self.rows[number] for number in alive]
             self._done = set()
 
     def join(self, rows: Sequence[DecodedRow], on_device: EagerRows) -> None:
@@ -120,7 +120,7 @@ class Decoding:
 def begun(predictor: Predictor, requests: Sequence[Request]) -> tuple[list[DecodedRow], EagerRows]:
     """Compute prompts, each once for all of its completions, and draw the first tokens."""
     device = predictor.device
-    rows = [DecodedRow(request, place) for request in requests for place in range(len(request.seeds))]
+    rows = [DecodedRow(request, index) for request in requests for index in range(len(request.seeds))]
     of_row = [number for number, request in enumerate(requests) for _ in request.seeds]
     placed = [_positions_of(request) for request in requests]
     ahead = [int(positions.max()) + 1 - positions.shape[1] for positions in placed]
@@ -183,10 +183,10 @@ def _tokens_of_prompts(predictor: Predictor, rows: Sequence[DecodedRow]) -> Tens
     if predictor.sampling.repetition_penalty == 1.0:
         return None
     vocabulary, device = predictor.head.weight.shape[0], predictor.device
-    seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
+    is_present = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
     for number, row in enumerate(rows):
-        seen[number, torch.from_numpy(row.request.prompt).to(device)] = True
-    return seen
+        is_present[number, torch.from_numpy(row.request.prompt).to(device)] = True
+    return is_present
 
 
 def _positions_of(request: Request) -> NDArray[np.int64]:
@@ -199,8 +199,8 @@ _LOOK_EVERY_ON_DEVICE = 16
 
 
 @dataclass
-class _Means:
-    """What one `collect` decodes with."""
+class _DecodingSetup:
+    """The predictor, the stops and the limits that one call of `collect` decodes with."""
 
     predictor: Predictor
     stops: Stops
@@ -247,14 +247,14 @@ class InProcessEngine(ReplicaEngine):
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
         """Return all completions of what was submitted, by request and place."""
         with self._replica.for_few_rows():
-            means = self._means()
+            setup = self._setup()
             try:
-                return self._collect(means, interrupted)
+                return self._collect(setup, interrupted)
             finally:
-                if means.static is not None:
-                    means.static.close()
+                if setup.static is not None:
+                    setup.static.close()
 
-    def _means(self) -> _Means:
+    def _setup(self) -> _DecodingSetup:
         predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
         stops, limit = self._stops.with_texts(self._sampling.stop), self._sampling.max_new_tokens
         static = None
@@ -262,42 +262,42 @@ class InProcessEngine(ReplicaEngine):
             # Weights may lie elsewhere at the next `collect`, so nothing recorded outlives this one.
             most = max((len(request.prompt) for request in self._waiting), default=0) + limit
             static = StaticRows(predictor, self._recorder, most, self._look_every)
-        return _Means(predictor, stops, limit, static)
+        return _DecodingSetup(predictor, stops, limit, static)
 
-    def _collect(self, means: _Means, interrupted: Interrupted) -> list[Sampled]:
+    def _collect(self, setup: _DecodingSetup, interrupted: Interrupted) -> list[Sampled]:
         done: list[Sampled] = []
         decoding: Decoding | None = None
         while self._waiting or decoding is not None:
             if decoding is None or 2 * len(decoding.rows) <= self._rows:
-                decoding, ended = self._admit(decoding, means)
+                decoding, ended = self._admit(decoding, setup)
                 done += [self._sampled(row, finish) for row, finish in ended]
             if decoding is not None:
-                self._run(decoding, means)
-                ended = decoding.take(means.stops, abort=interrupted())
+                self._run(decoding, setup)
+                ended = decoding.take(setup.stops, abort=interrupted())
                 done += [self._sampled(row, finish) for row, finish in ended]
                 decoding = decoding.remaining()
             if interrupted():
                 done += [
-                    self._aborted(request, place) for request in self._waiting for place in range(len(request.seeds))
+                    self._aborted(request, index) for request in self._waiting for index in range(len(request.seeds))
                 ]
                 self._waiting.clear()
         return sorted(done, key=lambda sampled: (sampled.request_id, sampled.place))
 
-    def _run(self, decoding: Decoding, means: _Means) -> None:
+    def _run(self, decoding: Decoding, setup: _DecodingSetup) -> None:
         """Draw tokens until the next look."""
         count = min(self._look_every, decoding.missing)
         try:
             decoding.on_device.run(count)
         except NotReplayable as reason:
-            assert means.static is not None
+            assert setup.static is not None
             print(f"rollouts go on without graphs, operation by operation: {reason}", flush=True)
-            decoding.on_device = means.static.plain()
-            means.static.close()
-            means.static = self._recorder = None
+            decoding.on_device = setup.static.plain()
+            setup.static.close()
+            setup.static = self._recorder = None
             decoding.on_device.run(count)
 
     def _admit(
-        self, decoding: Decoding | None, means: _Means
+        self, decoding: Decoding | None, setup: _DecodingSetup
     ) -> tuple[Decoding | None, list[tuple[DecodedRow, Finish]]]:
         """Add waiting requests while there is room; one that alone is too large is decoded all the same.
 
@@ -305,24 +305,24 @@ class InProcessEngine(ReplicaEngine):
             What is decoded now, and completions that ended with their first token.
         """
         room = self._rows - (0 if decoding is None else len(decoding.rows))
-        chosen: list[Request] = []
-        while self._waiting and (len(self._waiting[0].seeds) <= room or (decoding is None and not chosen)):
-            chosen.append(self._waiting.popleft())
-            room -= len(chosen[-1].seeds)
-        if not chosen:
+        requests: list[Request] = []
+        while self._waiting and (len(self._waiting[0].seeds) <= room or (decoding is None and not requests)):
+            requests.append(self._waiting.popleft())
+            room -= len(requests[-1].seeds)
+        if not requests:
             return decoding, []
-        rows, on_device = begun(means.predictor, chosen)
-        new = Decoding(rows, on_device, means.limit)
-        ended = new.take(means.stops, abort=False)
+        rows, on_device = begun(setup.predictor, requests)
+        new = Decoding(rows, on_device, setup.limit)
+        ended = new.take(setup.stops, abort=False)
         if not new.left:
             return decoding, ended
         new.drop_ended()
         if decoding is not None:
             decoding.join(new.rows, on_device)
             return decoding, ended
-        if means.static is not None:
-            means.static.load(on_device)
-            new.on_device = means.static
+        if setup.static is not None:
+            setup.static.load(on_device)
+            new.on_device = setup.static
         return new, ended
 
     def _head(self) -> HeadWeights:
@@ -344,5 +344,5 @@ class InProcessEngine(ReplicaEngine):
             None if row.prompt_choices is None else column(row.prompt_choices, row.choices, length),
         )
 
-    def _aborted(self, request: Request, place: int) -> Sampled:
-        return self._sampled(DecodedRow(request, place), Finish.ABORT)
+    def _aborted(self, request: Request, index: int) -> Sampled:
+        return self._sampled(DecodedRow(request, index), Finish.ABORT)

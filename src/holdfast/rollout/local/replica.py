@@ -25,11 +25,11 @@ from holdfast.rollout.sampling import Stops
 
 def merged_inputs(requests: Iterable[Request], device: torch.device) -> dict[str, Tensor]:
     """Return the model inputs of requests side by side, in their order."""
-    parts: dict[str, list[Any]] = {}
+    arrays: dict[str, list[Any]] = {}
     for request in requests:
         for name, values in request.model_inputs.items():
-            parts.setdefault(name, []).append(values)
-    return {name: torch.from_numpy(np.concatenate(values)).to(device) for name, values in parts.items()}
+            arrays.setdefault(name, []).append(values)
+    return {name: torch.from_numpy(np.concatenate(values)).to(device) for name, values in arrays.items()}
 
 
 def for_few_rows(weight: Tensor) -> Tensor:
@@ -56,9 +56,9 @@ class Replica:
         from transformers import GenerationConfig
 
         config = copy.deepcopy(origin.skeleton.config)
-        for part in (config, config.get_text_config()):
-            part.use_cache = True
-            part.output_router_logits = False  # with them comes a loss, which fails on what `generate` gives it
+        for model_config in (config, config.get_text_config()):
+            model_config.use_cache = True
+            model_config.output_router_logits = False  # with them comes a loss, which fails on what `generate` gives it
         with torch.device("meta"):
             self.model: Any = type(origin.skeleton)._from_config(config)  # noqa: SLF001 - no public form takes a class
         set_attention(self.model, attention or upstream_attention(self.model))

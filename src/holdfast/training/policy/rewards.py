@@ -17,7 +17,7 @@ from holdfast.parallel.mesh import World
 from holdfast.rewards.base import Sample, SampleOutcome, Scored, is_number, outcome_of_exception
 from holdfast.rewards.combine import combine
 from holdfast.rewards.processes.pool import RewardPool
-from holdfast.rewards.workers.in_process import RewardsHere
+from holdfast.rewards.workers.in_process import InProcessRewards
 from holdfast.training.directory import LOGS, is_run
 from holdfast.training.policy.reward_model import open_reward_model
 from holdfast.training.policy.run import Score
@@ -57,7 +57,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
     ranks = setting.ranks
     if live is not None and live.rewards:
         functions = live.rewards
-        here = ranks.on_all_ranks(lambda: RewardsHere(functions, config.reward, section))
+        here = ranks.on_all_ranks(lambda: InProcessRewards(functions, config.reward, section))
         ranks.close()
         yield OpenRewards(here.score, here.columns, try_out=here.try_out)
         return

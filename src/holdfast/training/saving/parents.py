@@ -28,7 +28,7 @@ def notes_of_exports(setting: ConfiguredRun, model: Path | None, *, whole: bool 
     for key, path in _model_paths(setting, model).items():
         exported = read_about(path)
         if exported is not None:
-            check_weights(path, exported, whole=whole)
+            check_weights(path, exported, by_hash=whole)
             lines.append(f"{key} is an export of {exported.words}")
     return lines
 

@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.checkpoint.keep.retention import replaceable
-from holdfast.checkpoint.saving.rehearsal import Beside, RehearsalFailed, RehearsalReport, Room, run_rehearsal
+from holdfast.checkpoint.saving.rehearsal import (
+    CheckpointCounts,
+    NonTensorState,
+    RehearsalFailed,
+    RehearsalReport,
+    run_rehearsal,
+)
 from holdfast.checkpoint.session import Saved, Session
 from holdfast.training.control import StopRequests
 from holdfast.training.run import Run, say
@@ -48,7 +54,7 @@ class Rehearsals:
             shared: dict[str, Any] = {"state": run.trained.state.as_plain(), "stream": run.stream.state()}
             if run.ahead is not None:
                 shared["ahead"] = run.ahead.largest()
-            extras = Beside(shared, assets=assets)
+            extras = NonTensorState(shared, assets=assets)
             report = self._rehearse(extras)
             self._reports = {run.trained.state.step: report}
             for step in run.trained.unfreezing.after(run.trained.state.step):
@@ -94,7 +100,7 @@ class Rehearsals:
         self._rehearse()
         return saved
 
-    def _rehearse(self, extras: Beside | None = None) -> RehearsalReport:
+    def _rehearse(self, extras: NonTensorState | None = None) -> RehearsalReport:
         run, session, contents, keep = self._run, self._session, self._contents, self._config.keep
         resumed = set() if session.resumed is None else {session.resumed.step}
         # How much room an object store has, nobody knows.
@@ -106,9 +112,9 @@ class Rehearsals:
             contents.tensors,
             contents.optimizer,
             session.ranks,
-            room=Room(keep.last + sum(best.count for best in keep.best), replaced),
+            counts=CheckpointCounts(keep.last + sum(best.count for best in keep.best), replaced),
             trained_steps=run.trained.state.step,
-            beside=extras,
+            state=extras,
             companions=contents.companion_states(),
         )
 

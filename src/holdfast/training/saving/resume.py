@@ -15,7 +15,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import set_random_state
 from holdfast.checkpoint.format.verification import verified_bytes
-from holdfast.checkpoint.keep.choose import Choice, newest_verified
+from holdfast.checkpoint.keep.choose import ResumeChoice, newest_verified
 from holdfast.checkpoint.loading.matching import Declared
 from holdfast.checkpoint.loading.reader import LoadedState, load_state
 from holdfast.checkpoint.place.layout import ASSETS
@@ -58,11 +58,11 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
     )
     if choice is None:
         return None
-    say(run, choice.words, *restored[0].lines)
+    say(run, choice.message, *restored[0].lines)
     return restored[0]
 
 
-def resume(run: Run, storage: Storage, choice: Choice, ranks: RankGroup, run_id: str) -> None:
+def resume(run: Run, storage: Storage, choice: ResumeChoice, ranks: RankGroup, run_id: str) -> None:
     """Continue from a verified checkpoint; what was declared to differ is printed.
 
     Args:
@@ -75,7 +75,7 @@ def resume(run: Run, storage: Storage, choice: Choice, ranks: RankGroup, run_id:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
     """
     restored = restore_run(run, storage, choice.name, choice.manifest, ranks, run_id)
-    say(run, choice.words, *restored.lines)
+    say(run, choice.message, *restored.lines)
 
 
 @dataclass(frozen=True)

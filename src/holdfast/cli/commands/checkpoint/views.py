@@ -14,7 +14,7 @@ from holdfast.checkpoint.format.manifest import Manifest, NewerFormat
 from holdfast.checkpoint.format.verification import Level, check_names, read_manifest, verify_checkpoint
 from holdfast.checkpoint.keep import find
 from holdfast.checkpoint.keep.retention import (
-    Best,
+    BestRule,
     Retention,
     apply_retention,
     has_any,
@@ -255,7 +255,7 @@ def _policy(
     retention = Retention() if record is None else record.retention
     for metric in keep_best:
         find.best(storage, metric, mode)  # a metric that no checkpoint has would keep nothing
-    best = [Best(metric, better(record, metric, mode)) for metric in keep_best]
+    best = [BestRule(metric, better(record, metric, mode)) for metric in keep_best]
     return Retention(keep_last or retention.last, keep_every or retention.every, (*retention.best, *best))
 
 

@@ -288,7 +288,7 @@ def _export(path: Path) -> ModelSource | None:
     refuse_others_than_files(path)
     if about is None:
         return ModelSource(path, "", "", None, str(path))
-    check_weights(path, about, whole=True)
+    check_weights(path, about, by_hash=True)
     return ModelSource(path, about.run_id, about.run, about.step, str(path))
 
 

@@ -109,7 +109,7 @@ def _check_export(export: Path) -> str:
         raise UserError(
             f"{export} is not an export of Holdfast: it has no {_ABOUT}. `holdfast checkpoint export` makes one."
         )
-    check_weights(export, exported, whole=True)
+    check_weights(export, exported, by_hash=True)
     return exported.words
 
 
