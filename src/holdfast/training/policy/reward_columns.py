@@ -9,6 +9,7 @@ from itertools import product
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.rewards.base import Sample, SampleOutcome
+from holdfast.text.numbers import number_as_text
 from holdfast.training.policy.rollouts import progress_of
 from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.training.setup.rows import OpenedData
@@ -112,7 +113,9 @@ def check_answers(
         for place, prompts in _read(policy):
             with policy.setting.ranks.together():
                 answers = [
-                    "" if each.row[column] is None else str(each.row[column]) for each in prompts if column in each.row
+                    "" if each.row[column] is None else str(number_as_text(each.row[column]))
+                    for each in prompts
+                    if column in each.row
                 ]
                 bad = set(unreadable(reward, list(dict.fromkeys(answers))))
             everyone = policy.setting.ranks.gather((len(answers), [answer for answer in answers if answer in bad]))
