@@ -160,9 +160,15 @@ def sample_table(picked: Sequence[tuple[str, Shown]], step: int, width: int | No
     more = len(parts) + len(_ALWAYS) - len(widths)
     room = None if width is None else max(width - _taken(widths), _SHORTEST_TEXT)
     ends = [f"(and {more} parts more)" if more else "", *(_spoken(item, room) for item in items)]
-    cells = [[" " * (size - cell_len(cell)) + cell for cell, size in zip(row, widths, strict=False)] for row in rows]
-    lines = ["  ".join(["", *row, end]).rstrip() for row, end in zip(cells, ends, strict=True)]
+    lines = [_table_line(row, widths, end) for row, end in zip(rows, ends, strict=True)]
     return "\n".join([f"completions of step {step}:", *lines])
+
+
+def _table_line(row: Sequence[str], widths: Sequence[int], end: str) -> str:
+    from rich.cells import cell_len
+
+    cells = [" " * (width - cell_len(cell)) + cell for cell, width in zip(row, widths, strict=False)]
+    return "  ".join(["", *cells, end]).rstrip()
 
 
 def _taken(widths: Sequence[int]) -> int:
