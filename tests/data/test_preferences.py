@@ -48,6 +48,14 @@ def test_both_answers_follow_the_prompt_and_end() -> None:
     assert found.head == 4
 
 
+def test_answers_that_are_numbers_are_their_texts() -> None:
+    pair = pairs()({"prompt": "2+2=", "chosen": 4, "rejected": 22.0}, 7, "rows", "rows row 7")
+    labelled = labels()({"prompt": "2-2=", "completion": 0, "label": True}, 7, "rows", "rows row 7")
+
+    assert told(pair) == [("2+2=", "4<eos>"), ("2+2=", "22<eos>")]
+    assert told(labelled) == [("2-2=", "0<eos>")]
+
+
 CONVERSATIONS = [
     {"prompt": "hi", "chosen": [say("assistant", "yes")], "rejected": "no"},
     {"prompt": [say("user", "hi")], "chosen": [say("assistant", "yes")], "rejected": [say("assistant", "no")]},

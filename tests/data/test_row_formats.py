@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from holdfast.data.content.formats import (
@@ -62,6 +63,37 @@ def test_a_rendered_prompt_needs_no_column() -> None:
 def test_text_and_plain_prompts_stay_text() -> None:
     assert normalise({"text": "abc"}, "text", "Row 0") == PlainText("abc")
     assert normalise({"prompt": "a", "completion": "b"}, "prompt_completion", "Row 0") == PromptCompletion("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (42, "42"),
+        (42.0, "42"),
+        (0, "0"),
+        (-0.5, "-0.5"),
+        (2**63, "9223372036854775808"),
+        (1e22, "1e+22"),
+        (np.float64(7.0), "7"),
+        (np.int32(7), "7"),
+    ],
+)
+def test_a_number_is_its_text(number: Any, text: str) -> None:
+    pair = {"prompt": "6*7=", "completion": number}
+    asked = {"instruction": "Double it.", "input": number, "output": number}
+    user, assistant = normalise(asked, "alpaca", "Row 0").messages
+
+    assert normalise(pair, "prompt_completion", "Row 0") == PromptCompletion("6*7=", text)
+    assert normalise({**pair, "prompt": [QUESTION]}, "prompt_completion", "Row 0").messages[-1]["content"] == text
+    assert normalise({"text": number}, "text", "Row 0") == PlainText(text)
+    assert (user["content"], assistant["content"]) == (f"Double it.\n\n{text}", text)
+    assert prompt_of({"prompt": number}, "Row 0") == text
+
+
+@pytest.mark.parametrize("value", [True, float("nan"), float("inf")])
+def test_what_is_no_number_has_no_text(value: float) -> None:
+    with pytest.raises(DataError, match="Row 0: column 'text' must be text, not a"):
+        normalise({"text": value}, "text", "Row 0")
 
 
 def test_messages_keep_their_extras_and_tools() -> None:
@@ -154,7 +186,7 @@ def test_sharegpt_turns_become_messages() -> None:
     [
         ({"prompt": "a", "id": 1}, "prompt_completion", "Row 3 of x has no column 'completion'. Its columns are: prom"),
         ({"text": None, "id": 1}, "text", "Row 3 of x has an empty (null) column 'text'. Its columns are: text, id"),
-        ({"text": 5}, "text", "Row 3 of x: column 'text' must be text, not a int"),
+        ({"text": True}, "text", "Row 3 of x: column 'text' must be text, not a bool"),
         ({"messages": []}, "messages", "Row 3 of x: column 'messages' must be a list of messages, not an empty list"),
         ({"messages": "hi"}, "messages", "Row 3 of x: column 'messages' must be a list of messages, not a str"),
         ({"messages": [QUESTION, {"content": "4"}]}, "messages", "Row 3 of x, message 1: a message needs `role`"),
@@ -174,7 +206,7 @@ def test_sharegpt_turns_become_messages() -> None:
         ({"messages": [QUESTION], "tools": {"name": "f"}}, "messages", "column 'tools' must be a list of JSON schemas"),
         ({"conversations": [{"from": "ghost", "value": "x"}]}, "sharegpt", "a turn is from 'ghost'; we know human"),
         ({"conversations": [{"from": "gpt", "value": None}]}, "sharegpt", "role 'assistant' has neither content"),
-        ({"prompt": 5, "completion": "x"}, "prompt_completion", "column 'prompt' must be a list of messages, not a"),
+        ({"prompt": {}, "completion": "x"}, "prompt_completion", "column 'prompt' must be a list of messages, not a"),
         ({"instruction": "x", "output": None}, "alpaca", "an empty (null) column 'output'"),
     ],
 )  # fmt: skip

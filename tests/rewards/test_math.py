@@ -57,6 +57,12 @@ def test_the_final_answer_counts_however_it_is_written(
     assert reward(sample(completion, 0, answer=gold)) == expected
 
 
+@pytest.mark.parametrize(("gold", "right"), [(42, "42"), (42.0, "42"), (0.5, r"\frac{1}{2}"), (0, "0")])
+def test_a_gold_answer_may_be_a_number(reward: MathReward, gold: float, right: str) -> None:
+    assert reward(sample(rf"\boxed{{{right}}}", 0, answer=gold)) == 1.0
+    assert reward(sample(r"\boxed{43}", 0, answer=gold)) == 0.0
+
+
 def test_a_gold_that_cannot_be_read_scores_nothing(reward: MathReward) -> None:
     assert reward(sample("#### 42", 0, answer="")) is None
 

@@ -33,7 +33,8 @@ def of_tokens(*tokens: int) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "expected"), [(" 42\n", "42", 1.0), ("42", 42, 1.0), ("42.", "42", 0.0), ("", "42", 0.0)]
+    ("completion", "answer", "expected"),
+    [(" 42\n", "42", 1.0), ("42", 42, 1.0), ("42", 42.0, 1.0), ("4.2", 4.2, 1.0), ("42.", "42", 0.0), ("", "42", 0.0)],
 )
 def test_exact_compares_the_stripped_completion(completion: str, answer: object, expected: float) -> None:
     assert score(ExactConfig(), sample(completion, answer=answer)) == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import SFTConfig, end_of_both
 from holdfast.metrics.sink import read_metrics
 from holdfast.parallel.mesh import World
 from holdfast.recipes.grpo import grpo
@@ -65,12 +68,43 @@ def test_a_rollout_is_left_when_the_clock_runs_out(pools: Any, tmp_path: Path, m
     assert [(outcome.step, outcome.stopped) for outcome in outcomes] == [ended] * 2
 
 
+def heard(world: World, values: dict[str, Any]) -> tuple[int, list[str]]:
+    """Run, and return the last step and what was printed."""
+    with redirect_stdout(StringIO()) as printed:
+        outcome = run(world, values)
+    return outcome.step, printed.getvalue().splitlines()
+
+
 def test_steps_and_epochs_together_end_at_whichever_comes_first(pools: Any, tmp_path: Path) -> None:
     """200 rows in batches of 16 are 13 batches."""
-    by_steps = pools(1).run(run, tree(str(tmp_path / "a"), steps=5, epochs=1))[0]
-    by_epochs = pools(1).run(run, tree(str(tmp_path / "b"), steps=50, epochs=1))[0]
+    (by_steps,) = pools(1).run(heard, tree(str(tmp_path / "a"), steps=5, epochs=1))
+    (by_epochs,) = pools(1).run(heard, tree(str(tmp_path / "b"), steps=50, epochs=1))
 
-    assert (by_steps.step, by_epochs.step) == (5, 13)
+    assert (by_steps[0], by_epochs[0]) == (5, 13)
+    assert (
+        "steps=5 ends the run, before epochs=1: those are 13 steps; steps=null would leave epochs alone" in by_steps[1]
+    )
+    assert (
+        "epochs=1 ends the run, before steps=50: 13 steps at most; epochs=null would leave steps alone" in by_epochs[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "batches", "said"),
+    [
+        ({"steps": 5}, 13, ""),
+        ({"epochs": 1}, 13, ""),
+        ({"steps": 13, "epochs": 1}, 13, ""),
+        ({"steps": 5, "epochs": 1, "dry_run": True}, 13, ""),
+        ({"steps": 5, "epochs": 1}, None, "steps=5 and epochs=1 are set: the run ends at whichever comes first"),
+    ],
+)
+def test_which_of_two_ends_comes_first_is_told_where_it_is_a_question(
+    tmp_path: Path, limits: dict[str, Any], batches: int | None, said: str
+) -> None:
+    config = from_mapping({**tree(str(tmp_path)), "steps": None} | limits, SFTConfig)
+
+    assert end_of_both(config, batches) == said
 
 
 def fingerprints(directory: Path) -> dict[str, str]:

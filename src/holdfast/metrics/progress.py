@@ -60,16 +60,20 @@ def open_progress(
     """
     if kind == "off":
         return SilentDisplay()
-    if kind == "bar" or (kind == "auto" and _is_interactive()):
+    if kind == "bar" or (kind == "auto" and terminal_width() is not None):
         return Bar(end, first_step, verb)
     return Lines(end)
 
 
-def _is_interactive() -> bool:
-    """Say whether a terminal shows this process's output, also where the launcher's pipe lies between."""
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that shows this process's output, also where the launcher's pipe lies between.
+
+    None where there is no terminal.
+    """
     from rich.console import Console
 
-    return Console().is_interactive
+    console = Console()
+    return console.width if console.is_interactive else None
 
 
 _NUMBERS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -114,6 +115,30 @@ def test_a_table_leaves_out_a_part_that_is_the_reward_and_parts_beyond_the_sixth
     assert alone[1] == "          reward  advantage"
     assert many[1].split()[2:] == [*(f"part{n}" for n in range(6)), "(and", "2", "parts", "more)"]
     assert many[2].split()[3:9] == [f"{n}.00" for n in range(6)]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("answer", ["4", "x" * 400, "答" * 400])
+@pytest.mark.parametrize("names", [[], ["words"], ["a name that takes columns", *(f"part{n}" for n in range(8))]])
+def test_a_table_is_as_wide_as_the_terminal_at_most(columns: int, answer: str, names: list[str]) -> None:
+    item = shown(prompt="What is 2+2? " * 40, completion=answer, finish="length", rewards=dict.fromkeys(names, 0.0))
+
+    head, *rows = sample_table([("best", item), ("newest", item)], 3, columns).splitlines()[1:]
+
+    assert max(cell_len(line) for line in [head, *rows]) <= columns
+    asked, answered = rows[0].split(" -> ")
+    assert all(cell_len(row) >= min(columns - 1, 180) for row in rows)
+    assert asked.endswith("2? ") and answered.endswith(answer[-1] + " (cut)")
+    left_out = len(names) - len(rows[0].split("...")[0].split()[3:])
+    assert (f"(and {left_out} parts more)" in head) == (left_out > 0)
+
+
+def test_a_short_completion_leaves_its_columns_to_the_prompt() -> None:
+    item = shown(prompt="p" * 100, completion="4")
+
+    row = sample_table([("best", item)], 3, 60).splitlines()[-1]
+
+    assert row == "    best    1.50      +0.70  ..." + "p" * 23 + " -> 4"
 
 
 def test_a_hostile_completion_is_one_escaped_line_of_bounded_length() -> None:

@@ -274,11 +274,35 @@ def planned_steps(config: _Root, steps_per_epoch: int | None) -> int | None:
     """
     if config.dry_run:
         return 2
-    limits = [config.steps] if config.steps is not None else []
-    if config.epochs is not None and steps_per_epoch is not None:
-        # 1.1 * 10 is a little more than 11 in floating point, and must not become 12.
-        limits.append(max(1, math.ceil(round(config.epochs * steps_per_epoch, 6))))
+    limits = [limit for limit in (config.steps, _steps_of_epochs(config, steps_per_epoch)) if limit is not None]
     return min(limits) if limits else None
+
+
+def _steps_of_epochs(config: _Root, steps_per_epoch: int | None) -> int | None:
+    if config.epochs is None or steps_per_epoch is None:
+        return None
+    # 1.1 * 10 is a little more than 11 in floating point, and must not become 12.
+    return max(1, math.ceil(round(config.epochs * steps_per_epoch, 6)))
+
+
+def end_of_both(config: _Root, steps_per_epoch: int | None) -> str:
+    """Return which of `steps` and `epochs` ends a run that has both; "" where one is set, or both mean the same.
+
+    Args:
+        config: The root.
+        steps_per_epoch: As in `planned_steps`. Rows that turn out to be unusable make the passes shorter.
+    """
+    if config.steps is None or config.epochs is None or config.dry_run:
+        return ""
+    by_steps, by_epochs = f"steps={config.steps}", f"epochs={config.epochs:g}"
+    last = _steps_of_epochs(config, steps_per_epoch)
+    if last is None:
+        return f"{by_steps} and {by_epochs} are set: the run ends at whichever comes first"
+    if last == config.steps:
+        return ""
+    if last < config.steps:
+        return f"{by_epochs} ends the run, before {by_steps}: {last} steps at most; epochs=null would leave steps alone"
+    return f"{by_steps} ends the run, before {by_epochs}: those are {last} steps; steps=null would leave epochs alone"
 
 
 def as_plain(config: Section) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from holdfast.config.sections.data import RowFormat
 from holdfast.data.rows.rows import Row
 from holdfast.errors import DataError
+from holdfast.text.numbers import number_as_text
 
 Shape = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 
@@ -24,6 +25,8 @@ NEEDED: Mapping[Shape, tuple[str, ...]] = {
     "sharegpt": ("conversations",),
 }
 """Columns that a row of each shape must have."""
+
+_TEXTS = ("text", "prompt", "completion", "instruction", "input", "output", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,19 @@ def row_shape(columns: Collection[str], row_format: RowFormat = "auto", *, promp
     )
 
 
+def with_texts(row: Row) -> Row:
+    """Return a row whose numbers are texts, in the columns where texts are meant."""
+    texts = {column: number_as_text(row[column]) for column in _TEXTS if column in row}
+    return {**row, **texts}
+
+
 def normalise(row: Row, shape: Shape, row_name: str) -> Conversation | PromptCompletion | PlainText:
     """Bring a row into one of the three forms.
 
     Raises:
         DataError: A column is missing, empty (null) or malformed; row and columns are named.
     """
+    row = with_texts(row)
     for column in NEEDED[shape]:
         _require(row, column, row_name)
     match shape:
@@ -130,6 +140,7 @@ def prompt_of(row: Row, row_name: str) -> str | Conversation:
     Raises:
         DataError: The row has no prompt, or a malformed one.
     """
+    row = with_texts(row)
     if isinstance(row.get("prompt"), str):
         return str(row["prompt"])
     if "prompt" in row:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from holdfast.config.verbs.dpo import PairDataConfig
-from holdfast.data.content.formats import Message, as_messages, instruction_of, parse_messages
+from holdfast.data.content.formats import Message, as_messages, instruction_of, parse_messages, with_texts
 from holdfast.data.content.lengths import ImageSpan, Stretch, cut_to
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
@@ -96,7 +96,8 @@ class LabelTokeniser:
         """
         counts: Counter[str] = Counter()
         desirable = label_of(row, name)
-        answer = _asked({**row, "completion": _required(row, "completion", name)}, ["completion"], name)
+        answer = with_texts({**row, "completion": _required(row, "completion", name)})
+        answer = _asked(answer, ["completion"], name)
         try:
             _refuse_empty(answer, "completion")
         except _Unusable as unusable:
@@ -264,7 +265,8 @@ def answer_rows(
     Raises:
         DataError: A column is missing or malformed, or the two sides do not begin alike.
     """
-    row = _asked({**row, **{side: _required(row, side, name) for side in SIDES}}, SIDES, name)
+    row = with_texts({**row, **{side: _required(row, side, name) for side in SIDES}})
+    row = _asked(row, SIDES, name)
     answers = {side: row[side] for side in SIDES}
     conversations = [side for side, value in answers.items() if _is_whole_conversation(value)]
     if len(conversations) == len(SIDES):

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key, cut
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import FIELD, cell
+from holdfast.text.numbers import number_as_text
 
 _THREADS = 64
 _MOST_ANSWER_BYTES = 1 << 22
@@ -51,7 +52,10 @@ class Judge:
     def _question(self, sample: Sample) -> str:
         fields = {"prompt": sample.prompt, "completion": sample.completion}
         prompt: str = self.section["prompt"]
-        return FIELD.sub(lambda match: fields[match[1]] if match[1] in fields else str(cell(sample, match[1])), prompt)
+        return FIELD.sub(
+            lambda match: fields[match[1]] if match[1] in fields else str(number_as_text(cell(sample, match[1]))),
+            prompt,
+        )
 
     def _ask(self, question: str) -> str:
         content = {

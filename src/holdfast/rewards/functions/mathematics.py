@@ -27,6 +27,7 @@ from holdfast.rewards.functions.answers import (
     same_number,
 )
 from holdfast.rewards.functions.rules import cell
+from holdfast.text.numbers import number_as_text
 
 _PIECE_OF_LATEX = re.compile(r"\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _NUMERAL = re.compile(r"([0-9A-Za-z]+)(?:_\{?([0-9]+)\}?)?")
@@ -85,7 +86,7 @@ class MathReward:
     def __call__(self, sample: Sample) -> float | None:
         """Score one sample."""
         gold = cell(sample, self.column)
-        same = None if gold is None else self.equal(final_answer(str(gold)), sample.completion)
+        same = None if gold is None else self.equal(final_answer(str(number_as_text(gold))), sample.completion)
         return None if same is None else float(same)
 
     def equal(self, gold: str, completion: str) -> bool | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.signatures import One
+from holdfast.text.numbers import number_as_text
 
 FIELD = re.compile(r"\{(\w+)\}")
 """What a judge's prompt replaces."""
@@ -21,7 +22,7 @@ def rule(section: Mapping[str, Any]) -> One:
     """Return the formula of a section."""
     match section:
         case {"kind": "exact", "column": column}:
-            return lambda sample: float(sample.completion.strip() == str(cell(sample, column)).strip())
+            return lambda sample: float(sample.completion.strip() == str(number_as_text(cell(sample, column))).strip())
         case {"kind": "countdown", "numbers": numbers, "target": target}:
             return lambda sample: float(reaches(sample.completion, cell(sample, numbers), cell(sample, target)))
         case {"kind": "format", "regex": regex, "mode": mode}:

@@ -9,6 +9,7 @@ from itertools import product
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.rewards.base import Sample, SampleOutcome
+from holdfast.text.numbers import number_as_text
 from holdfast.training.policy.rollouts import progress_of
 from holdfast.training.policy.run import PolicyEvaluation
 from holdfast.training.setup.rows import OpenedData
@@ -112,7 +113,7 @@ def check_answers(
         for label, prompts in _read(policy):
             with policy.setting.ranks.together():
                 answers = [
-                    "" if prompt.row[column] is None else str(prompt.row[column])
+                    "" if prompt.row[column] is None else str(number_as_text(prompt.row[column]))
                     for prompt in prompts
                     if column in prompt.row
                 ]

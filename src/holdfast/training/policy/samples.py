@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from holdfast.metrics.progress import terminal_width
 from holdfast.text.escaping import escaped
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
@@ -43,7 +44,7 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     if run.setting.world.is_first and samples:
         run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in samples]
         if config.show:
-            run.setting.log.messages.append(sample_table(choose_samples(samples, config.show), step))
+            run.setting.log.messages.append(sample_table(choose_samples(samples, config.show), step, terminal_width()))
 
 
 def _tokens(run: PolicyRun, rollout: Rollout, samples: Sequence[SampleRow]) -> dict[int, list[list[Any]]]:
@@ -132,23 +133,47 @@ def choose_samples(samples: Sequence[SampleRow], count: int) -> list[tuple[str, 
 
 _MOST_PARTS = 6
 _LONGEST_NAME = 20
+_ALWAYS = ("label", "reward", "advantage")
+_SHORTEST_TEXT = 24
+"""Columns that stay for prompt and completion: on a narrow terminal, parts are left out first."""
 
 
-def sample_table(picked: Sequence[tuple[str, SampleRow]], step: int) -> str:
+def sample_table(picked: Sequence[tuple[str, SampleRow]], step: int, width: int | None = None) -> str:
     """Return completions as lines of text: reward, advantage, the reward's parts, and what was asked and answered.
 
     A part that is the reward itself is left out, and so are parts beyond the sixth; samples.jsonl has all.
+
+    Args:
+        picked: Labels and completions.
+        step: Of the completions.
+        width: Columns that a line may take; None: prompts and completions are cut at a fixed length alone.
     """
+    from rich.cells import cell_len
+
     items = [item for _, item in picked]
     reward_names = _reward_names(items)
-    columns, more = reward_names[:_MOST_PARTS], len(reward_names) - _MOST_PARTS
-    rows = [[" " * 6, "reward", "advantage", *(_short(name, _LONGEST_NAME) for name in columns)]]
-    rows += [[label, *_numbers(item, columns)] for label, item in picked]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    ends = [f"(and {more} parts more)" if more > 0 else "", *map(_spoken, items)]
-    cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    lines = ["  ".join(["", *row, end]).rstrip() for row, end in zip(cells, ends, strict=True)]
+    rows = [[" " * 6, *_ALWAYS[1:], *(_short(name, _LONGEST_NAME) for name in reward_names[:_MOST_PARTS])]]
+    rows += [[label, *_numbers(item, reward_names[:_MOST_PARTS])] for label, item in picked]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    while width is not None and len(widths) > len(_ALWAYS) and _taken(widths) + _SHORTEST_TEXT > width:
+        widths.pop()
+    more = len(reward_names) + len(_ALWAYS) - len(widths)
+    room = None if width is None else max(width - _taken(widths), _SHORTEST_TEXT)
+    ends = [f"(and {more} parts more)" if more else "", *(_spoken(item, room) for item in items)]
+    lines = [_table_line(row, widths, end) for row, end in zip(rows, ends, strict=True)]
     return "\n".join([f"completions of step {step}:", *lines])
+
+
+def _table_line(row: Sequence[str], widths: Sequence[int], end: str) -> str:
+    from rich.cells import cell_len
+
+    cells = [" " * (width - cell_len(cell)) + cell for cell, width in zip(row, widths, strict=False)]
+    return "  ".join(["", *cells, end]).rstrip()
+
+
+def _taken(widths: Sequence[int]) -> int:
+    """Return the columns that lie before the texts."""
+    return sum(2 + width for width in widths) + 2
 
 
 def _reward_names(items: Sequence[SampleRow]) -> list[str]:
@@ -163,9 +188,32 @@ def _numbers(item: SampleRow, reward_names: Sequence[str]) -> list[str]:
     return [_decimal(item.reward), advantage, *(_decimal(item.rewards.get(name)) for name in reward_names)]
 
 
-def _spoken(item: SampleRow) -> str:
-    cut = " (cut)" if item.finish == Finish.LENGTH.value else ""
-    return f"{_short(item.prompt, _LONGEST)} -> {_short(item.completion, _LONGEST)}{cut}"
+def _spoken(item: SampleRow, room: int | None) -> str:
+    arrow, cut = " -> ", " (cut)" if item.finish == Finish.LENGTH.value else ""
+    prompt, completion = _short(item.prompt, _LONGEST), _short(item.completion, _LONGEST)
+    if room is not None:
+        prompt, completion = _shared(prompt, completion, room - len(arrow) - len(cut))
+    return f"{prompt}{arrow}{completion}{cut}"
+
+
+def _shared(first: str, second: str, room: int) -> tuple[str, str]:
+    """Return the ends of two texts that have this many columns together: half each, or what the other one leaves."""
+    from rich.cells import cell_len
+
+    first = _end(first, max(room // 2, room - cell_len(second)))
+    return first, _end(second, room - cell_len(first))
+
+
+def _end(text: str, room: int) -> str:
+    """Return a text, or what of its end has room behind an ellipsis; some characters take two columns."""
+    from rich.cells import cell_len
+
+    if cell_len(text) <= room:
+        return text
+    start = max(len(text) - room + len("..."), 0)
+    while cell_len(text[start:]) > room - len("..."):
+        start += 1
+    return "..." + text[start:]
 
 
 def _decimal(value: float | None) -> str:

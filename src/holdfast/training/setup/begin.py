@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import registry
-from holdfast.config.verbs.training import SFTConfig, TrainingConfig, planned_steps
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig, end_of_both, planned_steps
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.stream import BatchStream
 from holdfast.data.tokens.vision import ImageSide
@@ -132,6 +132,8 @@ def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any
     if _needs_its_end(config):
         stream.count_rows(tokens=origin.image_processor is None)  # opening every image may take hours
     total = planned_steps(config, stream.steps_per_epoch())
+    if setting.world.is_first and (ending := end_of_both(config, stream.steps_per_epoch())):
+        print(ending, flush=True)
     ranks.on_all_ranks(lambda: _check_end(config, total))
     ranks.on_all_ranks(lambda: _check_stages(sharded, total))
     seed_rank(config.seed, setting.world.rank, deterministic=config.determinism)

@@ -27,6 +27,7 @@ from holdfast.data.survey import Survey, report_lines
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import DataError
 from holdfast.models.files.origin import load_tokenizer
+from holdfast.text.numbers import number_as_text
 from holdfast.training.policy.rewards import RewardScorer
 from holdfast.training.run import ConfiguredRun
 from holdfast.training.setup.rows import (
@@ -239,7 +240,7 @@ class _AnswerChecks:
         """Take a row's answers; try them once there are enough."""
         for label, column in self.columns.items():
             waiting = self.waiting.setdefault(label, [])
-            waiting.append(str(row[column]) if row.get(column) is not None else "")
+            waiting.append(str(number_as_text(row[column])) if row.get(column) is not None else "")
             if len(waiting) >= _AT_ONCE:
                 self.finish(unreadable)
 

@@ -25,6 +25,7 @@ from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError, DataError
+from holdfast.text.numbers import number_as_text
 
 if TYPE_CHECKING:
     from holdfast.data.rows.rows import Row
@@ -155,7 +156,7 @@ def _choose_reward(draft: FirstFile, columns: Sequence[str], rows: Sequence[Row]
             f"Nothing in the columns {', '.join(columns)} says which completion is right. Write a reward function and "
             "name it in a file by hand: reward: [my_reward.py:score]."
         )
-    answers = [str(row[gold]) for row in rows if row.get(gold) is not None]
+    answers = [str(number_as_text(row[gold])) for row in rows if row.get(gold) is not None]
     mathematical = sum(_NUMBER.fullmatch(answer) is not None for answer in answers)
     share = mathematical / max(len(answers), 1)
     kind = "math" if share > 0.5 else "exact"
