@@ -26,8 +26,8 @@ def test_help_imports_the_files_of_commands_and_typer_alone(tmp_path: Path) -> N
 
     done, imports = run_and_list_imports([HOLDFAST, "--help"], cwd=tmp_path)
 
-    ours = {f"holdfast.cli.{name}" for name in ("main", "beforehand", "checkpoint", "hints", "looking")}
-    others = {"holdfast", "holdfast.cli", "holdfast.errors", "holdfast.text.escaping"}
+    ours = {f"holdfast.cli.{name}" for name in ("main", "beforehand", "checkpoint", "edge", "hints", "looking")}
+    others = {"holdfast", "holdfast.cli", "holdfast.errors", "holdfast.text.escaping", "holdfast.interrupts"}
     assert {name for name in imports if name.partition(".")[0] == "holdfast"} == ours | others
     # `copy` looks for `org.python`, which is Jython's.
     packages = {name.partition(".")[0] for name in imports - always} - sys.stdlib_module_names

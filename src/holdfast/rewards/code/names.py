@@ -103,9 +103,9 @@ def _of_python_alone(readings: Sequence[_Reading], supplied: Mapping[str, tuple[
     used = [names for reading in readings if (names := {name.id for name in reading.names(reading.tree)})]
     common = set.intersection(*used) if used else set[str]()
     if used and len(common) != 1:
-        names = ", ".join(sorted(common or set.union(*used))[:3])
+        listed = ", ".join(sorted(common or set.union(*used))[:3])
         raise ValueError(
-            f"the tests use nothing but names of Python ({names}), and do not say which one the code is to define. "
+            f"the tests use nothing but names of Python ({listed}), and do not say which one the code is to define. "
             "Write builtins.NAME for the others"
         )
     return TestNames(frozenset(common), {name: source for name, source in supplied.items() if name not in common})
