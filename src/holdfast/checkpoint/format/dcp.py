@@ -29,6 +29,7 @@ from torch.serialization import _get_layout, get_crc32_options, set_crc32_option
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
 from holdfast.checkpoint.format.manifest import FileEntry, TensorEntry
+from holdfast.checkpoint.format.modest_pickles import is_modest
 from holdfast.checkpoint.place.memory import is_out_of_memory, no_memory_for
 from holdfast.checkpoint.place.storage import Storage
 
@@ -264,7 +265,7 @@ def read_dcp_metadata(data: bytes, path: str, *, foreign: bool = False) -> Metad
         metadata = _Unpickler(data).load()
         _check_form(metadata, foreign=foreign)
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) and is_modest(data):  # a damaged pickle may ask for a table of gigabytes
             raise no_memory_for(path, len(data)) from error
         raise CheckpointCorrupt(f"{path} cannot be read: {str(error) or type(error).__name__}.") from None
     assert isinstance(metadata, Metadata)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.format.modest_pickles import is_modest
 from holdfast.checkpoint.place.layout import METADATA
-from holdfast.features.rescue.reading.modest_pickles import is_modest
 from holdfast.features.rescue.reading.parts import opened_file
 from holdfast.features.rescue.reading.pickles import StoredView
 from holdfast.features.rescue.reading.record import DamagedFile, ForeignCheckpoint, StoredTensor, TensorPiece
