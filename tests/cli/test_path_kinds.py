@@ -341,12 +341,12 @@ def test_only_a_near_key_is_suggested(places: Path, typed: str, meant: str | Non
 
 
 def test_an_export_that_is_not_there_is_told_with_the_run_that_would_write_it(places: Path) -> None:
-    from holdfast.cli.running.train import train_from
+    from holdfast.cli.commands.eval import evaluate_model
 
     with pytest.raises(
         ModelError, match=r"There is no directory runs/run/exports/best.*The run in runs/run would write"
     ):
-        train_from("eval", Path("runs/run/exports/best"), [])
+        evaluate_model("runs/run/exports/best", [])
 
 
 def test_a_limit_of_all_rewards_that_stands_with_one_is_sent_to_the_section_of_all(places: Path) -> None:

@@ -1,6 +1,6 @@
 """The model card of an export: what a stranger must know before loading it, from facts of the run alone.
 
-It may be published, so of text only what names something is in it (`metrics.trackers.content`): paths are last names,
+It may be published, so of text only what names something is in it (`config.public`): paths are last names,
 addresses hosts. A card that a user wrote or changed is never replaced: see `laid_cards`.
 """
 
