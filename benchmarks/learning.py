@@ -183,6 +183,7 @@ def holdfast_grpo(options: argparse.Namespace) -> dict[str, Any]:
     )
     rows = sums(2000)
     outcome = holdfast.grpo(config, rows=rows, observers=[lambda event: rewards.append(event.metrics["reward"])])
+    assert outcome.export is not None
     model = AutoModelForCausalLM.from_pretrained(outcome.export, dtype=torch.float32)
     return {
         "rewards": rewards,

@@ -20,7 +20,11 @@ from tests.cli.warm import WarmPython, run_and_list_imports
         ("sft", {"data": {"path": "gone.jsonl"}}, "data.path=gone.jsonl is not there (no such file or directory: "),
         ("sft", {"data": {"path": "notes.md"}}, "notes.md is no kind of file we read. Files of rows end in .jsonl"),
         ("sft", {"model": {"path": "./gone"}}, "There is no directory ./gone (looked from "),
-        ("eval", {"evaluation": {"sets": {"held": {"path": "gone.csv"}}}}, "data.path=gone.csv is not there"),
+        (
+            "eval",
+            {"evaluation": {"sets": {"held": {"path": "gone.csv"}}}},
+            "evaluation.sets.held.path=gone.csv is not there",
+        ),
         ("sft", {"data": {"filter": "gone.py:keep"}}, "data.filter: there is no file gone.py beside the YAML"),
         ("sft", {"optim": {"kind": "path", "path": "gone.py:Mine"}}, "optim.path: there is no file gone.py beside"),
         ("sft", {"metrics": {"sinks": ["gone.py:Mine"]}}, "metrics.sinks: there is no file gone.py beside the YAML"),

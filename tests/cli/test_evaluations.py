@@ -92,12 +92,13 @@ def test_any_model_is_evaluated_on_rows_without_a_file_of_a_run(
 
 
 def loss_by_transformers(directory: Path, rows: list[dict[str, str]]) -> float:
-    """Return the mean negative log-probability of completions and their ends."""
+    """Return the mean negative log-probability of answers and their ends; prompts are a user's turns."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     losses = []
     for row in rows:
-        prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in row.values())
-        tokens = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
+        tokens = torch.tensor([tokenizer.apply_chat_template(turns, return_dict=False)])
         with torch.no_grad():
             logprobs = model(tokens).logits[0].log_softmax(-1)
         losses += [-float(logprobs[place - 1, tokens[0, place]]) for place in range(len(prompt), tokens.shape[1])]

@@ -248,7 +248,8 @@ def test_a_plain_model_without_a_weight_is_refused_and_not_filled_with_random_va
 def test_paths_that_are_nothing_to_load_are_refused_in_a_paragraph(warm: WarmPython, place: Path) -> None:
     (place / "empty").mkdir()
 
-    for target in ("nowhere", "./nowhere", "run.yaml", "empty"):
+    refused(generated(warm, place, "run.yaml", "--prompt", "a"), "run.yaml is the configuration file of a run")
+    for target in ("nowhere", "./nowhere", "empty"):
         refused(generated(warm, place, target, "--prompt", "a"), f"{target} is none of what can be loaded: an export")
     shutil.rmtree(place / "runs/run/checkpoints")
     refused(generated(warm, place, "runs/run", "--prompt", "a"), "runs/run")

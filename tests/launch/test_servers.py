@@ -12,7 +12,7 @@ import pytest
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.errors import ConfigError
-from holdfast.features.vllm.processes import Served, Servers
+from holdfast.features.vllm.processes import Servers, ServerSpec
 from holdfast.features.vllm.serving import servers_of
 from tests.features.vllm.served import ServedModel, served_tree, serving
 
@@ -44,7 +44,7 @@ def test_a_server_that_is_there_already_is_not_taken_for_ours(tmp_path: Path) ->
     served = ServedModel()
     with serving(served) as url:
         section = VLLMEngineConfig(url=[url], start=True, python=stand_in(tmp_path))
-        servers = Servers(Served(section, tmp_path, "policy", "float32", 64, True, tmp_path))
+        servers = Servers(ServerSpec(section, tmp_path, "policy", "float32", 64, True, tmp_path))
         with pytest.raises(ConfigError, match=f"a server that this command did not start answers on {url}"):
             servers.__enter__()
 
