@@ -124,6 +124,9 @@ def test_what_can_be_told_is_known_before_anything_runs(kind: str) -> None:
     if kind == "phimoe":  # its sparse mixer takes one expert after the other
         assert why is not None
         assert "PhimoeTopKRouter" in why
+    elif kind == "dbrx":  # its layers choose, not its routers
+        assert why is not None
+        assert "DbrxRouter" in why
     else:
         assert why is None if kind in ROUTED else why == "it is no mixture of experts"
 

@@ -45,7 +45,7 @@ class DcpDirectory:
             if not data:
                 raise DamagedFile(f"{METADATA} is empty")
             if not is_modest(data):
-                raise DamagedFile(f"{METADATA} asks for more memory or time than goes with its size")
+                raise DamagedFile(f"{METADATA} cannot be read: it asks for more memory or time than goes with its size")
             self._metadata: Metadata = read_dcp_metadata(data, str(path), foreign=True)
         except FileNotFoundError:
             raise DamagedFile(
