@@ -229,7 +229,7 @@ def choose_router_loss(section: RouterLossConfig, model: nn.Module) -> tuple[Rou
 
 def _router_output(output: Any, index: int) -> RouterOutput:
     outputs = output if isinstance(output, tuple) else (output,)
-    logits = outputs[index] if isinstance(outputs, tuple) else outputs  # some routers return logits alone
+    logits = outputs[index]
     experts = [
         tensor
         for tensor in outputs
