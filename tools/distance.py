@@ -95,6 +95,9 @@ def files_of(verb: str, folder: Path) -> dict[str, set[str]]:
 
 def main() -> int:
     """Print the table: a trend, which fails nothing."""
+    from holdfast.text.quiet import hush
+
+    hush()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for verb in ("sft", "grpo"):
         silent = contextlib.redirect_stdout(io.StringIO())

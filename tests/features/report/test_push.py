@@ -187,6 +187,15 @@ def test_changed_weights_and_other_directories_are_refused_before_anything_is_as
     assert hub.asked == []
 
 
+def test_an_export_that_is_not_there_is_told_with_the_run_that_would_write_it(hub: Hub, tmp_path: Path) -> None:
+    done = push(hub, tmp_path / "runs/run/exports/final")
+
+    assert done.code == 2
+    assert f"There is no directory {tmp_path}/runs/run/exports/final" in done.err
+    assert f"The run in {tmp_path}/runs/run would write it at its end" in done.err
+    assert hub.asked == []
+
+
 @pytest.mark.deep
 def test_a_hub_that_is_not_there_is_one_paragraph(export: Path) -> None:
     with serving() as hub:

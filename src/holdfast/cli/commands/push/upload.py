@@ -21,6 +21,7 @@ from holdfast.config.public import public_configuration, public_text
 from holdfast.config.yaml12 import parse_file, to_yaml
 from holdfast.errors import RunStopped, UserError
 from holdfast.files import read_json, size_words
+from holdfast.models.files.places import local_directory
 from holdfast.text.escaping import escaped
 
 _ALLOWED = (
@@ -104,6 +105,8 @@ def _check_arrived(
 def _check_export(export: Path) -> str:
     from holdfast.checkpoint.export.about import check_weights, read_about
 
+    if not export.exists():
+        local_directory(str(export), Path.cwd())  # says whose export it would be
     exported = read_about(export)
     if exported is None:
         raise UserError(
