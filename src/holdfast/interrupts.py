@@ -74,6 +74,8 @@ class _Postponed:
         signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
 
     def _due(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is Python's
+        if not self._is_waiting:  # it rang while the second Ctrl-C, which ended the wait, was handled
+            return
         if signal.getsignal(signal.SIGINT) == self._interrupt:
             self._look(frame)
         else:  # somebody who saves first has taken over meanwhile
