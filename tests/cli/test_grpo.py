@@ -115,6 +115,7 @@ def test_a_run_leaves_metrics_samples_and_a_model(warm: WarmPython, tmp_path: Pa
     assert np.mean([sample["reward"] for sample in of_first]) == pytest.approx(steps[0]["reward"], abs=1e-9)
     assert all(sample["trained"] for sample in of_first)
     assert sum(sample["advantage"] for sample in of_first) == pytest.approx(0, abs=1e-5)
+    assert any(abs(sample["advantage"]) > 0.1 for sample in of_first)
     assert [word in done.out for word in ("completions of step 1:", "best", "worst")] == [True] * 3
     first, last = (line for line in lines if "eval/held_out/pass@4" in line)
     assert first["step"] == 0

@@ -140,6 +140,9 @@ _USES: Mapping[PathKind, Uses] = {
 Of several sentences the first counts whose every field is known of the path.
 """
 
+_NAMED_BY_READERS = (K.FOREIGN_CHECKPOINT, K.WEIGHTS)
+"""Kinds that readers of checkpoints refuse themselves, with the name of the system that wrote the files."""
+
 
 def use(at: Recognised, expected: PathKind) -> str:
     """Return the sentence that names what takes the path, for someone who was to name another kind."""
@@ -172,7 +175,7 @@ def check_path(path: str, taken: Collection[PathKind], subject: str) -> None:
 def misplaced(path: str, taken: Collection[PathKind], subject: str) -> str | None:
     """Return what `check_path` raises, None where it does not."""
     at = recognise(path)
-    if at.kind is K.UNKNOWN or at.kind in taken:
+    if at.kind is K.UNKNOWN or at.kind in taken or (K.CHECKPOINT in taken and at.kind in _NAMED_BY_READERS):
         return None
     expected = list(taken)
     nouns = " or ".join(expected[:2])

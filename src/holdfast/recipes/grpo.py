@@ -64,15 +64,15 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
         rollout = next_rollout(run)
         if rollout is None:
             return None
-        metrics = learn(run, rollout)
+        rollout, metrics = learn(run, rollout)
         if run.config.rollout.record:
             registry.load(registry.STEP_RECORD)(run, rollout, metrics)
         tell_samples(run, rollout)
         return metrics
 
 
-def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
-    """Compare the completions of each prompt, and update the policy on them.
+def learn(run: PolicyRun, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+    """Compare the completions of each prompt, update the policy on them, and return them with their advantages.
 
     The walk before step 1, `holdfast plan` and `holdfast replay` call it too.
     """
@@ -87,7 +87,7 @@ def learn(run: PolicyRun, rollout: Rollout) -> dict[str, float]:
     metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
     metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
     metrics |= measured(run, metrics)
-    return metrics
+    return rollout, metrics
 
 
 def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) -> dict[str, float]:

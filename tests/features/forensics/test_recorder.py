@@ -113,7 +113,7 @@ def test_a_table_leaves_out_a_part_that_is_the_reward_and_parts_beyond_the_sixth
     many = sample_table([("best", shown(rewards={f"part{n}": float(n) for n in range(8)}))], 3).splitlines()
 
     assert alone[1] == "          reward  advantage"
-    assert many[1].split()[2:] == [*(f"part{n}" for n in range(6)), "(and", "2", "parts", "more)"]
+    assert many[1].split()[2:] == [*(f"part{n}" for n in range(6)), "(and", "2", "more)"]
     assert many[2].split()[3:9] == [f"{n}.00" for n in range(6)]
 
 
@@ -130,7 +130,7 @@ def test_a_table_is_as_wide_as_the_terminal_at_most(columns: int, answer: str, n
     assert all(cell_len(row) >= min(columns - 1, 180) for row in rows)
     assert asked.endswith("2? ") and answered.endswith(answer[-1] + " (cut)")
     left_out = len(names) - len(rows[0].split("...")[0].split()[3:])
-    assert (f"(and {left_out} parts more)" in head) == (left_out > 0)
+    assert (f"(and {left_out} more)" in head) == (left_out > 0)
 
 
 def test_a_short_completion_leaves_its_columns_to_the_prompt() -> None:

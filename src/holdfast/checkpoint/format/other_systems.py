@@ -101,7 +101,7 @@ _SYSTEMS: list[System] = [
             (".metadata" in names and _any(names, r"\.distcp$"))
             or (_any(names, r"^step-\d+$") and ".metadata" in inner)
         ),
-        "it is a plain DCP directory (torchtitan writes such). torch's dcp.load reads it.",
+        "it is a plain DCP directory (torchtitan writes such). `holdfast checkpoint import` goes on from it.",
     ),
     (
         lambda names, inner: "checkpoint" in names and _any(inner, r"^step-\d{1,7}$"),

@@ -61,7 +61,7 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
     record = read_record(directory, step)
     with _rebuilt(config, directory, record, world) as rebuilt:
         rebuilt.go_to(step - 1)
-        metrics = learn(rebuilt.run, record.rollout)
+        _, metrics = learn(rebuilt.run, record.rollout)
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
     pairs = {name: (record.metrics[name], metrics[name]) for name in REPLAYED_METRICS}
     return [

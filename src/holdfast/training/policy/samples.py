@@ -159,7 +159,7 @@ def sample_table(picked: Sequence[tuple[str, SampleRow]], step: int, width: int 
         widths.pop()
     more = len(reward_names) + len(_ALWAYS) - len(widths)
     room = None if width is None else max(width - _taken(widths), _SHORTEST_TEXT)
-    ends = [f"(and {more} parts more)" if more else "", *(_spoken(item, room) for item in items)]
+    ends = [f"(and {more} more)" if more else "", *(_spoken(item, room) for item in items)]
     lines = [_table_line(row, widths, end) for row, end in zip(rows, ends, strict=True)]
     return "\n".join([f"completions of step {step}:", *lines])
 
