@@ -44,3 +44,24 @@ def test_a_run_dir_that_cannot_be_made_is_a_users_error(tmp_path: Path, tree: di
 
     with pytest.raises(UserError, match=r"run\.dir=.* cannot be written: "):
         holdfast.sft(tree | changed)
+
+
+@pytest.mark.cases("all")
+def test_commands_say_nothing_of_other_packages(trained: Path, tmp_path: Path) -> None:
+    """In processes of their own: what other packages say when they are imported is said once in a process."""
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, [{"prompt": "add 1=", "completion": "1"}] * 40)
+    model = trained / "runs" / "run" / "exports" / "final"
+    file = str(tmp_path / "first.yaml")
+    commands = [
+        ["--help"],
+        ["init", "--model", str(model), "--data", str(rows), "--output", file],
+        ["doctor", file, "launch.device=cpu", "launch.ranks=1"],
+        ["plan", file, "launch.device=cpu", "launch.ranks=1"],
+        ["sft", file, "dry_run=true", "launch.device=cpu", "launch.ranks=1"],
+    ]
+
+    for command in commands:
+        done = run([sys.executable, "-m", "holdfast.cli.main", *command], cwd=tmp_path)
+
+        assert (done.code, done.err) == (0, ""), command

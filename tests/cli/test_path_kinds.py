@@ -325,7 +325,7 @@ TYPED = [
     ("optm", "optim"), ("evalutaion", "evaluation"), ("sead", "seed"), ("lanch", "launch"), ("checkpiont", "checkpoint"),
     ("paralel", "parallel"), ("modle", "model"), ("dtaa", "data"), ("objetive", "objective"), ("metrcis", "metrics"),
     ("run_id", None), ("date", "data"), ("verb", None), ("format", None), ("zzz", None),
-    ("optimization", None), ("mode", "model"), ("loss", None), ("notes", None),
+    ("optimization", None), ("reward", None), ("mode", "model"), ("loss", None), ("notes", None),
 ]  # fmt: skip
 
 
@@ -340,13 +340,21 @@ def test_only_a_near_key_is_suggested(places: Path, typed: str, meant: str | Non
     assert (suggestion and suggestion[1]) == meant
 
 
-def test_an_export_that_is_not_there_is_told_with_the_run_that_would_write_it(places: Path) -> None:
+def test_an_export_that_is_not_there_is_told_with_what_its_run_has_or_would_write(places: Path) -> None:
     from holdfast.cli.commands.eval import evaluate_model
 
-    with pytest.raises(
-        ModelError, match=r"There is no directory runs/run/exports/best.*The run in runs/run would write"
-    ):
+    with pytest.raises(ModelError) as of_a_done_run:
         evaluate_model("runs/run/exports/best", [])
+    with pytest.raises(ModelError) as of_no_run:
+        evaluate_model("runs/next/exports/best", [])
+
+    looked = f"exports/best (looked from {Path.cwd()}). The run in runs"
+    assert str(of_a_done_run.value) == (
+        f"There is no directory runs/run/{looked}/run has exported final, final-adapter."
+    )
+    assert str(of_no_run.value) == (
+        f"There is no directory runs/next/{looked}/next would write it at its end: start that one first."
+    )
 
 
 def test_a_limit_of_all_rewards_that_stands_with_one_is_sent_to_the_section_of_all(places: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cli.commands import in_a_terminal
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
@@ -127,7 +129,35 @@ def test_a_file_for_another_verb_is_told_so(warm: WarmPython, tmp_path: Path, tr
     done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", cwd=tmp_path)
 
     assert done.code == 2
+    assert "run.yaml looks like a run of `holdfast grpo`: try `holdfast grpo run.yaml`. For `holdfast sft`:" in done.err
+
+
+@pytest.mark.parametrize(
+    "option", ["reward=exact", "rollout.group_size=4", "preference.loss=dpo", "teacher.path=model"]
+)
+def test_an_option_for_another_verb_is_told_so(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any], option: str
+) -> None:
+    write_run(tmp_path / "run.yaml", tree)
+    meant = {"preference": "dpo", "teacher": "distill"}.get(option.partition(".")[0], "grpo")
+
+    done = warm.run("-m", "holdfast.cli.main", "sft", "run.yaml", option, cwd=tmp_path)
+
+    assert done.code == 2
     assert (
-        "run.yaml looks like a file for `holdfast grpo`: `holdfast grpo run.yaml` starts it. For `holdfast sft`:"
+        f"run.yaml {option} looks like a run of `holdfast {meant}`: try `holdfast {meant} run.yaml {option}`"
         in done.err
+    )
+
+
+def test_a_file_that_no_section_ascribes_to_a_verb_hears_what_is_missing_alone(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = warm.run("-m", "holdfast.cli.main", "dpo", "run.yaml", cwd=tmp_path)
+
+    assert (done.code, done.err) == (
+        2,
+        "run.yaml: preference: required, and missing; for example preference: {loss: dpo}\n",
     )

@@ -241,3 +241,8 @@ def test_a_prompt_is_what_stands_before_the_answer(row: dict[str, Any], prompt: 
 def test_a_row_without_a_prompt_is_named(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         prompt_of(row, "Row 3 of x")
+
+
+def test_pairs_are_sent_to_the_commands_that_train_on_pairs() -> None:
+    with pytest.raises(DataError, match="columns prompt, chosen, rejected. Pairs of answers are for `holdfast dpo`"):
+        row_shape(["prompt", "chosen", "rejected"])

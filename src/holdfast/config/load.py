@@ -149,7 +149,7 @@ def _misplaced_or_misspelt(name: str, siblings: Sequence[str], everywhere: Seque
     if elsewhere and not _close(name, siblings, 0.85):
         return f"unknown key here; it belongs elsewhere: did you mean {' or '.join(elsewhere[:3])}?"
     by_last_word = {dotted.split(".")[-1]: dotted for dotted in sorted(everywhere, key=lambda key: "*" not in key)}
-    close = _close(name, siblings, 0.6) or by_last_word.get(_close(name, list(by_last_word), 0.75) or "")
+    close = _close(name, siblings, 0.6) or by_last_word.get(_close(name, list(by_last_word), 0.8) or "")
     return f"unknown key; did you mean {close}?" if close else f"unknown key; this section has {', '.join(siblings)}"
 
 

@@ -398,6 +398,7 @@ def test_weights_that_a_run_would_refuse_fail_with_the_runs_own_words(
     with pytest.raises(ModelError) as refusal:
         blueprint(ModelConfig(path=str(folder)), place, seed=0)
     assert (code, by_name(findings, "model")) == (1, ("Fail", str(refusal.value)))
+    assert "again" in str(refusal.value)  # what to do
 
 
 def test_weights_on_a_hub_are_not_called_sound(capsys: Any, place: Path) -> None:

@@ -171,3 +171,21 @@ def test_an_order_that_nothing_tells_is_imported_by_a_word(fixtures: Path, token
     for name, slots in truth_of(fixtures / "verl-fsdp1-flat")["optim"].items():
         assert torch.equal(stored.read(f"optim.{name}.exp_avg"), slots["exp_avg"]), name
     assert "order of ranks taken from the names" in stored.manifest.deviations[0]
+
+
+def test_weights_that_are_stored_once_more_are_said_to_be_left_out(fixtures: Path) -> None:
+    code, said = checked(place_of(fixtures / "trainer-full"))
+
+    assert code == 0
+    assert "note       model.safetensors is not looked at: the weights are those of pytorch_model_fsdp.bin" in said
+
+
+def test_an_optimizer_that_could_not_be_read_is_not_called_frozen(fixtures: Path, tmp_path: Path) -> None:
+    path = copied(fixtures, "verl-fsdp1-flat", tmp_path)
+    swap_ranks(path)
+
+    code, said = checked(path)
+
+    assert code == 1
+    assert "was written as" in said
+    assert "have no state" not in said

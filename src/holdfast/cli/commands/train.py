@@ -10,7 +10,7 @@ from holdfast.cli.arguments import Model, OptionalRunFile, Overrides, Rows, Teac
 from holdfast.config.load import LoadedConfig, from_mapping, load_config
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.roots import ROOTS, sections_of, verb_of
-from holdfast.config.verbs.training import TrainingConfig
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.start import start
 
@@ -79,7 +79,7 @@ def train_run(  # noqa: PLR0913, PLR0917 - each is an option of a command
 
 
 def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfig]:
-    """Read a verb's file; where it is wrong for this verb and looks like another's, say so first.
+    """Read a verb's file; where it is wrong for this verb and has a section of another one alone, say so first.
 
     Raises:
         ConfigError: As `load`.
@@ -91,9 +91,10 @@ def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[Train
             meant = verb_of(sections_of(path, overrides))
         except ConfigError:
             raise error from None
-        if meant == verb:
+        if meant in {verb, SFTConfig.verb}:  # a file of supervised training has no section of its own
             raise
+        options = "".join(f" {override}" for override in overrides)
         raise ConfigError(
-            f"{path} looks like a file for `holdfast {meant}`: `holdfast {meant} {path}` starts it. For `holdfast "
-            f"{verb}`:\n{error}"
+            f"{path}{options} looks like a run of `holdfast {meant}`: try `holdfast {meant} {path}{options}`. For "
+            f"`holdfast {verb}`:\n{error}"
         ) from None

@@ -43,19 +43,20 @@ def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfi
     Raises:
         ConfigError: As `load`.
     """
-    _, values = split_overrides(overrides)
-    keys = {override.partition(".")[0].partition("=")[0]: override for override in values}
-    return load_config(path, overrides, ROOTS[verb_of(keys | sections_of(path, overrides))])
+    return load_config(path, overrides, ROOTS[verb_of(sections_of(path, overrides))])
 
 
 def sections_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the outermost keys of a run's files, each with its value in the last file that has it.
+    """Return the outermost keys of a run's files and overrides.
+
+    The value of each is that in the last file that has it; else the override.
 
     Raises:
         ConfigError: A file cannot be read.
     """
-    files, _ = split_overrides(overrides)
-    return {key: value for file in (path, *files) for key, value in parse_file(file).values.items()}
+    files, values = split_overrides(overrides)
+    keys = {override.partition(".")[0].partition("=")[0]: override for override in values}
+    return keys | {key: value for file in (path, *files) for key, value in parse_file(file).values.items()}
 
 
 def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:

@@ -97,6 +97,11 @@ def row_shape(columns: Collection[str], row_format: RowFormat = "auto", *, promp
             f"The rows have the columns {listed}, which fit {' and '.join(fitting)}. "
             f"Set data.rows to the one you mean, as in data.rows={fitting[0]}."
         )
+    if {"chosen", "rejected"} <= set(columns):
+        raise DataError(
+            f"The rows have the columns {listed}. Pairs of answers are for `holdfast dpo` and `holdfast reward`; to "
+            "train on the chosen ones alone, name them by data.columns, as in data.columns={completion: chosen}."
+        )
     shapes = "; ".join(f"{shape} ({', '.join(names)})" for shape, names in needed.items())
     raise DataError(
         f"The rows have the columns {listed}, which fit no shape we know: {shapes}. "

@@ -98,7 +98,8 @@ def lines(checkpoint: ForeignCheckpoint) -> Iterator[str]:
     yield f"  weights    {_tensor_summary(about['weights'], 'tensors')}"
     if (optimizer := about["optimizer"]) is not None:
         yield f"  optimizer  {_tensor_summary(optimizer, 'parameters')}: {', '.join(optimizer['keys'])}"
-        if without := len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states):
+        without = len(checkpoint.weights) - len(checkpoint.tied_away) - len(checkpoint.states)
+        if without and (checkpoint.states or not checkpoint.of_kind("damage")):
             yield f"             {without} weights have no state: frozen, buffers, or without a gradient so far"
     if about["schedule_step"] is not None:
         yield f"  schedule   at {about['schedule_step']}"

@@ -32,7 +32,20 @@ def local_directory(name: str, base: Path, key: str = "model.path") -> Path | No
         if directory.is_dir():
             return directory
     if not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", name) or name.startswith((".", "/", "~")):
-        run = re.fullmatch(r"(.+)/exports/[\w.-]+/?", name)
-        hint = f" The run in {run[1]} would write it at its end: start that one first." if run else ""
-        raise ModelError(f"There is no directory {name} (looked from {Path.cwd()} and from {base}).{hint}")
+        looked = " and ".join(dict.fromkeys(f"from {directory}" for directory in (Path.cwd(), base.resolve())))
+        raise ModelError(f"There is no directory {name} (looked {looked}).{_of_run(name, base)}")
     return None
+
+
+def _of_run(name: str, base: Path) -> str:
+    """Say what an export that is not there has to do with its run; "" of what is no export."""
+    match = re.fullmatch(r"(.+)/exports/[\w.-]+/?", name)
+    if match is None:
+        return ""
+    exports = next(
+        (path for path in (expanded(f"{match[1]}/exports"), base / match[1] / "exports") if path.is_dir()), None
+    )
+    present = [] if exports is None else sorted(path.name for path in exports.iterdir() if path.is_dir())
+    if present:
+        return f" The run in {match[1]} has exported {', '.join(present)}."
+    return f" The run in {match[1]} would write it at its end: start that one first."

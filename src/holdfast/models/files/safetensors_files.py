@@ -168,7 +168,7 @@ def weight_files(directory: Path) -> dict[str, Path]:
     hint = (
         f" It has {', '.join(foreign_files[:3])}: load and save it once with transformers to convert."
         if foreign_files
-        else ""
+        else " Copy or download the directory again, with its weights."
     )
     raise ModelError(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
 

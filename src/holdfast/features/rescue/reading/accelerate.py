@@ -97,6 +97,15 @@ def _add_weights(checkpoint: ForeignCheckpoint, folder: Path, names: set[str]) -
         add_full_weights(checkpoint, file, _named(MODEL_FILE, file))
     else:
         add_safetensors(checkpoint, folder)
+        return _require_weights(checkpoint)
+    unread = sorted(name for name in names if name.endswith(".safetensors"))
+    if unread:
+        source = MODEL_FOLDER if MODEL_FOLDER in names else MODEL_FILE
+        checkpoint.add("note", f"{', '.join(unread)} is not looked at: the weights are those of {source}")
+    return _require_weights(checkpoint)
+
+
+def _require_weights(checkpoint: ForeignCheckpoint) -> None:
     if not checkpoint.weights and not checkpoint.of_kind("damage"):
         checkpoint.add("damage", f"there are no weights: neither {MODEL_FOLDER}/, {MODEL_FILE} nor safetensors")
 
