@@ -241,7 +241,7 @@ def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _local(moment: Tensor) -> Tensor:
-    """Return this rank's shard; of a quantised one `to_local` would construct a new tensor and lose in-place updates."""
+    """Return this rank's shard; `to_local` would rebuild a quantised one, and in-place updates would be lost."""
     return moment._local_tensor if isinstance(moment, DTensor) else moment
 
 

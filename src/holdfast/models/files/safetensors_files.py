@@ -1,8 +1,8 @@
 """Read and write safetensors files tensor by tensor.
 
 The format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON header with
-dtype, shape and byte range of every tensor, then the bytes. The library writes a file from a dictionary that holds all
-its tensors at once; ours writes each piece of a tensor as it comes, while the next one is on its way.
+dtype, shape and byte range of every tensor, then the bytes. The library's writer needs all tensors of a file in memory
+at once; `write_file` writes each piece of a tensor as it arrives, while the next one is being gathered.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _LONGEST_HEADER = 100_000_000
-"""The format's own bound."""
+"""Largest header that the format allows, in bytes."""
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
