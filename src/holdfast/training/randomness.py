@@ -1,7 +1,7 @@
-"""Where chance enters training, and from which seed.
+"""Seed the global random generators of a rank.
 
-Initial weights and the order of rows have generators of their own and depend on neither rank nor step. What is left is
-dropout: it draws from torch's global generator, seeded here for each rank.
+Initial weights and the order of rows have separate generators, which depend on neither rank nor step. Only dropout
+draws from torch's global generator, which is seeded here differently for each rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which rank the others wait for: every few steps all ranks compare how long each of them worked.
+"""Detect the rank that the others wait for: every few steps, all ranks compare how long each of them worked.
 
-Work is the time in which a rank's main thread ran or wanted a processor; what it slept, it waited for others or for a
-disk. On a GPU the thread spins while the device works, so nothing is compared there.
+Work is the time in which a rank's main thread was running or runnable. While it sleeps, it waits for other ranks or for
+a disk. On a GPU the thread spins while the device computes, so nothing is compared there.
 """
 
 from __future__ import annotations
