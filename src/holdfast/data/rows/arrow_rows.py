@@ -1,7 +1,7 @@
-"""Rows that the `datasets` library keeps in Arrow tables: parquet and arrow files, saved data sets, the hub.
+"""Rows in Arrow tables of the `datasets` library: parquet and arrow files, saved data sets, the hub.
 
-Arrow gives every struct of a column the same keys, so a key that a row's file lacks comes back as a null. Nulls inside
-a column are therefore dropped; a column that is null as a whole stays, so that it can be reported.
+In Arrow, all structs of a column have the same keys, so that a key that a row lacks becomes null. Nulls inside of a
+column are therefore dropped; a column whose value is null is kept, so that it can be reported.
 """
 
 from __future__ import annotations
