@@ -1,4 +1,4 @@
-"""Bytes of tensors by kind and phase, counted while a step runs; the tensors may hold numbers or not.
+"""Counts the bytes of tensors by kind and phase while a step runs, on real devices or on fake ones.
 
 What a tensor is counted as follows from where it was made: gathered by FSDP2, in the head, in a forward or a backward
 pass; parameters, gradients and optimizer states are named when they are known. A tensor's memory is its storage's, so
@@ -31,7 +31,7 @@ _LARGE = 2**16
 
 @dataclass
 class Peak:
-    """The most that was allocated at one moment of a phase."""
+    """The largest number of bytes that was allocated at one moment of a phase, and its parts by kind."""
 
     total: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
@@ -46,7 +46,10 @@ class _Storage:
 
 
 class Ledger:
-    """Counts storages. `rounding` is how many bytes an allocation is a multiple of, by device type."""
+    """Counts the bytes of live storages.
+
+    `rounding` maps a device type to the number of bytes that its allocator rounds each allocation up to.
+    """
 
     def __init__(self, rounding: Mapping[str, int] | None = None) -> None:
         self._rounding = {"cuda": 512} if rounding is None else dict(rounding)

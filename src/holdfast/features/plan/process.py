@@ -28,7 +28,7 @@ _OWN_GUARD_REFUSES = (2, 14)
 
 
 class NoGuard(UserError):
-    """Nothing can be executed on fake devices here; the message says why."""
+    """Fake CUDA devices cannot be used on this machine; the message gives the reason."""
 
 
 def load_guard(cache: Path | None = None) -> Path | None:

@@ -1,4 +1,4 @@
-"""The page that every run ends with: written by the command after the last save, in time or not at all."""
+"""Writes the page of a run after its last save. If this takes too long, the page is left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.training.directory import IDENTITY, count_starts
 
 
 class _PageTimeout(BaseException):
-    """The time is over, or a signal asks the command to end. No `except Exception` catches it."""
+    """Raised when the time for the page is over, or a signal ends the command. No `except Exception` catches it."""
 
 
 def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:

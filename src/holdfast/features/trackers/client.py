@@ -1,4 +1,4 @@
-"""The run's side of its trackers: it starts their processes, hears whether they live, and ends them.
+"""Starts the processes of a run's trackers, checks that they live, and ends them.
 
 Nothing here waits, but for `close`, which waits `tracker_close_seconds` of patience.py in all.
 """

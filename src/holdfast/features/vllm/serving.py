@@ -1,4 +1,4 @@
-"""`holdfast serve`: servers of vLLM for a run, with its flags; `rollout.engine.start` has them beside the ranks."""
+"""`holdfast serve`: starts vLLM servers with the flags that a run needs. `rollout.engine.start` starts them with it."""
 
 from __future__ import annotations
 

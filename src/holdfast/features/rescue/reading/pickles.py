@@ -80,7 +80,7 @@ _PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._
 
 @dataclass(frozen=True)
 class StoredView:
-    """A tensor in a file: which numbers of which storage."""
+    """A tensor in a file, described by its storage, offset, shape and strides."""
 
     storage: str
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class Sharded:
 
 
 class OpaqueObject:
-    """Stands for an object with a listed name: it keeps the name, the arguments of its call, and the state."""
+    """Replaces an object with a listed name, and keeps the name, the arguments of its call, and its state."""
 
     name = ""
     arguments: tuple[Any, ...]
