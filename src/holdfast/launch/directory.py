@@ -147,6 +147,8 @@ def _remove_abandoned(parent: Path, prefix: str, current: Path) -> None:
         except OSError:
             continue
         try:
+            # The lock is free if the launcher has ended, however it ended: the kernel releases the locks of a dead
+            # process.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except OSError:

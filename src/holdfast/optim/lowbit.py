@@ -242,6 +242,7 @@ def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _local(moment: Tensor) -> Tensor:
     """Return this rank's shard; `to_local` would rebuild a quantised one, and in-place updates would be lost."""
+    # `_local_tensor` is DTensor's private field for the shard that this rank stores.
     return moment._local_tensor if isinstance(moment, DTensor) else moment
 
 

@@ -170,6 +170,8 @@ def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
     Raises:
         NotSeparable: Its class is not listed, or its blocks do not end where shards do.
     """
+    # `to_local` may return a new tensor object, and the inner tensors must be those that the optimizer updates in
+    # place.
     local: Any = value._local_tensor if isinstance(value, DTensor) else value
     kind = odd_class(value) or ""
     if kind not in LISTED:

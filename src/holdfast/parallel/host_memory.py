@@ -264,6 +264,7 @@ def _opened(offer: _MemoryOffer) -> int:
     On another machine or in another container the path does not exist, or is another process's file.
     """
     try:
+        # /proc names an anonymous file as memfd: and its name; any other link would be a stranger's file.
         if not str(Path(offer.path).readlink()).startswith(f"/memfd:{_NAME}"):
             return -1
         return os.open(offer.path, os.O_RDWR)

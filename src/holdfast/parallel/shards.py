@@ -45,6 +45,7 @@ def odd_class(tensor: Tensor) -> str | None:
     Quantised tensors are subclasses: what looks like float32 consists of integers and scales, which a copy of the
     values does not keep. The FakeTensors of `holdfast plan` count as plain tensors.
     """
+    # `to_local` passes through autograd and returns a new object; the class that is stored is wanted.
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
     return None if kind in {Tensor, nn.Parameter, FakeTensor} else f"{kind.__module__}.{kind.__qualname__}"

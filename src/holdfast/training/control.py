@@ -68,6 +68,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         """Install the signal handlers."""
+        # Python allows signal handlers to be installed only from the main thread.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._note)

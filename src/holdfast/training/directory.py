@@ -214,6 +214,8 @@ def _write(path: Path, text: str) -> None:
     with naming(temporary), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        # Some file systems write a rename to the disk before the file's data; after a power cut the new name is then
+        # empty.
         os.fsync(file.fileno())
     temporary.replace(path)
     LocalStorage(path.parent).sync("")

@@ -26,5 +26,6 @@ def seed_rank(seed: int, rank: int, *, deterministic: bool, step: int = 0) -> No
     number = int.from_bytes(digest[:7], "little")
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002 - libraries that draw from the global generator exist
+    # This seeds the generators of all devices, those that are initialised later included.
     torch.manual_seed(number)
     torch.use_deterministic_algorithms(deterministic)

@@ -105,6 +105,8 @@ def _is_alive(lease: Path, holder: Mapping[str, Any]) -> bool:
         return False
     with RegularFile(lease) as file:
         try:
+            # A shared lock conflicts with the holder's exclusive lock, and two readers that try at once do not refuse
+            # each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

@@ -244,6 +244,8 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     if not nonempty:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = [gradient if gradient.dtype == torch.float64 else gradient.float() for gradient in nonempty]
+    # torch's optimizers and `clip_grad_norm_` use these private kernels too: one launch for all tensors, not one per
+    # tensor.
     norms = torch._foreach_norm(wide)
     return torch.stack([norm.to(device=device, dtype=torch.float64) for norm in norms]).square().sum()
 

@@ -13,6 +13,8 @@ from statistics import median_low
 from holdfast.metrics.health import SLOWEST, SLOWEST_RATIO, STRAGGLER_STEPS
 from holdfast.parallel.collectives import RankGroup
 
+# The main thread's nanoseconds on a CPU and in the run queue. Wall-clock time would not tell the slow rank from those
+# that wait for it in collectives.
 _SCHEDULE = Path("/proc/self/schedstat")
 
 

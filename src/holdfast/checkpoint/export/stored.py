@@ -315,6 +315,8 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
         with staging.open("xb") as file:
             torch.save(state, file)
             file.flush()
+            # Without this, a rename can reach the disk before the data: after a power cut the file has its name and no
+            # content.
             os.fsync(file.fileno())
         rename_new(staging, path)
         sync_directory(path.parent)

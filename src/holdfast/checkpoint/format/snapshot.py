@@ -194,6 +194,8 @@ def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
         buffer.copy_(local, non_blocking=True)
         copies[name] = like(tensor, buffer)
     if any(tensor.device.type == "cuda" for tensor in snapshot.tensors.values()):
+        # Copies to pinned memory return before they are done; the next optimizer step would overwrite what they still
+        # read.
         torch.cuda.synchronize()
     return replace(snapshot, tensors=copies)
 

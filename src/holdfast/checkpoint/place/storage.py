@@ -230,6 +230,8 @@ class LocalStorage:
 
     def sync(self, path: str) -> None:
         """Fsync a directory."""
+        # fsync of a file does not write the entry of its name; only fsync of the directory makes a rename survive a
+        # power cut.
         descriptor = os.open(self.path(path), os.O_RDONLY)
         try:
             with naming(self.path(path)):

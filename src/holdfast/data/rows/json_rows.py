@@ -58,6 +58,7 @@ class JsonRows:
         self._rows_before = [0]
         for path in files:
             opened = _seekable_lines(path)
+            # `__del__` may run when modules are gone already, at the interpreter's exit; a finalizer runs before.
             weakref.finalize(self, opened.close)
             starts = _index(path, opened, digest, keep_bad=keep_bad)
             self._files.append(opened)

@@ -292,6 +292,8 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
     command = [sys.executable, "-m", "holdfast.cli.main", *sys.argv[1:]]
     variables = {
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
+        # torchrun kills ranks 30 seconds after SIGTERM unless this says otherwise, which may be shorter than a save
+        # takes.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_seconds) + _AGENT_SECONDS),
         "PYTHONUNBUFFERED": "1",
     }

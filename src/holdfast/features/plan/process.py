@@ -49,6 +49,7 @@ def load_guard(cache: Path | None = None) -> Path | None:
     if any((torch / "lib").glob("libtorch_cuda.*")) and _version() < _OWN_GUARD_REFUSES:
         return None
     library = guard_library(torch, cache)
+    # RTLD_GLOBAL: torch's libraries resolve symbols among those that are loaded already, and so find the guard's first.
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     return library
 

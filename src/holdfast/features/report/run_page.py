@@ -50,6 +50,7 @@ def _giving_up_after(seconds: float) -> Iterator[None]:
 
     numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    # A signal that is ignored, as nohup ignores SIGHUP, stays ignored.
     before = {number: signal.signal(number, give_up) for number in caught}
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

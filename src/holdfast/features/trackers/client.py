@@ -102,6 +102,7 @@ class _Process:
                 stderr=log,
                 bufsize=0,
                 env=tracker_environment(kind, folder),
+                # Ctrl-C must not reach the tracker, which has to send the end of the run after the run has ended.
                 start_new_session=True,
             )
         assert self._process.stdout is not None

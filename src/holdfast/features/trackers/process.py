@@ -53,6 +53,7 @@ class RunEnd:
 
     def watch(self) -> None:
         """Wait in a thread for the run to say how it ended, or to die."""
+        # A daemon thread: it blocks in a read of standard input, and must not keep a finished process alive.
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:

@@ -29,6 +29,7 @@ def serve(path: Path, overrides: Sequence[str]) -> int:
     loaded = load_run(path, [*overrides, "rollout.engine.start=true"])
     section = engine_of(loaded.config)
     assert section is not None
+    # SIGTERM would end Python at once and leave the servers running; as KeyboardInterrupt it leaves the `with` block.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with servers_of(loaded):

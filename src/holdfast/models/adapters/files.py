@@ -266,6 +266,7 @@ def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> 
         if ".lora_B." in name:
             return {name: torch.zeros(header.shape)[row_slice]}
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        # A generator per name: every rank draws the same matrix and takes its rows, whichever tensors it loads before.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         bound = 1.0 / math.sqrt(header.shape[1])
         return {name: torch.empty(header.shape).uniform_(-bound, bound, generator=generator)[row_slice]}

@@ -144,6 +144,7 @@ def make_trainable(config: Any, *, keep_dropout: bool) -> None:
         sub_config.use_cache = False
         if keep_dropout:
             continue
+        # A list, since `setattr` on a configuration of transformers may add attributes while they are iterated.
         for name, value in list(vars(sub_config).items()):
             noise = ("drop" in name or "jitter" in name) and isinstance(value, float)
             if noise and (sub_config.model_type, name) not in _PART_OF_THE_MODEL:

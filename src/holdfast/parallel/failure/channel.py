@@ -110,6 +110,7 @@ class FailureChannel:
     def _maybe_die(self, phase: str) -> None:
         kill = self._kill
         if kill is not None and self._step is not None and self._step + 1 >= kill.step and phase == kill.phase:
+            # SIGKILL runs no handler and no `finally`, as the kernel's out-of-memory killer would end the rank.
             os.kill(os.getpid(), signal.SIGKILL)
 
     def in_background(self, name: str) -> None:

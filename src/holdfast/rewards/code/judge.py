@@ -35,6 +35,8 @@ def main() -> None:
     """Read the order, run the tests, and print how many pass."""
     ours, theirs = socket.socketpair()
     answer = os.dup(1)
+    # The code runs in a child, so that whatever it does to its interpreter cannot change the answer that this process
+    # writes.
     pid = os.fork()
     if pid == 0:
         os.close(answer)
@@ -118,6 +120,7 @@ def serve_code(channel: int) -> None:
         return
     limit(order["memory_bytes"], order["cpu_seconds"])
     module = ModuleType("completion")
+    # pickle and dataclasses look a class's module up in `sys.modules`, and fail for a module that is not listed there.
     sys.modules["completion"] = module
     try:
         exec(compile(order["code"], "<completion>", "exec"), module.__dict__)  # noqa: S102 - what this file is for

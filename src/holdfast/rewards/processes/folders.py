@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast import patience
 
 _PREFIX = "holdfast-code-"
+# O_NOFOLLOW refuses a symbolic link, by which judged code could direct the removal to a folder outside of its own.
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _DEEPEST = 200
 """Nesting depth of open folders during a removal; each level holds a file descriptor."""
@@ -25,6 +26,7 @@ _DEEPEST = 200
 def scratch() -> Iterator[Path]:
     """Yield a new folder and remove it afterwards; if this process is killed, `remove_abandoned` removes it later."""
     outer = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    # The kernel releases a lock of a process that is killed, so that a folder without a lock is known to be abandoned.
     lock = os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks

@@ -32,6 +32,7 @@ _NEW_USER_NAMESPACE = 0x10000000
 
 def die_with_parent() -> None:
     """Let the kernel kill this process when the one that forked it dies."""
+    # The kernel sends no signal for a parent that died before this call, so compare `os.getppid` after it.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -94,7 +94,13 @@ class RewardPool:
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = [*_ENVIRONMENT, sys.executable, "-m", "holdfast.rewards.workers.worker", str(self.log_path)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            # Ctrl-C is sent to the terminal's process group; in a session of its own, the pool survives until the rank
+            # ends it.
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
         )
         try:
             self._wait_until_ready()

@@ -150,6 +150,7 @@ class _TaskRun:
 def _seed(name: str, sample: Sample) -> None:
     """Seed Python's and NumPy's generators, so that a random reward is the same in any worker and after a restart."""
     random.seed(f"{name}:{sample.sample_id}")
+    # NumPy is seeded only if a reward has imported it; an import here would take time and memory in every worker.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(sample.sample_id % 2**32)
@@ -217,6 +218,7 @@ def fork(
 def _live(channel: int, scorers: Sequence[ReadyReward], supervisor: int) -> None:
     status = 1
     try:
+        # With a session of its own, the worker and everything that it starts can be killed as one process group.
         os.setsid()
         kernel.die_with_parent()
         if os.getppid() == supervisor:

@@ -72,6 +72,8 @@ class Supervisor:
 
     def run(self) -> None:
         """Serve until the rank closes the channel or dies; leave no process behind."""
+        # A scheduler signals every process of a job; the supervisor must live on, since the rank's last step needs
+        # rewards.
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         try:

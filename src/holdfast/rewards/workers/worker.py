@@ -48,6 +48,7 @@ def main() -> None:
 
 def _take_channels(log: Path) -> tuple[int, int]:
     """Move the channels from descriptors 0 and 1 to new ones, and redirect what user code prints to the log."""
+    # User code prints to descriptor 1 and may read from 0; on the channel itself, its text would be taken for a reply.
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -87,6 +87,8 @@ class Replica:
         waiting = set(parameters)
         for name, tensor in tensors:
             if name in parameters:
+                # Assigning `.data` keeps the parameter object, which tied modules share; `copy_` would need memory for
+                # both.
                 parameters[name].data = tensor.detach().to(self.device, self._dtype)
                 waiting.discard(name)
             else:
@@ -126,6 +128,7 @@ class Replica:
     def release(self) -> None:
         """Give the weights' memory back until the next refresh."""
         for parameter in self.model.parameters() if self._filled else ():
+            # Tied modules and hooks hold the parameter object, so only its storage is given up.
             parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)
 
 

@@ -314,6 +314,7 @@ def _raise_if_wrong(sides: Sides, pairs: dict[str, GradientPair], wrong: list[st
 def _restoring_gradients(policy: PolicyModel, device: torch.device) -> Iterator[None]:
     """Put back what a backward pass leaves behind: gradients, draws, and whether modules are in training."""
     router_loss, policy.router_loss = policy.router_loss, None  # it is ours alone
+    # Without a list, `fork_rng` initialises and copies the generator of every GPU of the machine.
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):

@@ -239,6 +239,7 @@ def _check_view(view: StoredView) -> None:
 
 def _from_dtensor(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sharded:
     slots = state[1] if isinstance(state, tuple) else state  # behind the attributes, of which it has none
+    # `_spec` and `_local_tensor` are the private slots that DTensor's pickle holds: mesh and placements, and the shard.
     spec, local = slots["_spec"].fields, slots["_local_tensor"]
     mesh = spec["mesh"].fields
     cut = [(axis, placement) for axis, placement in enumerate(spec["placements"]) if placement.name.endswith("Shard")]
