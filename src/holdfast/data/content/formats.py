@@ -319,7 +319,7 @@ def from_sharegpt(turn: Any, row_name: str) -> Any:
     role = _SHAREGPT_ROLES.get(turn["from"])
     if role is None:
         names = ", ".join(_SHAREGPT_ROLES)
-        raise DataError(f"{row_name}: a turn is from {turn['from']!r}; we know {names}.")
+        raise DataError(f"{row_name}: a turn is from {turn['from']!r}; we know {names}. Rename the role.")
     if turn["from"] != "function_call":
         return {"role": role, "content": turn.get("value")}
     calls = _from_json(turn.get("value") or "", "function calls", row_name)

@@ -143,7 +143,7 @@ def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
                     to_skip = max(0, to_skip - batch.num_rows)
                     yield from map(without_inner_nulls, Dataset(Table.from_batches([remaining])))
         except (ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"{path}: cannot be read as parquet ({error}).") from None
+            raise DataError(f"{path}: cannot be read as parquet ({error}). Fetch or write it again.") from None
 
 
 def open_arrow(files: Sequence[Path]) -> ArrowRows:

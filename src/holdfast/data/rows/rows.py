@@ -205,7 +205,7 @@ def columns_of(source: Source) -> tuple[str, ...]:
     """
     for row in source.scan(0):
         return tuple(row)
-    raise DataError(f"{source.name} has no rows.")
+    raise DataError(f"{source.name} has no rows. Name a file with rows, or remove the source.")
 
 
 def open_source(

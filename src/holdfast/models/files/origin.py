@@ -170,7 +170,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     try:
         raw = read_json(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not JSON: {error}.") from error
+        raise ModelError(f"{path} is not JSON: {error}. Fetch the file again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} is not a JSON object, so it describes no model.")
     if "auto_map" in raw and not trust_remote_code:

@@ -64,7 +64,10 @@ def read_header(path: Path) -> dict[str, Header]:
     except ValueError as error:
         raise ModelError(f"{path} has a damaged header: {error}. Copy it again.") from error
     if unknown := sorted({entry.code for entry in entries.values()} - set(_DTYPES)):
-        raise ModelError(f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported.")
+        raise ModelError(
+            f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported. Convert them to "
+            "bfloat16 or float32."
+        )
     headers = {name: Header(entry.shape, _DTYPES[entry.code]) for name, entry in entries.items()}
     for name, entry in entries.items():
         if entry.end - entry.start != tensor_bytes(headers[name]):

@@ -155,7 +155,9 @@ def check_place(sharded: ShardedModel, title: str) -> None:
         if parameter.device.type != expected:
             raise ModelError(f"{name} of the {title} is on {parameter.device.type}, not on {expected}.")
         if plan.sharded and parameter.ndim and not isinstance(parameter, DTensor):
-            raise ModelError(f"{name} of the {title} is not sharded, although its plan says so.")
+            raise ModelError(
+                f"{name} of the {title} is not sharded, although its plan says so. Please report the architecture."
+            )
 
 
 @torch.no_grad()

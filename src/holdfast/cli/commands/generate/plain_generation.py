@@ -79,7 +79,10 @@ def load_words(directory: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     if any(name.endswith(_SCORES) for name in names):
         raise ModelError(f"{directory} holds a {names[0]}, which scores texts and writes none.")
     if not (directory / "tokenizer_config.json").exists() and not (directory / "tokenizer.json").exists():
-        raise ModelError(f"{directory} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there.")
+        raise ModelError(
+            f"{directory} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there. Copy "
+            "one from the model that it was trained from."
+        )
     return config, load_tokenizer(section, directory)
 
 
@@ -194,5 +197,5 @@ def _loaded(directory: Path, request: CompletionRequest) -> Any:
             f"{directory} has no values for {missing[0]}{more}, which a {name} needs. Fetch its weights again."
         )
     if not model.can_generate():
-        raise ModelError(f"{directory} holds a {name}, which writes no text.")
+        raise ModelError(f"{directory} holds a {name}, which writes no text. Name a causal language model.")
     return model
