@@ -31,7 +31,7 @@ _Root = TypeVar("_Root", bound=TrainingConfig)
 Rewards = Callable[..., object] | Sequence[Callable[..., object]] | Mapping[str, Callable[..., object]]
 
 GIVEN = "(given in Python)"
-"""Stands in the recorded configuration where a live object was used."""
+"""Recorded in the configuration in place of a path where a live object was used."""
 
 
 def sft(
@@ -181,11 +181,11 @@ def _run(
     """Check the tree, join the ranks and run.
 
     Args:
-        root: Of the tree.
-        recipe: What runs.
-        config: The tree.
-        live: Objects in the place of what the tree names.
-        replaced: Sections that stand for live objects, instead of the tree's.
+        root: Class of the configuration tree.
+        recipe: The function that trains.
+        config: The configuration tree.
+        live: Objects that replace what the tree names by path.
+        replaced: Sections that record live objects; they replace those of the tree.
     """
     call = number_of_call()  # before anything is refused: a rank that is refused alone has made this call too
     try:
@@ -210,7 +210,7 @@ def _checked(
     live: Live,
     replaced: Mapping[str, Any],
 ) -> LoadedConfig[_Root]:
-    """Check the tree with live objects in the place of what it names."""
+    """Validate the configuration tree, with `GIVEN` in place of each path that a live object replaces."""
     if isinstance(config, str | Path):
         draft, base = read_draft(Path(config), [], root), Path(config).resolve().parent
     else:

@@ -9,9 +9,9 @@
     |- RunStopped            exit code 3: the run stopped and can be started again
     `- RankFailed            exit code 3: a rank died; its first cause travels with the error
 
-A message is one paragraph: what happened with its values, where, and what to do. Errors stay picklable, since
-ranks send them to each other so that all of them raise the same one. It can be printed and written anywhere: what a
-message cites of a user's text is escaped when it is read.
+A message is one paragraph: what happened with its values, where, and what to do. It can be printed and written
+anywhere, because `str` of an error escapes whatever it quotes of a user's text. Errors stay picklable, since ranks send
+them to each other so that all ranks raise the same one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class HoldfastError(Exception):
 
     def __str__(self) -> str:
         """Return the paragraph; what it cites of foreign text is escaped, so that it can be printed anywhere."""
+        # Exceptions are made in many places and shown in one: escaping here cannot be forgotten by whoever
+        # raises.
         return escaped_paragraph(super().__str__())
 
 
@@ -64,10 +66,10 @@ class RankFailed(HoldfastError):
 
 
 def how_to_go_on(step: int | None) -> str:
-    """Return what the user of a run that broke off is told.
+    """Return the sentence that tells a user how to continue a run that broke off.
 
     Args:
-        step: Which it stood at; None before it came to train.
+        step: Number of updates that the run had made; None if it failed before training began.
     """
     if not step:  # the cause lies in what was read or built, as a rule, and will be there again
         return "It made no step: once the cause is mended, the same command starts the run."

@@ -1,7 +1,7 @@
-"""Open what others may have written: regular files alone, without waiting, and with the path in every error.
+"""Open files that other programs may have written: regular files only, never blocking, with the path in every error.
 
-A pipe, a socket or a device in the place of a file would hang whoever opens it, and a directory has no bytes. Errors of
-reads, writes and flushes carry no path in Python; what is opened here adds it.
+If a pipe, a socket or a device stands where a file is expected, a plain `open` may block forever. Python's errors of
+reads, writes and flushes carry no path; files opened here add it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 class NotRegular(OSError):  # noqa: N818 - the name says what is wrong
-    """Something stands where a file is expected, and has no bytes that could be read."""
+    """A directory, pipe, socket or device was found where a regular file is expected."""
 
     def __str__(self) -> str:
-        """Return path and kind, without a number of the system that nobody needs."""
+        """Return path and kind; the `[Errno 22]` that OSError would print helps nobody."""
         return f"{self.filename}: {self.strerror}"
 
 
@@ -57,14 +57,14 @@ def expanded(path: str) -> Path:
 
 
 def file_kind(path: Path, within: Path | None = None) -> str:
-    """Return what stands at a path, in words; `REGULAR` for a file or a link to one.
+    """Describe the kind of file at a path; `REGULAR` for a regular file or a link to one.
 
     Args:
-        path: Where one looks.
-        within: A directory that a link must not lead out of.
+        path: The path to examine.
+        within: A directory that a symbolic link must not lead out of.
 
     Raises:
-        OSError: Nothing stands there, or nobody can look.
+        OSError: Nothing exists at the path, or it cannot be examined.
     """
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode):
@@ -83,7 +83,8 @@ def is_there(path: Path) -> bool:
     """Return whether a path leads to something.
 
     Raises:
-        OSError: Nobody can look there; `Path.exists` takes this for a no, from Python 3.14 on whatever the error is.
+        OSError: The path cannot be examined, for example for lack of a permission. `Path.exists` returns False then;
+            from Python 3.14 on it does so for every error.
     """
     try:
         path.stat()
@@ -94,7 +95,7 @@ def is_there(path: Path) -> bool:
 
 
 def raise_unless_absent(error: OSError) -> None:
-    """Raise what pathlib and os.walk would pass over: a place that nobody can look at is not an empty one."""
+    """Raise an error that pathlib and os.walk would ignore: a directory that cannot be read is not an empty one."""
     if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:  # the last: a link to itself leads nowhere
         raise error
 
@@ -110,7 +111,7 @@ def _refuse_others(mode: int, path: object) -> None:
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Add the path to what the system says of a descriptor."""
+    """Add the path to errors of the block, since the system's errors for a file descriptor carry none."""
     try:
         yield
     except OSError as error:
@@ -123,7 +124,7 @@ class RegularFile(io.FileIO):
     """The unbuffered file at a path, which must be a regular one.
 
     Raises:
-        NotRegular: It is something else; nothing was waited for.
+        NotRegular: It is something else; the call did not block.
         OSError: It cannot be opened; every error has the path, also those of later reads and writes.
     """
 
@@ -147,7 +148,7 @@ class RegularFile(io.FileIO):
             return super().readall() or b""
 
     def write(self, data: Any) -> int:
-        """Write, perhaps a part."""
+        """Write data; as with `io.FileIO.write`, possibly only the first bytes of it. Return how many."""
         with naming(self.path):
             return super().write(data) or 0
 
@@ -164,6 +165,8 @@ def _open(path: str, flags: int) -> int:
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
+    # O_NONBLOCK: opening a pipe for reading otherwise waits for a writer. O_NOCTTY: opening a terminal device
+    # would make it the controlling terminal of a session leader that has none, whose SIGHUP would then end us.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     try:
         _refuse_others(os.fstat(descriptor).st_mode, path)  # again: names can change between two calls
@@ -218,14 +221,14 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return what JSON says.
+    """Return the value that a JSON text encodes.
 
     Args:
         data: The text.
-        pairs: Makes an object of its keys and values; default: a dictionary.
+        pairs: Called with the keys and values of each JSON object, in order; default: make a dictionary.
 
     Raises:
-        ValueError: It is none, or nested beyond reason.
+        ValueError: The text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(data, object_pairs_hook=pairs)
@@ -246,7 +249,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def read_end(path: str | os.PathLike[str], most_bytes: int, start: int = 0) -> str:
-    """Return the end of a text, no more of it than stands behind `start`; empty where it cannot be read."""
+    """Return up to the last `most_bytes` of a text file, nothing before offset `start`; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - a PathLike is all that is asked of the caller
             file.seek(max(start, file.seek(0, os.SEEK_END) - most_bytes))
@@ -256,7 +259,7 @@ def read_end(path: str | os.PathLike[str], most_bytes: int, start: int = 0) -> s
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a regular file, or begin one; asks again as `again` does."""
+    """Append to a regular file, which is created if missing; passing errors are retried by `again`."""
 
     def append() -> None:
         with RegularFile(path, "ab") as file:
@@ -266,10 +269,10 @@ def append_text(path: Path, text: str) -> None:
 
 
 def write_all(file: RegularFile, data: bytes) -> None:
-    """Write every byte behind what a file holds, or none: a part that was written is cut off again.
+    """Append all bytes or none: after an error, what was written of them is truncated again.
 
     Raises:
-        OSError: The system could not; with the path.
+        OSError: The write failed; the error has the path.
     """
     end = os.fstat(file.fileno()).st_size
     view = memoryview(data)
@@ -278,12 +281,13 @@ def write_all(file: RegularFile, data: bytes) -> None:
             view = view[file.write(view) :]
     except OSError:
         with naming(file.path):
+            # A disk that fills up leaves half a line, to which the next append would be joined.
             os.ftruncate(file.fileno(), end)
         raise
 
 
 def again(ask: Callable[[], T]) -> T:
-    """Return what a file system answers, asking up to four times while it says that it is only in trouble."""
+    """Return the result of `ask`, retrying up to three times after errors that a network file system may get over."""
     for seconds in patience.current.file_retries_seconds:
         try:
             return ask()
@@ -314,13 +318,16 @@ def load_module(file: Path, name: str) -> ModuleType:
 
 
 def machine() -> list[str]:
-    """Return what tells where a process number means the same process: host names may be shared, and containers."""
+    """Return a boot identifier and a PID namespace: where both are equal, a process number means the same process.
+
+    Host names cannot tell, since machines and containers may share one. Empty where the system offers neither.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     return [boot.read_text().strip(), str(space.readlink())] if boot.exists() and space.is_symlink() else []
 
 
 def died_here(holder: Mapping[str, Any]) -> bool:
-    """Return whether a process that wrote down its `pid` and `machine` was one of this machine, and is gone."""
+    """Return whether a process that recorded its `pid` and `machine` ran on this machine and has ended."""
     here = machine()
     return bool(here) and holder.get("machine") == here and not Path(f"/proc/{holder.get('pid')}").exists()

@@ -1,9 +1,10 @@
-"""Requests to an HTTP endpoint that answers JSON, with one limit of time and one of size for the whole answer.
+"""Requests to an HTTP endpoint that answers JSON, with one time limit and one size limit for the whole answer.
 
-No redirect is followed and no proxy is used: a key goes to the address in the configuration and nowhere else.
+No redirect is followed and no proxy is used: an API key is sent to the configured address and nowhere else.
 
-Written on `http.client` and not on httpx, whose time-outs are of each read, write and connect: an endpoint that sends a
-byte now and then never meets one, and a rank that waits for it holds all others. Here one alarm ends the whole answer.
+This module uses `http.client` and not httpx, whose time-outs apply to each single read, write and connect. An endpoint
+that sends a byte now and then never exceeds those, and a rank that waits for it blocks all other ranks. Here one timer
+limits the whole answer.
 """
 
 from __future__ import annotations
@@ -32,47 +33,47 @@ _SHOWN = 400
 
 
 class EndpointRefuses(Exception):  # noqa: N818 - the name says what happened
-    """The answer is not what was asked for, and asking again would not help."""
+    """The endpoint rejected the request (such as 400 or 401) or sent an unusable answer; a retry would not help."""
 
 
 class EndpointMistaken(EndpointRefuses):
-    """The answer is none to this question, or not of the form that it has; another server may do better."""
+    """The answer is not JSON or does not have the documented form; another server may do better."""
 
 
 class EndpointUnwell(Exception):  # noqa: N818 - the name says what happened
-    """The endpoint cannot be reached or is overloaded; it may be well in a moment."""
+    """The endpoint cannot be reached, timed out, or is overloaded; a retry may succeed."""
 
 
 class EndpointBusy(EndpointUnwell):
-    """The endpoint has not begun with the request, and says that it may be asked again: 429 and 503."""
+    """The endpoint answered 429 or 503: it has not begun with the request, which may be sent again safely."""
 
 
 def pause_seconds(tries: int) -> float:
-    """Return the pause behind so many tries that failed: twice the one before, up to a longest."""
+    """Return the pause after so many failed attempts: it doubles with each, up to a largest."""
     times = patience.current
     return min(times.http_longest_pause_seconds, times.http_first_pause_seconds * 2.0 ** (tries - 1))
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Asks one address; safe to share between threads."""
+    """A client of one address; safe to share between threads."""
 
     url: str
     key: str | None = field(repr=False)
     timeout_seconds: float
-    """For each whole answer."""
+    """Time limit of one attempt, from connecting to the last byte of the answer."""
     attempts: int
     most_bytes: int = 1 << 28
-    """Of each answer."""
+    """Size limit of one answer."""
     given_up: threading.Event = field(default_factory=threading.Event)
-    """Set it, and requests that wait to be tried again are tried no more."""
+    """Once set, requests that wait for their next attempt are not retried."""
     keeps_open: bool = False
-    """Whether a connection serves several requests. One that the server closed meanwhile is replaced without a word,
-    and its request sent again, so ask only what may be asked twice."""
+    """Whether a connection serves several requests. If the server has closed an idle connection, the request is sent
+    again over a new one, so set this only where requests may be repeated."""
     tried_again: type[EndpointUnwell] = EndpointUnwell
-    """After what `ask` asks again; what must not be done twice is asked again after `EndpointBusy` alone."""
+    """Errors after which `ask` retries; `EndpointBusy` for requests that must not be carried out twice."""
     may_be_empty: bool = False
-    """Whether an answer of nothing is one, and stands for None."""
+    """Whether an empty body is a valid answer, returned as None."""
     _idle: list[http.client.HTTPConnection] = field(default_factory=list, repr=False, compare=False)
     _busy: set[socket.socket] = field(default_factory=set, repr=False, compare=False)
 
@@ -82,10 +83,11 @@ class Endpoint:
         return self.attempts * (self.timeout_seconds + patience.current.http_longest_pause_seconds)
 
     def ask(self, method: str, path: str, content: Any = None) -> Any:
-        """Return the JSON that the endpoint answers, asking again where that may help.
+        """Send a request and return the JSON of its answer, retrying after errors of the class `tried_again`.
 
         Raises:
-            EndpointRefuses, EndpointUnwell: There is none; the message goes on after the endpoint's name.
+            EndpointRefuses: The request was rejected, or its answer is unusable.
+            EndpointUnwell: The last attempt failed too. Messages continue a sentence that begins with the endpoint.
         """
         again = tenacity.Retrying(
             stop=tenacity.stop_any(
@@ -189,7 +191,7 @@ class Endpoint:
         return connection
 
     def hang_up(self) -> None:
-        """End the wait of every request that is on its way: it is `EndpointUnwell` at once."""
+        """Shut down the sockets of all running requests, which then raise `EndpointUnwell` at once."""
         for opened in tuple(self._busy):
             _hang_up(opened)
 
@@ -212,11 +214,12 @@ class _Message(NamedTuple):
 
 def _hang_up(opened: socket.socket) -> None:
     with suppress(OSError):
+        # `close` does not wake a thread that blocks in recv on the same socket; `shutdown` does.
         opened.shutdown(socket.SHUT_RDWR)
 
 
 def cut(answer: object) -> str:
-    """Return the beginning of what an endpoint said, on one line."""
+    """Return the first 400 characters of an endpoint's answer, escaped and on one line."""
     text = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
     text = escaped(" ".join(text.split()))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,8 +1,8 @@
-"""Ctrl-C while a program starts: nothing of ours is there to be told, and imports must not be broken off.
+"""Ctrl-C while a program starts, before Holdfast's own signal handlers are installed.
 
-Python raises KeyboardInterrupt at whatever line it arrives. In the middle of an import that leaves modules half made:
-NumPy then recurses without end or reports that it was loaded twice, and where an import is optional the request is
-lost.
+Python raises KeyboardInterrupt at whatever line it arrives. Raised in an import, it leaves modules half initialised:
+NumPy then recurses without end or reports that it was loaded twice, and `try: import x` around an optional package
+swallows the interrupt. So an interrupt either ends the process at once or waits until the import is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RETRY_SECONDS = 0.05
 
 
 def end_at_once(code: int, text: str = "") -> None:
-    """Let Ctrl-C end this process without a word of Python's; for the imports at its start, when it has done nothing.
+    """Let Ctrl-C end this process without a traceback; for the imports at its start, when nothing needs cleaning up.
 
     Args:
         code: Exit code.
@@ -30,6 +30,8 @@ def end_at_once(code: int, text: str = "") -> None:
 
     def end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001 - the signature is Python's
         os.write(2, text.encode())
+        # Not sys.exit: that raises SystemExit, which half-initialised modules may catch, and runs exit
+        # handlers of theirs.
         os._exit(code)
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # `&` in scripts sets that on purpose
@@ -37,9 +39,9 @@ def end_at_once(code: int, text: str = "") -> None:
 
 
 def raise_after_imports() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt as ever, but never in an import: it waits for the end of that.
+    """Let Ctrl-C raise KeyboardInterrupt as usual, but postpone it while an import runs.
 
-    A second Ctrl-C does not wait.
+    A second Ctrl-C is not postponed.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         _Postponed().install()
@@ -82,7 +84,10 @@ class _Postponed:
             signal.raise_signal(signal.SIGINT)
 
     def _unraisable(self, unraisable: UnraisableHookArgs) -> None:
-        """Try again where Python can only print an exception: in callbacks of fork, weak references and deletions."""
+        """Retry an interrupt that Python could only print and drop.
+
+        It does so where an exception cannot propagate: in callbacks of fork and weak references, and in `__del__`.
+        """
         if unraisable.exc_type is KeyboardInterrupt and threading.current_thread() is threading.main_thread():
             self._look_later()
         else:
@@ -91,6 +96,8 @@ class _Postponed:
 
 def _imports(frame: FrameType | None) -> bool:
     while frame is not None:
+        # The frames of the import system are the only sign of an import in progress; Python has no public
+        # one.
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back

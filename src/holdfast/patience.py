@@ -1,7 +1,7 @@
-"""How long each part waits: all constants of time that no configuration sets, in one record.
+"""All time-outs and polling intervals that no configuration sets, in one record.
 
-Read `patience.current` where a wait begins, never at import: tests put a shorter record there before they fork the
-processes that they start. Two constants of time stand elsewhere, in programs that import next to nothing so that they
+Read `patience.current` where a wait begins, never at import: tests replace it with shorter times before they fork the
+processes that they start. Two programs have constants of their own, because they import next to nothing in order to
 start in milliseconds: `rewards/code/judge.py` and the guard of `launch/processes.py`.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patience:
-    """Times in seconds."""
+    """Times in seconds. A field named `look` is a polling interval."""
 
     file_retries_seconds: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Before each further attempt at a file whose file system may get over an error."""
+    """Pauses before the retries of a file operation that failed with a passing error."""
     http_first_pause_seconds: float = 0.25
     """Before a request is tried again; doubled each time."""
     http_longest_pause_seconds: float = 4.0
@@ -27,7 +27,7 @@ class Patience:
     server_leave_seconds: float = 15.0
     """For a server of a launcher that was killed to leave its port."""
     server_look_seconds: float = 0.5
-    """Between two looks whether it does, or still lives."""
+    """Polling interval for a server's start, its port and its process."""
 
     code_grace_seconds: float = 3.0
     """Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
@@ -41,7 +41,7 @@ class Patience:
     """Between two looks of a supervisor at workers that are at work."""
     supervisor_idle_tick_seconds: float = 1.0
     sign_of_life_seconds: float = 1.0
-    """Between two words of a supervisor to its rank."""
+    """Between two messages by which a supervisor tells its rank that it is alive."""
     supervisor_kill_seconds: float = 2.0
     """Longest wait for processes that were killed."""
 
@@ -58,8 +58,9 @@ class Patience:
     failure_search_seconds: float = 2.0
     """Longest wait for the cause of a collective that broke."""
     failure_search_in_files_seconds: float = 5.0
-    """The same under our launcher, which leaves a file for whoever died. Less than it lets survivors live
-    (`settle_seconds` and `term_seconds`), so that they still say what they know."""
+    """Like `failure_search_seconds`, but under our launcher, which writes a report file for a rank that died. It is
+    shorter than the time that the launcher leaves survivors (`settle_seconds` plus `term_seconds`), so that they can
+    still report what they know."""
     failure_exit_seconds: float = 5.0
     """For a rank to leave a collective by itself after another one failed."""
     failure_linger_seconds: float = 1.5
@@ -78,18 +79,18 @@ class Patience:
     lease_withdraw_seconds: float = 1.0
     """For jobs that try at once to see each other's lease in an object store."""
     clocks_seconds: float = 1.0
-    """By which the clock of a file system and that of a machine may differ."""
+    """Largest difference that is expected between the clocks of a file system and of a machine."""
 
     session_look_seconds: float = 0.005
     """Between two looks at a save that must end."""
     late_rank_seconds: float = 1.0
-    """A rank that is later in a save than the others by less is not worth a word."""
+    """Ranks that are later in a save than the others by less than this are not named."""
     save_look_seconds: float = 0.01
     """Between two collective looks at a save that ranks wait for together."""
     save_slack_seconds: float = 30.0
     """A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
     deletion_seconds: float = 10.0
-    """A run that has ended leaves the deletion of older checkpoints so long."""
+    """Longest wait of a run that has ended for the deletion of older checkpoints."""
     emergency_look_seconds: float = 0.5
     """Between two looks whether a rank that fails asks for a save."""
     emergency_retry_seconds: float = 0.1
@@ -105,11 +106,11 @@ class Patience:
     tracker_read_seconds: float = 0.5
     """Between two looks of a tracker at what the run wrote."""
     tracker_group_seconds: float = 2.0
-    """A step's completions are whole when another step's follow, or none did for so long."""
+    """Completions of a step count as complete when those of a later step follow, or none came for so long."""
     tracker_note_seconds: float = 1.0
     """Between two notes of what a tracker has sent."""
     tracker_last_seconds: float = 5.0
-    """For a tracker to end whose run is gone."""
+    """For a tracker process to end after its run has died."""
 
     launcher_poll_seconds: float = 0.05
     """Between two looks of the launcher at its processes."""
@@ -131,7 +132,7 @@ class Patience:
     page_seconds: float = 60.0
     """Longest work at the page of a run that came to its end."""
     page_after_stop_seconds: float = 5.0
-    """The same where a scheduler may wait."""
+    """Like `page_seconds`, for a run that a signal stopped: a scheduler may be about to kill it."""
     demo_look_seconds: float = 0.05
     """Between two looks of the demo at the steps of the run in which it kills a rank."""
 

@@ -14,21 +14,21 @@ ENGINES = {
 }
 """Rollout engines outside `rollout/local`, by the kind of `rollout.engine`."""
 SERVERS = "holdfast.features.vllm.serving:servers_of"
-"""Makes the context in which the inference servers of a run live."""
+"""Context manager that starts and stops the inference servers of a run."""
 SERVERS_UNDER_TORCHRUN = "holdfast.features.vllm.serving:refuse_starting"
 """Refuses servers that a process started by torchrun cannot own."""
 SRUN = "holdfast.features.cluster.slurm:join_step"
 """Makes a task of `srun` one rank, or torchrun on its node."""
 STEP_RECORD = "holdfast.features.forensics.recorder:record"
-"""Writes what a step was made of."""
+"""Writes the inputs and results of a step, for `holdfast replay`."""
 TRACKERS = "holdfast.features.trackers.client:Trackers"
 TRACKER_CHECK = "holdfast.features.trackers.client:check_trackers"
 RUN_PAGE = "holdfast.features.report.run_page:write_at_end"
 """Writes the page that a run ends with."""
 KEY_HINT = "holdfast.features.rescue.systems.table:describe_key"
-"""Says what a key of another system is called here."""
+"""Returns Holdfast's name for a configuration key of another training system."""
 FOREIGN_CONFIGURATION = "holdfast.features.rescue.systems.table:system_of_keys"
-"""Says which other system's configuration has such keys."""
+"""Returns which other training system's configuration has these keys."""
 
 
 def load(path: str) -> Any:

@@ -67,9 +67,9 @@ class Prompt:
     source: str = ""
     """Name of the data source, for metrics."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """As those of an `Example`; all completions of the prompt share them."""
+    """Same meaning as `Example.model_inputs`; all completions of the prompt share them."""
     positions: NDArray[np.int64] | None = None
-    """[A, L], as those of an `Example`."""
+    """[A, L], same meaning as `Example.positions`."""
 
     @property
     def trained_tokens(self) -> int:
@@ -83,10 +83,11 @@ class Finish(Enum):
     STOP = "stop"
     """A stop token or stop string."""
     LENGTH = "length"
-    """The longest length: it was cut."""
+    """The completion reached the largest allowed length and was cut there."""
     ABORT = "abort"
-    """Whoever asked no longer wanted it."""
+    """The caller cancelled the request."""
     ERROR = "error"
+    """The engine failed while it sampled."""
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,23 @@ class Trajectory:
     sample_id: int
     """Global: prompt_id * 2^20 + place in the group."""
     seed: int
-    """Of its sampling: with the same logits, the same seed gives the same tokens in any batch."""
+    """Seed of its sampling: with the same logits, the same seed gives the same tokens in any batch."""
     temperature: float
     tokens: NDArray[np.int64]
-    """[L], as the engine gave them; never decoded and encoded again"""
+    """[L], as the engine returned them; they are never decoded and encoded again"""
     loss_mask: NDArray[np.bool_]
     """[L], True where the policy chose the token"""
     sampler_logprobs: NDArray[np.float32]
-    """[L], of the engine, under the temperature used; 0 where the policy did not choose"""
+    """[L], log-probabilities that the engine reported, at the temperature used; 0 where the policy did not choose"""
     weights_versions: NDArray[np.int32]
-    """[L], which weights chose the token; -1 where none did"""
+    """[L], version of the weights that chose the token; -1 where the policy did not choose"""
     finish: Finish
     completion: str = ""
     """The chosen tokens as text, special tokens left out."""
     reward: float | None = None
-    """The sum that advantages are made of; None if it could not be scored."""
+    """Weighted sum of the rewards, from which advantages are computed; None if the completion could not be scored."""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """By name of the reward or of its part."""
+    """Unweighted values by name of the reward, and by name of each component that a reward reports."""
     advantages: NDArray[np.floating[Any]] | None = None
     """[L]; None before they are known"""
     per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -155,27 +156,29 @@ class Batch:
     lengths: tuple[tuple[int, ...], ...]
     """Per row, the lengths of its documents from left to right; padding is a document of its own at the end."""
     branches: tuple[tuple[int, ...], ...]
-    """Per document of a packed row, the lengths of the sequences' own parts if they share its head, else empty: a head
-    of P tokens and branches of 3 and 2 make one document of P + 5. Branches see the head and themselves."""
+    """Per document of a packed row, the lengths of its branches, or empty where it is a single sequence. The sequences
+    of a branched document share its first P tokens, the head: a head of P tokens and branches of 3 and 2 tokens make
+    one document of P + 5 tokens. Each branch attends to the head and to itself."""
     sample_ids: tuple[int, ...]
     """Sample id of each sequence, in the order of `sequence_ids`."""
     prompt_ids: tuple[int, ...]
     sources: tuple[str, ...]
     counts: tuple[float, ...]
-    """What each sequence brings to the denominator, in the order of `sequence_ids`."""
+    """What each sequence adds to the denominator of the loss, in the order of `sequence_ids`."""
     count: float
-    """Their sum."""
+    """Sum of `counts`."""
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     """[B, T, ...] each"""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Joined along dimension 0, in the order of the sequences."""
     model_input_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """How many of those rows are each sequence's; the first of a shared head has those of all. None are: the inputs
-    stand in for those of other ranks, so that all ranks run the same units; nothing may depend on them."""
+    """By input, how many of its rows belong to each sequence; where sequences share a head, the first one owns the rows
+    of all. If no row belongs to a sequence, the inputs are placeholders: another rank has real ones, and all ranks must
+    run the same FSDP units. Nothing may depend on the values of placeholders."""
 
     @property
     def stands_in(self) -> bool:
-        """Whether the model inputs belong to no sequence."""
+        """Whether the model inputs are placeholders that belong to no sequence."""
         return bool(self.model_inputs) and not any(any(rows) for rows in self.model_input_rows.values())
 
     @property
@@ -199,7 +202,7 @@ class MiniBatch:
     trained_tokens: int
     """Trained tokens over all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What reading the data counted, over all ranks: truncated, dropped, fill and the like."""
+    """What the data pipeline counted over all ranks, such as truncated rows, dropped rows and the fill of packs."""
 
 
 class Scores(NamedTuple):
@@ -259,7 +262,7 @@ def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
 
 @contextmanager
 def answered_by(answer: HostAnswer) -> Iterator[None]:
-    """Let somebody else answer within the block; for tensors that hold no numbers."""
+    """Let `answer` supply the numbers of `host_value` within the block, for tensors that hold none."""
     _answers.append(answer)
     try:
         yield

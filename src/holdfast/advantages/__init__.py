@@ -1,1 +1,1 @@
-"""Advantages: pure functions from the rewards of groups to what each completion is worth."""
+"""Advantages: pure functions of the rewards of groups of completions."""

@@ -1,4 +1,4 @@
-"""Advantages that a function of the user's own makes of a step's groups, checked before anything is trained on them."""
+"""Advantages computed by a user's function from the groups of a step; the result is checked before it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Groups(NamedTuple):
 
 
 class AdvantageFailed(RunStopped):  # noqa: N818 - the name says what happened
-    """A user's function of advantages raised, or gave something else; the last whole step was saved."""
+    """A user's advantage function raised or returned an invalid result; the last complete step was saved."""
 
 
 def user_advantages(function: Callable[[Groups], object], groups: Groups, name: str) -> RewardMatrix:

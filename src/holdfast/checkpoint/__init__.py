@@ -1,7 +1,7 @@
-"""What a run leaves on disk, as a library for any loop: `save`, `save_in_background`, `load`, `verify`, `rehearse`,
-`clean`.
+"""Atomic, verified checkpoints for any training loop.
 
-The names resolve on first use: whoever only reads headers does not wait for what distributed tensors import.
+The public functions are `save`, `save_in_background`, `load`, `verify`, `rehearse` and `clean`; see `api.py`. They are
+imported on first use, so that code which only reads manifests does not wait for the import of torch.distributed.
 """
 
 from __future__ import annotations

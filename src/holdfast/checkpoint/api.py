@@ -1,4 +1,4 @@
-"""Checkpoints for anyone's own loop: functions over a path, a model and an optimizer.
+"""Save, load and verify checkpoints in your own training loop.
 
     from holdfast import checkpoint
 
@@ -8,9 +8,9 @@
 
     saving = checkpoint.save_in_background("run/step-00000200", model, optimizer, extra={"step": 200})
     ...                        # train on; the tensors were copied
-    manifest = saving.result() # waits; raises what the save failed of, the same on all ranks
+    manifest = saving.result() # waits; raises the error of a failed save, the same on all ranks
 
-Models are plain or sharded by FSDP2; every rank calls each function.
+Models are plain or sharded by FSDP2. All ranks must call each function, except `verify` and `clean`.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _NAME = "save_in_background"
 
 
 class PendingSave:
-    """A save that was begun; a process that ends normally finishes it first."""
+    """A save that is written in the background; a process that ends normally waits for it."""
 
     def __init__(self, path: str, saver: BackgroundSaver[Manifest]) -> None:
         self.path = path
         self.asked = False
-        """Whether this rank has heard what became of it."""
+        """Whether the caller has asked for the outcome on this rank."""
         self._saver = saver
         self._outcome: Manifest | HoldfastError | None = None
 
     @property
     def done(self) -> bool:
-        """Whether this rank has ended it, well or not; other ranks may be a little earlier or later."""
+        """Whether the save has ended on this rank, with or without success; other ranks may end a little later."""
         return self._outcome is not None or self._saver.status != "running"
 
     def result(self) -> Manifest:
-        """Wait for the end and return what was written.
+        """Wait for the end of the save and return the manifest that was written.
 
         Raises:
             SaveFailed, DirectoryTaken: As `save`.
@@ -72,7 +72,7 @@ class PendingSave:
         return outcome
 
     def outcome(self) -> Manifest | HoldfastError:
-        """Wait for the end and return what was written, or why nothing was."""
+        """Wait for the end of the save and return the manifest, or the error of a failed save."""
         if self._outcome is None:
             try:
                 self._outcome = self._saver.collect()
@@ -83,13 +83,13 @@ class PendingSave:
 
 
 _saver: BackgroundSaver[Manifest] = BackgroundSaver()
-"""One save is in flight at a time, and its buffers serve the next one."""
+"""The one background save at a time; its host buffers are reused by the next."""
 _newest: list[PendingSave] = []
 
 
 @atexit.register
 def _tell_unheard() -> None:
-    """Say at the end what nobody has asked for: a loop's last save may have failed."""
+    """Print at exit the error of a failed save whose outcome nobody has asked for, as of a loop's last save."""
     for saving in _newest:
         outcome = saving.outcome()
         if isinstance(outcome, HoldfastError) and not saving.asked:
@@ -105,19 +105,20 @@ def save_in_background(
     timeout_minutes: float = 30.0,
     **options: Unpack[SaveOptions],
 ) -> PendingSave:
-    """Copy what `save` would write and return; a thread writes it, over a process group of its own.
+    """Copy what `save` would write, and return while a thread writes it over a separate process group.
 
-    One save is in flight at a time: the one before is waited for. Ask for the result before the process group is
-    destroyed.
+    One save runs at a time; this call waits for the previous one. Ask for the result before the default process group
+    is destroyed.
 
     Args:
         path, model, optimizer, extra, timeout_minutes: As in `save`.
         options: rank_extra, assets, frozen and parent, as in `save`.
 
     Raises:
-        SaveFailed, DirectoryTaken: The save before failed, and nobody had asked for its result; on all ranks. Nothing
-            was begun.
-        UnsavableExtra, UnsavableOptimizer: On all ranks; something on one of them has no written form.
+        SaveFailed, DirectoryTaken: The previous save failed, and its result was not asked for; on all ranks. No new
+            save was started.
+        UnsavableExtra, UnsavableOptimizer: `extra` or the optimizer holds a value of a type that cannot be written; on
+            all ranks.
     """
     before = _newest[-1] if _newest else None
     outcome = None if before is None else before.outcome()
@@ -141,13 +142,14 @@ def save_in_background(
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held besides model and optimizer."""
+    """What `load` returns besides filling the model and the optimizer."""
 
     extra: Any
+    """Value that was given to `save`."""
     rank_extra: Any
-    """Of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
+    """Value that this rank gave to `save`; None if the checkpoint was written with other ranks or on another mesh."""
     exact: bool
-    """Whether random state was restored too: ranks and mesh are the same."""
+    """Whether the random state was restored too, because ranks and mesh are the same."""
     notes: tuple[str, ...]
     """Declared deviations, and hyper-parameters that differ."""
     manifest: Manifest
@@ -165,24 +167,26 @@ def save(  # noqa: PLR0913 - what is saved, and what is said of it
     parent: Manifest | None = None,
     timeout_minutes: float = 30.0,
 ) -> Manifest:
-    """Write a checkpoint directory, whole or not at all; a name that is taken is refused.
+    """Write a checkpoint directory atomically; an existing one is never overwritten.
 
     Args:
         path: A directory or a URL such as s3://bucket/run/step-00000100.
-        model: Parameters and stored buffers are saved under their canonical names.
-        optimizer: Its state is saved as it is; what is absent stays absent.
-        extra: The same on every rank: numbers, texts, lists, tuples, dictionaries, dtypes, small tensors.
-        rank_extra: This rank's own, beside the state of its random generators.
-        assets: Files to lay beside, rank 0's.
-        frozen: Also parameters that are not trained; without them a load leaves them as they are.
-        parent: Of the checkpoint that this one continues from, as `save`, `load(...).manifest` and `verify` return it;
-            recorded by hash and step. Nobody else knows it: a directory may hold checkpoints of several loops.
+        model: The model, whose parameters and persistent buffers are saved under their canonical names.
+        optimizer: The optimizer; parameters without state are saved without state.
+        extra: A value that is equal on all ranks: numbers, texts, lists, tuples, dictionaries, dtypes, small tensors.
+        rank_extra: A value of this rank, saved beside the state of its random generators.
+        assets: Further files by name, taken from rank 0.
+        frozen: Whether to save parameters that are not trained; if not, a load leaves them as they are.
+        parent: Manifest of the checkpoint that this one continues from, as `save`, `load(...).manifest` and `verify`
+            return it; its hash and step are recorded. It is not found automatically, since a directory may hold
+            checkpoints of several loops.
         timeout_minutes: Longest wait for another rank.
 
     Raises:
-        SaveFailed: On all ranks, with the first cause, or the rank that did not come; nothing was left behind.
+        SaveFailed: On all ranks, with the first cause or the rank that did not arrive; nothing was left behind.
         DirectoryTaken: On all ranks; another job is writing this name to an object store.
-        UnsavableExtra, UnsavableOptimizer: On all ranks; something on one of them has no written form.
+        UnsavableExtra, UnsavableOptimizer: `extra` or the optimizer holds a value of a type that cannot be written; on
+            all ranks.
     """
     with call("save", timeout_minutes, SaveFailed) as (ranks, reached):
         prepared_save = prepared(
@@ -208,18 +212,20 @@ def load(
     hyperparameters: Literal["live", "checkpoint"] = "live",
     timeout_minutes: float = 30.0,
 ) -> Restored:
-    """Verify a checkpoint and load it, at any number of ranks; nothing live is touched before everything was verified.
+    """Verify a checkpoint and load it, on any number of ranks.
+
+    Model and optimizer are not changed before all bytes that are needed have been read and verified.
 
     Args:
-        path: As in `save`.
-        model, optimizer: Built as for training; live gradients do not matter.
-        declared: What may differ.
-        hyperparameters: Whether betas and the like stay as they are or come from the checkpoint.
+        path: The checkpoint's directory or URL, as in `save`.
+        model, optimizer: Built as for training; their gradients do not matter.
+        declared: Patterns of parameters that may differ between checkpoint and model.
+        hyperparameters: Whether betas, epsilon and the like stay as they are ("live") or come from the checkpoint.
         timeout_minutes: Longest wait for another rank.
 
     Raises:
-        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was touched.
-        RankFailed: Another rank did not come; it is named.
+        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch: On all ranks; nothing was changed.
+        RankFailed: Another rank did not arrive; the message names it.
     """
     with call("load", timeout_minutes, RankFailed) as (ranks, _):
         storage, name = ranks.on_all_ranks(lambda: place_of(path))
@@ -246,15 +252,16 @@ def load(
 
 
 def verify(path: str, level: verification.Level = "tensors") -> Manifest:
-    """Compare a checkpoint with its manifest; needs no other rank.
+    """Compare a checkpoint with its manifest; a single process may call this.
 
     Args:
-        path: As in `save`.
-        level: names (and sizes), files (their hashes), or tensors (every chunk, as DCP stored it).
+        path: The checkpoint's directory or URL, as in `save`.
+        level: "names" compares names and sizes of files, "files" also their hashes, "tensors" also every chunk that
+            DCP stored.
 
     Raises:
-        NoCheckpoint: There is none.
-        CheckpointCorrupt: Something differs; the file or tensor is named.
+        NoCheckpoint: The path holds no checkpoint.
+        CheckpointCorrupt: Something differs; the message names the file or tensor.
     """
     storage, name = place_of(path)
     return verification.verify_checkpoint(storage, name, level)
@@ -271,19 +278,19 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
     keep: int = 3,
     timeout_minutes: float = 30.0,
 ) -> RehearsalReport:
-    """Save, verify and load once in a directory of checkpoints, and leave nothing behind.
+    """Save, verify and load a trial checkpoint before training, and delete it again.
 
     Args:
-        path: The directory that checkpoints will be in.
-        model, optimizer: As for training; nothing in them changes.
-        extra, rank_extra, assets: As `save` will be given them.
-        keep: Checkpoints that will be kept; two more must fit.
+        path: The directory or URL in which checkpoints will be saved.
+        model, optimizer: Built as for training; nothing in them changes.
+        extra, rank_extra, assets: Arguments that `save` will be given.
+        keep: Number of checkpoints that will be kept; there must be room for two more.
         timeout_minutes: Longest wait for another rank.
 
     Raises:
         RehearsalFailed: On all ranks, with the parameter or file and what to do.
-        UnsavableExtra: A type in `extra` has no written form; on all ranks.
-        RankFailed: Another rank did not come; it is named.
+        UnsavableExtra: `extra` holds a value of a type that cannot be written; on all ranks.
+        RankFailed: Another rank did not arrive; the message names it.
     """
     with call("rehearse", timeout_minutes, RankFailed) as (ranks, _):
         with ranks.together():
@@ -296,15 +303,16 @@ def rehearse(  # noqa: PLR0913 - a public verb; its options are keywords
 
 
 def clean(path: str) -> None:
-    """Remove what saves that were killed left half written in a directory of checkpoints; needs no other rank.
+    """Remove the unfinished files of killed saves from a directory of checkpoints; a single process may call this.
 
-    Nobody can see whether such a save still goes on: call it where none does, as before the first save of a loop.
+    A save that is still running cannot be told from a killed one. Call this where none is running, such as before the
+    first save of a loop.
 
     Args:
-        path: The directory that checkpoints are in, or its URL.
+        path: The directory or URL that contains the checkpoints.
 
     Raises:
-        DirectoryTaken: A run of Holdfast holds it.
+        DirectoryTaken: A run of Holdfast is using the directory.
     """
     storage = open_storage(path)
     if storage.exists(""):

@@ -1,4 +1,4 @@
-"""Saves that training does not wait for: one copy, then a thread; never two at once, never a failure unheard."""
+"""Background saves: tensors are copied once, and a thread writes the copy; one save at a time, no failure is lost."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from holdfast.errors import HoldfastError
 Status = Literal["idle", "running", "done", "failed"]
 Written = TypeVar("Written")
 THREAD = "holdfast-save"
-"""Name of the thread; the command line looks for one that hangs when it wants to leave."""
+"""Name of the thread; a rank that ends looks for a thread of this name that hangs in a file system."""
 
 
 class BackgroundSaver(Generic[Written]):
     """Runs one save at a time on a thread, over a process group that nothing else uses.
 
-    A failure is the same on all ranks, but threads end at different times: ranks compare `status` between steps and
-    collect the outcome when all have one.
+    A failure is the same on all ranks, but threads end at different times. Ranks therefore compare `status` between
+    steps, and collect the outcome once the save has ended on all of them.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class BackgroundSaver(Generic[Written]):
 
     @property
     def status(self) -> Status:
-        """What this rank's thread is doing."""
+        """State of the save on this rank."""
         if self._thread is None:
             return "idle"
         if self._thread.is_alive():
@@ -41,12 +41,12 @@ class BackgroundSaver(Generic[Written]):
         return "failed" if self._error is not None else "done"
 
     def start(self, snapshot: Snapshot, write: Callable[[Snapshot], Written], *, copy: bool = True) -> None:
-        """Copy the snapshot's tensors and write the copies on a thread; the save before must be collected.
+        """Copy the snapshot's tensors and write the copies on a thread; the previous save must have been collected.
 
         Args:
-            snapshot: Live tensors.
-            write: Writes a snapshot; runs on the thread.
-            copy: Off for a caller that waits for the end and changes nothing until then.
+            snapshot: Snapshot of the live tensors.
+            write: Writes a snapshot; called on the thread.
+            copy: False for a caller that waits for the end and changes no tensor until then.
         """
         assert self._thread is None, "one save is in flight; collect it first"
         to_write = staged(snapshot, self._buffers) if copy else snapshot
@@ -66,12 +66,12 @@ class BackgroundSaver(Generic[Written]):
         self._thread.start()
 
     def abandon(self) -> None:
-        """Forget the thread; its buffers are its own from now on."""
+        """Give up a thread that hangs; its buffers are not reused, since it may still read them."""
         self._thread = None
         self._buffers = {}
 
     def collect(self) -> Written | None:
-        """Wait for the save in flight and return what it returned; None if there was none.
+        """Wait for the running save and return what `write` returned; None if no save was started.
 
         Raises:
             HoldfastError: The save failed.

@@ -1,7 +1,7 @@
-"""What the calls of somebody else's loop have in common: who takes part, what is saved, where.
+"""Common code of the functions in `checkpoint.api`: process groups, error messages that name ranks, arguments.
 
-Where ranks of a loop that is not ours wait for one, it is named: every rank says now and then where it is, as
-long as a call lasts. A run under our launcher has its failure channel for this.
+During a call, every rank publishes heartbeats, so that an error can name the rank that the others waited for. A run of
+Holdfast has its failure channel for this; a user's own loop has not.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from holdfast.parallel.failure.reports import NoteBoard
 
 @contextmanager
 def late_ranks_named(call: str, raised: type[HoldfastError], aside: str = "") -> Iterator[Callable[[str], None]]:
-    """Raise, in place of a collective that another rank broke or never came to, an error with that rank and its phase.
+    """Replace the error of a collective that another rank broke or did not join by one that names the rank.
 
     Args:
-        call: What the user called.
-        raised: The error's class.
-        aside: Calls with another word may go on at the same time.
+        call: Name of the function that the user called.
+        raised: Class of the error to raise.
+        aside: Distinguishes calls that may run at the same time, such as a save in the background.
 
     Yields:
-        What is told the name of each phase.
+        A function to call with the name of each phase as it begins.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield lambda _: None
         return
     rank, current_phase = dist.get_rank(), ["begin"]
+    # Torch has no public way to the store of the default group, and a user's loop hands us none.
     board = NoteBoard(PrefixStore(f"holdfast/call{aside}", dist.distributed_c10d._get_default_store()), None)
     heartbeat = Heartbeat(rank, dist.get_world_size(), board, lambda: (None, f"{call}: {current_phase[0]}"))
     heartbeat.start()
@@ -74,20 +75,20 @@ def _words(report: Whereabouts) -> str:
 
 
 class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong
-    """`extra` holds a type that has no written form."""
+    """`extra` holds a value of a type that cannot be written to a checkpoint."""
 
 
 @contextmanager
 def call(
     name: str, timeout_minutes: float, raised: type[HoldfastError], aside: str = ""
 ) -> Iterator[tuple[RankGroup, Callable[[str], None]]]:
-    """Give the ranks that take part, and what is told each phase.
+    """Yield the group of ranks for a call, and a function to call with the name of each phase as it begins.
 
     Args:
-        name: Of the function.
+        name: Name of the function that the user called.
         timeout_minutes: Longest wait for another rank.
-        raised: What is raised where a rank does not come.
-        aside: Calls with another word may go on at the same time.
+        raised: Class of the error where a rank does not arrive.
+        aside: Distinguishes calls that may run at the same time, such as a save in the background.
     """
     key = (dist.group.WORLD if dist.is_initialized() else None, timeout_minutes, aside)
     try:
@@ -102,11 +103,11 @@ def call(
 
 
 _groups: dict[tuple[object, float, str], RankGroup] = {}
-"""By world, time-out and purpose: a process group is made once and kept."""
+"""Process groups by default group, time-out and `aside`; each is created once and kept."""
 
 
 def forget_groups() -> None:
-    """Let the next calls make process groups of their own."""
+    """Drop all cached process groups, so that the next calls create new ones."""
     _groups.clear()
 
 
@@ -119,16 +120,16 @@ def place_of(path: str) -> tuple[Storage, str]:
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """A checkpoint that is about to be written."""
+    """The checked arguments of a save: where to write, the live tensors, and the fields of the manifest."""
 
     storage: Storage
     name: str
     snapshot: Snapshot
-    """Of the live tensors."""
+    """Snapshot of the live tensors."""
     about: About
 
     def committed(self, snapshot: Snapshot, ranks: RankGroup, reached: Callable[[str], None]) -> Manifest:
-        """Write a snapshot, this one or a copy of it; all ranks call this together."""
+        """Write `self.snapshot` or a copy of it as a checkpoint; all ranks call this together."""
         with ExitStack() as stack:
             with together_in_phase(ranks, "begin"):
                 if ranks.rank == 0 and not self.storage.renames:
@@ -153,7 +154,7 @@ def prepared(
     extra: Any,
     **options: Unpack[SaveOptions],
 ) -> PreparedSave:
-    """Look at what `save` was given; arguments are its own.
+    """Check the arguments of `save` and take a snapshot of the live tensors.
 
     Raises:
         UnsavableExtra, UnsavableOptimizer: On all ranks.
@@ -180,15 +181,15 @@ def prepared(
 
 
 def check_extra(shared: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
-    """Refuse an `extra` that cannot be read, before anything live is touched."""
+    """Raise if the `extra` of a checkpoint cannot be decoded; called before anything live is changed."""
     decode((shared if rank_state is None else rank_state).get("extra"))
 
 
 def encoded_extra(value: Any) -> Any:
-    """Return what a user wants to keep, as it is written.
+    """Return `extra` or `rank_extra` as tagged JSON.
 
     Raises:
-        UnsavableExtra: Something in it has no written form.
+        UnsavableExtra: It holds a value of a type that cannot be written.
     """
     try:
         return encode(value)

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, by who must act."""
+"""Exceptions about checkpoints; the base class says whether the user must act or the run can be restarted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class CheckpointError(HoldfastError):
 
 
 class SaveFailed(CheckpointError, RunStopped):
-    """A save did not commit; earlier checkpoints are untouched. The same on all ranks."""
+    """A save was not committed; earlier checkpoints are intact. Raised with the same message on all ranks."""
 
     exit_code = RunStopped.exit_code
 
 
 class PlaceLost(SaveFailed):
-    """Another job has taken over the place of the checkpoints; what lies there is its own. The same on all ranks."""
+    """Another job has taken over the directory of checkpoints, whose files may be that job's. Raised on all ranks."""
 
 
 class CheckpointCorrupt(CheckpointError):
@@ -24,19 +24,19 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class TensorsDiffer(CheckpointCorrupt):
-    """The files of a checkpoint have their hashes, and a tensor in them is not what was saved."""
+    """All files of a checkpoint have the recorded hashes, but a tensor in them differs from what was saved."""
 
 
 class CheckpointUnreadable(CheckpointError):
-    """A file could not be read, which says nothing about its bytes: the disk, the network or memory was at fault."""
+    """A file could not be read because of the disk, the network or a lack of memory; its bytes may be correct."""
 
 
 class NoCheckpoint(UserError):
-    """A path holds no checkpoint of ours, or one of somebody else's."""
+    """A path holds no checkpoint of Holdfast; it may hold another system's."""
 
 
 class CheckpointMismatch(UserError):
-    """A checkpoint is whole but does not fit what it is loaded into, and the difference was not declared."""
+    """A checkpoint is intact but does not match the model or optimizer, and the difference was not declared."""
 
 
 class DirectoryTaken(UserError):

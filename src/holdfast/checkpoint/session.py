@@ -1,4 +1,4 @@
-"""The checkpoints of one run while it goes on: saved one at a time, read back, and only then are older ones deleted."""
+"""The sequence of checkpoints of a running job: one save at a time, read back before older checkpoints are deleted."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Saved:
 
 @dataclass
 class Session:
-    """Saves in order, each naming the one before.
+    """Saves checkpoints in order; each records the hash of its predecessor.
 
     Args:
-        storage: Where checkpoints are.
-        ranks: A process group that nothing else uses while a save is in flight.
-        run_id: Of the run.
-        retention: What stays.
-        background: Write on a thread, after one copy.
-        read_back: Compare hashes of what is on disk before anything is deleted.
-        reached: Told every phase of a save, and "retention".
-        late: Names the ranks that a save waited for in vain.
-        patience: Waits until the save in flight has ended on all ranks, or raises; default: until it has on this one.
+        storage: Storage of the checkpoints.
+        ranks: A process group that nothing else uses while a save is running.
+        run_id: Identifier of the run.
+        retention: Rule for which checkpoints are kept.
+        background: Whether to copy the tensors and write on a thread.
+        read_back: Whether to compare hashes of the files on disk before older checkpoints are deleted.
+        reached: Called with the name of every phase of a save, and with "retention".
+        late: Called with a phase; describes the ranks that a save waited for until its time-out.
+        patience: Waits until the running save has ended on all ranks, or raises; default: wait for this rank only.
     """
 
     storage: Storage
@@ -62,13 +62,13 @@ class Session:
     late: Callable[[str], str] = lambda _: ""
     patience: Callable[[], object] | None = None
     resumed: Manifest | None = None
-    """What the run continued from."""
+    """Manifest of the checkpoint that the run continued from."""
     phase: str = ""
-    """Where the save in flight is, on this rank."""
+    """Phase of the running save on this rank."""
     broken: str = ""
-    """How a save lost another rank, and with it the process group that saves go over."""
+    """How a save lost another rank; the process group of saves cannot be used afterwards. Empty if none has."""
     _attempt: object = None
-    """The save in flight; one that was given up is not."""
+    """Identity of the running save; a thread whose save was given up holds another one and stops."""
     _parent: Manifest | None = None
     _saver: BackgroundSaver[Saved] = field(default_factory=BackgroundSaver)
     _outcome: Saved | CheckpointError | None = None
@@ -80,7 +80,7 @@ class Session:
 
     @property
     def status(self) -> Status:
-        """What this rank knows of the save in flight; ranks compare before they collect."""
+        """State of the running save on this rank; ranks compare theirs before they collect."""
         if self._outcome is not None:
             return "failed" if isinstance(self._outcome, CheckpointError) else "done"
         return self._saver.status
@@ -104,12 +104,12 @@ class Session:
         return commit(snapshot, self.storage, self._about_of(step, about), ranks, reached=reached)
 
     def save(self, snapshot: Snapshot, step: int, *, wait: bool = False, **about: Any) -> None:
-        """Write a checkpoint, or start to; the save before must have been collected.
+        """Write a checkpoint, or start writing it in the background; the previous save must have been collected.
 
         Args:
-            snapshot: Live tensors.
-            step: Its name.
-            wait: Do not return before it is on disk, whatever `background` says.
+            snapshot: Snapshot of the live tensors.
+            step: Step of the checkpoint, which names its directory.
+            wait: Whether to return only once it is on disk, even where `background` is set.
             about: Further fields of `About`, such as the metrics of this step.
         """
         about_save = self._about_of(step, about)
@@ -181,15 +181,15 @@ class Session:
             raise SaveFailed(f"step {manifest.step} was written and reads back differently: {error}") from error
 
     def abandon(self) -> None:
-        """Wait no more for the save in flight: a thread that hangs in a file system cannot be ended."""
+        """Give up the running save: a thread that hangs in a file system cannot be ended."""
         self._attempt = None
         self._saver.abandon()
 
     def collect(self) -> Saved | None:
-        """Wait for the save in flight and return what became of it; None if there was none.
+        """Wait for the running save and return its result; None if no save was started.
 
         Raises:
-            CheckpointError: It failed; the same on all ranks, and earlier checkpoints are untouched.
+            CheckpointError: The save failed; the same on all ranks, and earlier checkpoints are intact.
         """
         outcome, self._outcome = self._outcome, None
         if outcome is None:

@@ -106,7 +106,7 @@ Teacher = Annotated[str | None, typer.Option("--teacher", help="The model that a
 
 
 class Dtype(StrEnum):
-    """Of exported floating-point tensors."""
+    """Dtype of exported floating-point tensors."""
 
     same = "same"
     float32 = "float32"

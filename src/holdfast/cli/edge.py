@@ -1,4 +1,4 @@
-"""The edge of the process: what an error, or Ctrl-C, becomes for whoever started the command."""
+"""Turns errors and Ctrl-C into messages and exit codes, at the edge of the process."""
 
 from __future__ import annotations
 

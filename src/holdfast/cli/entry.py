@@ -1,4 +1,4 @@
-"""Where the program `holdfast` begins: before the imports of the command line, which take a second."""
+"""The entry point of the program `holdfast`, which runs before the slow imports of the command line."""
 
 from __future__ import annotations
 

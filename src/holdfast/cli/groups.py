@@ -1,7 +1,4 @@
-"""Groups of commands: each command is imported when it is called, and what people type from habit is answered.
-
-Habits are keys with dashes and commands of other tools.
-"""
+"""Groups of commands. Each command is imported when it is called, and commands or flags of other tools get a hint."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From rows to token sequences to batches. Imports only configuration, types and errors."""
+"""Data: rows, their contents, token sequences, batches. Imports only configuration, types and errors."""

@@ -1,6 +1,6 @@
-"""What all rows of a source come to: lengths, what is cut or trains nothing, what stands twice, what is broken.
+"""Survey all rows of a source (`holdfast data`): lengths, truncation, untrained rows, duplicates, mistakes.
 
-Of each row a fingerprint of eight bytes stays, and lengths as how many there are of each, so a million rows take 9 MB.
+Only a fingerprint of eight bytes per row and a histogram of lengths are kept, so that a million rows take 9 MB.
 """
 
 from __future__ import annotations

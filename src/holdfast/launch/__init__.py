@@ -1,1 +1,1 @@
-"""Starting the ranks of a run on this machine, and saying what happened when one dies."""
+"""Start the ranks of a run on this machine, pass signals on to them, and explain the first death."""

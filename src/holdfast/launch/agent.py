@@ -1,7 +1,7 @@
-"""torchrun, without its traceback where ranks have said how they ended, and with their exit code as its own.
+"""Run torchrun without its traceback of failed ranks, and with the exit code of the rank that ended first.
 
-Takes torchrun's command line. Where torchrun may start ranks again it would also do so after an orderly stop or a
-mistake of the user's, which are no zeros; such ranks leave their code in a file and end with 0
+The command line is torchrun's. With `--max-restarts`, torchrun restarts every rank whose exit code is not 0, although
+an orderly stop and a mistake of the user have such codes; those ranks write their code to a file and exit with 0
 (`launch/first_rank.py`).
 """
 
@@ -29,6 +29,7 @@ def main() -> int:
     # Ranks meet at a port of their own in every round: torch 2.13 does not tell its shared one to a machine that
     # comes back.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # Imported here and not at the top: the variables above are read when torch is imported.
     from torch.distributed.run import parse_args
 
     logging.disable(logging.CRITICAL)  # each of torchrun's modules sets a level of its own

@@ -1,4 +1,4 @@
-"""Which rank was the first cause, and what a user is told about it. Pure: text and exit codes in, text out."""
+"""Find the rank whose death caused the others, and describe it. Pure functions of exit codes, reports and logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from holdfast.parallel.failure.reports import Failure
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 EXIT_WITHOUT_RESULT = 4
-"""Of a rank: it did its work in good order, and there is nothing to show. 1 is that of any Python that dies."""
+"""Exit code of a rank that finished without an error and without a result. It is not 1, with which any Python process
+ends on an uncaught exception."""
 _LAST_LINES = 6
 _LONGEST_ERROR = 15
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_=>()])")
@@ -35,7 +36,7 @@ class Death:
     phase: str
     report: Failure | None
     log: str
-    """What it wrote in this attempt."""
+    """What the rank printed in this attempt."""
     ended_by_launcher: bool
 
 
@@ -44,10 +45,10 @@ HANG = "Hang"
 
 
 def first_cause(deaths: Sequence[Death]) -> Death:
-    """Return the death that brought the others about.
+    """Return the death that caused the others.
 
-    A rank that names its own error, or was killed, comes before one that only lost another rank; then the earlier
-    one. SIGABRT counts as losing another rank: so NCCL ends a process whose peer went away.
+    A rank that reported its own error, or was killed, precedes a rank that only lost another one; of equals the earlier
+    counts. SIGABRT counts as losing another rank, since NCCL's watchdog aborts a process whose peer has gone.
     """
 
     def order(death: Death) -> tuple[bool, float]:
@@ -97,9 +98,9 @@ def describe_death(death: Death, step: int | None, log_path: object, already_sho
 
     Args:
         death: The first cause.
-        step: Where the run was, None before its first step.
-        log_path: Named for the reader.
-        already_shown: Its output stands on the terminal, so only the name of the error is repeated.
+        step: Step that the run had reached; None before its first.
+        log_path: Path of the rank's log, which the paragraph names.
+        already_shown: Whether its output is on the terminal already, so that only the error's name is repeated.
     """
     sentence = _sentence(death, step)
     if death.exit_code == -signal.SIGKILL and not death.ended_by_launcher:
@@ -118,7 +119,7 @@ def as_shown(text: str) -> str:
 
 
 def last_error(log: str) -> str:
-    """Return the lines that say what went wrong: the last exception and the place it came from, else the last lines."""
+    """Return the last exception of a log and the line of code that raised it; without an exception, the last lines."""
     lines = _RANK_PREFIX.sub("", as_shown(log)).splitlines()
     starts = [index for index, line in enumerate(lines) if _TRACEBACK in line or line.startswith(_FATAL)]
     if not starts:
@@ -143,7 +144,7 @@ def _paragraph(lines: Sequence[str]) -> str:
 
 
 def last_paragraph(log: str) -> str:
-    """Return the last lines of a log that no empty line parts."""
+    """Return the last lines of a log, back to the nearest empty line."""
     last_lines: list[str] = []
     for line in reversed(_RANK_PREFIX.sub("", as_shown(log)).rstrip().splitlines()):
         if not line or len(last_lines) == _LAST_LINES:

@@ -1,7 +1,7 @@
-"""The launch directory: where ranks leave logs, their step and their last words before a run directory exists.
+"""The launch directory: it holds the ranks' logs, steps and failure reports before a run directory exists.
 
-It stands hidden beside the run directory, on the same file system, so that its logs can be renamed into the run
-directory. Invariant: a configuration that is refused leaves nothing on the disk that was not there before.
+It is a hidden directory next to the run directory, on the same file system, so that its logs can be renamed into the
+run directory. Invariant: a configuration that is refused leaves nothing on the disk that was not there before.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _READ_AT_MOST = 1 << 16
 
 
 class LaunchDirectory:
-    """Owns one launch directory and the way its logs go; a context manager.
+    """Creates a launch directory, moves its logs to the run directory, and removes it; a context manager.
 
-    Set `keep_logs` before leaving when the logs are worth keeping although no run directory came to be.
+    Set `keep_logs` before leaving the block to keep the logs even if no run directory was created.
     """
 
     def __init__(self, run_directory: Path) -> None:
@@ -41,6 +41,8 @@ class LaunchDirectory:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         except OSError as error:
             raise ConfigError(f"run.dir={parent} cannot be written: {error}.\nName another directory.") from error
+        # The kernel releases a flock when its holder dies, however it dies; a file with a process number would outlive
+        # it.
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         with contextlib.suppress(OSError):  # a file system without locks: then nothing of ours is ever removed either
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -74,22 +76,23 @@ class LaunchDirectory:
         """Move the logs into the run directory as soon as rank 0 has made one; ranks keep writing to the same files."""
         if self._in_hiding and (self._run_directory / "run.json").exists():
             with contextlib.suppress(OSError):  # another launch of this name was first: ours stay where they are
+                # Open descriptors follow a rename, so ranks need not reopen their logs.
                 self._logs.rename(self._run_directory / "logs")
                 self._logs = self._run_directory / "logs"
 
     def log(self, rank: int) -> Path:
-        """Return where the log of a rank is now."""
+        """Return the present path of a rank's log."""
         return self._logs / f"rank-{rank}.log"
 
     def begin_log(self, rank: int, ranks: int, attempt: int) -> int:
-        """Head a new part of a log; return the offset at which it starts."""
+        """Append a header for this attempt to a rank's log; return the offset after it."""
         timestamp = datetime.now().astimezone().isoformat(timespec="seconds")
         with self.log(rank).open("a") as log:
             log.write(f"--- rank {rank} of {ranks}, attempt {attempt}, {timestamp} ---\n")
             return log.tell()
 
     def begin_attempt(self) -> None:
-        """Forget what the ranks of an earlier attempt left."""
+        """Delete the notes and reports of an earlier attempt."""
         for pattern in ("failure-rank-*.json", "phase-rank-*", "beat-rank-*", "background-rank-*", "save-*", "step"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
@@ -100,7 +103,7 @@ class LaunchDirectory:
         return int(text) if text.isdecimal() else None
 
     def phase(self, rank: int) -> str:
-        """Return the phase a rank was in, empty if it never said."""
+        """Return the phase a rank was in; empty if it recorded none."""
         return _read(self.path / f"phase-rank-{rank}").strip()
 
     def reports(self) -> list[Failure]:
@@ -110,14 +113,14 @@ class LaunchDirectory:
         return sorted(filter(None, reports), key=lambda report: report.time)
 
     def note_ending(self, event: str, step: int, reason: str) -> None:
-        """Append to the run's events.jsonl how it ended, where no rank could: reports are gone after this launch."""
+        """Append to events.jsonl how the run ended, for ranks that could not; reports are deleted after this launch."""
         values = {"event": event, "step": step, "reason": reason, "time": time.time()}
         if (self._run_directory / "run.json").exists():
             with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
                 append_text(self._run_directory / "events.jsonl", json.dumps(values) + "\n")
 
     def report(self, report: Failure) -> None:
-        """Speak for a rank that died without a word, so that the survivors can name it."""
+        """Write the report of a rank that died without one, so that the survivors can name it."""
         target = self.path / f"failure-rank-{report.rank}.json"
         staging = target.with_suffix(".launcher")
         with contextlib.suppress(OSError):  # a full disk: the launcher still says it on the terminal
@@ -135,7 +138,7 @@ def _read(path: Path) -> str:
 
 
 def _remove_abandoned(parent: Path, prefix: str, current: Path) -> None:
-    """Remove launch directories of this run whose launcher has gone: their lock is free."""
+    """Remove launch directories of this run whose launcher has ended, which shows in that their lock is free."""
     for path in parent.glob(f"{prefix}*"):
         if path == current:
             continue
@@ -144,6 +147,8 @@ def _remove_abandoned(parent: Path, prefix: str, current: Path) -> None:
         except OSError:
             continue
         try:
+            # The lock is free if the launcher has ended, however it ended: the kernel releases the locks of a dead
+            # process.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         except OSError:

@@ -1,4 +1,4 @@
-"""The environment of a rank, and how many ranks this machine takes. Nothing here imports torch."""
+"""Environment variables of a rank, and the number of ranks and GPUs of this machine. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from holdfast.files import size_words
 from holdfast.launch.rendezvous import _STORE_VARIABLE
 
 LAUNCH_DIRECTORY_VARIABLE = "HOLDFAST_LAUNCH_DIR"
-"""Set in every rank; also the mark by which processes of a launch are found again."""
+"""Set in every rank; processes of a launch are recognised by it."""
 
 _DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
 
 
 def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether somebody else (torchrun, a Slurm script) has already started this process as one rank of many."""
+    """Return whether torchrun, or a script that sets its variables, has started this process as one of many ranks."""
     environ = os.environ if environ is None else environ
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
 SRUN_VARIABLES = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""What Slurm tells a task of `srun`: machines, tasks, its number, and its number on its machine."""
+"""Variables that Slurm sets for a task of `srun`: number of nodes, of tasks, its rank, and its rank on its node."""
 
 
 def srun_task(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the number of this process among the tasks of a step of `srun`; None outside one of several tasks."""
+    """Return the rank of this process among the tasks of `srun`; None outside `srun` or where it has a single task."""
     environ = os.environ if environ is None else environ
     if "SLURM_STEP_ID" not in environ or any(name not in environ for name in SRUN_VARIABLES):
         return None
@@ -39,18 +39,18 @@ def srun_task(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def is_first_rank(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether this process is rank 0 of those that somebody else started, or the command itself."""
+    """Return whether this process is rank 0 under torchrun, or the command itself."""
     environ = os.environ if environ is None else environ
     return not under_torchrun(environ) or environ["RANK"] == "0"
 
 
 def has_launcher(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether a launcher of ours started this process as a rank, and speaks for it."""
+    """Return whether our own launcher started this process; it then reports this process's end to the user."""
     return LAUNCH_DIRECTORY_VARIABLE in (os.environ if environ is None else environ)
 
 
 def world_size() -> int:
-    """Return the number of ranks that somebody else has started."""
+    """Return the number of ranks that torchrun has started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -64,7 +64,7 @@ def resolve_ranks(launch: LaunchConfig, environ: Mapping[str, str] | None = None
 
 
 def computes_on_cpu(launch: LaunchConfig, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether what a run starts has no GPU to compute on."""
+    """Return whether the ranks of a run compute on the CPU."""
     return launch.device == "cpu" or not cuda_devices(environ)
 
 
@@ -121,14 +121,14 @@ _TOLD_VARIABLES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "WORLD_SIZE",
 )
-"""What `holdfast env` shows the values of. None of them is ever a secret, a path of the user's or a name of theirs."""
+"""Variables whose values `holdfast env` prints. None of them holds a secret, a user's path or a user's name."""
 _PLAIN = re.compile(r"[\w.,:=^-]{1,80}")
 
 
 def machine_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return what a bug report needs of a machine: versions, cores, memory, GPUs, and variables that are known by name.
+    """Return the facts of a machine for a bug report: versions, cores, memory, GPUs, and the variables listed above.
 
-    The name of the host, the user and every other variable stay out.
+    Host name, user name and all other variables are left out.
     """
     environ = os.environ if environ is None else environ
     facts = versions() | {
@@ -165,10 +165,10 @@ def rank_environment(
     """Return the environment of one rank: the user's own, plus what `torch.distributed` and Holdfast read.
 
     Args:
-        environ: The user's.
-        rank, ranks: Which of how many.
-        store: The file in which they meet.
-        threads: Of each rank.
+        environ: The user's environment.
+        rank, ranks: Number of this rank and number of ranks.
+        store: Path of the store's file, through which ranks meet.
+        threads: OpenMP threads of each rank.
         directory: The launch directory.
     """
     return {
@@ -183,6 +183,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(ranks),
         _STORE_VARIABLE: str(store),
         "OMP_NUM_THREADS": str(threads),
+        # The Rust tokenizers warn, and may deadlock, in a process that forks after they have started threads.
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",

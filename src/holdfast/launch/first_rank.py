@@ -1,4 +1,4 @@
-"""Under torchrun every rank meets the same mistake of a user's: the first rank tells it, the others keep quiet."""
+"""Print a user's mistake once under torchrun, where every rank raises it: rank 0 prints, the others stay silent."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 
 def await_first_rank() -> bool:
-    """Return whether this rank tells a mistake that it met before the ranks had joined.
+    """Return whether this rank prints an error that it raised before the ranks had joined.
 
-    torchrun ends all ranks as soon as one has ended, so those that keep quiet wait until the first has spoken. One
-    that is still there afterwards has met what the first did not, or runs on another machine, which has a screen or a
-    log of its own: there its first rank speaks too.
+    torchrun ends all ranks as soon as one has ended, so the other ranks wait until rank 0 has printed and ended. A rank
+    that is still alive after the wait raised an error that rank 0 did not, or runs on another machine, whose output
+    goes to another terminal or log; there the first local rank prints too.
     """
     if not under_torchrun() and (srun_task() or 0) > 0:
         _await_end()
@@ -37,16 +37,17 @@ def await_first_rank() -> bool:
 
 
 def _await_end() -> None:
-    """Wait for torchrun, or srun --kill-on-bad-exit, to end this rank when the first has spoken and ended."""
+    """Wait for torchrun, or srun --kill-on-bad-exit, to end this rank once rank 0 has ended."""
     # A rank that leaves with an error is deaf to SIGTERM until it has said why; this one has nothing to say.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(patience.current.first_rank_seconds)
 
 
 def leave(code: int) -> int:
-    """Return the exit code of a rank that ends in good order with `code`.
+    """Return the code with which a rank that ends in order with `code` must exit.
 
-    Where torchrun starts ranks again that do not end with 0, the code goes into its file and 0 is returned.
+    Where torchrun would restart a rank that exits with another code than 0, `code` is written to a file for
+    `launch.agent`, and 0 is returned.
     """
     file = os.environ.get(EXIT_FILE_VARIABLE)
     if file is None or code == 0:
@@ -56,10 +57,10 @@ def leave(code: int) -> int:
 
 
 def end_as_command(before: ExceptHook) -> ExceptHook:
-    """Return what ends a script on a user's mistake as the command does: one paragraph, exit code 2.
+    """Return a `sys.excepthook` that reports a user's mistake as the commands do: one paragraph, exit code 2.
 
     Args:
-        before: What ends it on other errors.
+        before: The hook for all other errors.
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

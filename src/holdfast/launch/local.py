@@ -35,15 +35,18 @@ def launch_local(
     """Run `command` once per rank and return the exit code of the whole.
 
     Args:
-        command: The argv of one rank; its number and the others' come from the environment, as under torchrun.
-        ranks: Processes to start; see `resolve_ranks`.
-        launch: Restarts and threads.
-        run_directory: Where the run will live. Rank 0 makes it, `run.json` in it says that it did.
-        environ: The environment ranks inherit, this process's own if None.
+        command: The argv of one rank, the same for all; each learns its rank from the environment, as under torchrun.
+        ranks: Number of processes to start; see `resolve_ranks`.
+        launch: The section `launch`, for restarts and threads.
+        run_directory: Directory of the run, which rank 0 creates; it exists once it contains `run.json`.
+        environ: The environment that ranks inherit; this process's own if None.
         patience: Times between a death and the end of the other ranks.
 
-    Call it in the main thread: only there can Ctrl-C and SIGTERM be passed on, and ranks end with the thread that
-    started them. Raises ConfigError if nothing can be written beside the run directory.
+    Call it in the main thread: only there can Ctrl-C and SIGTERM be handled, and the kernel kills the ranks when the
+    thread that started them ends.
+
+    Raises:
+        ConfigError: The parent of the run directory cannot be written.
     """
     environ = os.environ if environ is None else environ
     start = Start(command, ranks, launch.threads_per_rank, environ, patience or holdfast.patience.current)
@@ -65,7 +68,7 @@ def launch_local(
 
 
 def _note(ending: Ending, directory: LaunchDirectory, stops: StopSignals) -> None:
-    """Leave in the run's events what ended an attempt that came to train; ranks that were stopped in order did so."""
+    """Record in events.jsonl how an attempt that had begun to train ended, unless its ranks have recorded it."""
     if ending.step is None:
         return
     if ending.verdict is Verdict.STOPPED and stops.now:

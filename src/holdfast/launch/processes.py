@@ -1,17 +1,18 @@
-"""Find and end every process of a launch: ranks, their children, and children that moved to a session of their own.
+"""Find and end every process of a launch: ranks, their children, and children that moved to another session.
 
-Invariant: whatever way the launcher ends, SIGKILL included, no process it started outlives it. A process belongs to a
-launch when its environment carries the launch directory, when it stands in the process group or session of a rank, or
-when it descends from one that does. What a reward starts with an empty environment in a session of its own has the
-first two of no rank, yet it stays a descendant: where its parent ends, the supervisor of workers
-(holdfast.rewards.workers.supervisor) adopts it. So before anything is killed, all that can be seen is stopped, until no
-new descendant appears: a supervisor that were killed first would hand its strays to init, where nothing tells whose
-they are. What a rank's own process starts in that way, and orphans before, is not found: a rank adopts nobody.
+Invariant: however the launcher ends, SIGKILL included, no process that it started outlives it.
 
-Run as a program this file is the *guard*: a process outside the launcher's session that waits for the launcher's end
-of a pipe to close. A pipe closes however its owner dies, and unlike PR_SET_PDEATHSIG it reaches grandchildren too.
-The guard imports the standard library only, so that it starts in about 10 ms. Where both are killed together the kernel
-kills the ranks (`tied_to_this_thread`), and what ranks have started ends with them, as after the death of a rank.
+A process belongs to a launch if its environment contains the launch directory, if it is in the process group or session
+of a rank, or if it descends from a process that belongs. A program that a reward starts with an empty environment in a
+new session is only a descendant; if its parent ends, the supervisor of reward workers
+(holdfast.rewards.workers.supervisor) becomes its parent. For this reason all processes are stopped with SIGSTOP, until
+no new descendant appears, before any is killed: if the supervisor were killed first, its orphans would pass to init,
+where nothing shows to which launch they belong. Orphans of a rank itself are not found, since ranks adopt none.
+
+Run as a program, this file is the *guard*: a process in another session that waits until the launcher's end of a pipe
+closes. A pipe closes however its owner dies, and unlike PR_SET_PDEATHSIG the guard also ends grandchildren. It imports
+the standard library only, so that it starts in about 10 ms. If launcher and guard are killed together, the kernel kills
+the ranks (`tied_to_this_thread`), and the children of ranks end as after any death of a rank.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def living(mark: str, leaders: Collection[int]) -> set[int]:
     """Return the processes of a launch that still run.
 
     Args:
-        mark: `NAME=value` as it stands in the environment of every process of the launch.
-        leaders: Ranks' process ids; each leads a session and a process group.
+        mark: `NAME=value`, an entry that the environment of every process of the launch contains.
+        leaders: Process ids of the ranks, each of which leads a session and a process group.
     """
     if not (_PROC / "self" / "stat").exists():  # without /proc the process groups are all one can see
         return {leader for leader in leaders if _group_exists(leader)}
@@ -60,7 +61,7 @@ def living(mark: str, leaders: Collection[int]) -> set[int]:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has a handler for a signal, as far as one can see; one without might die of it."""
+    """Return whether a process is known to have a handler for a signal; without one the signal might kill it."""
     try:
         lines = (_PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
@@ -70,10 +71,11 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def _look(pid: str, mark_entry: bytes, leaders: Collection[int]) -> tuple[int, bool]:
-    """Return the parent of a process, and whether it shows that it is the launch's; (0, False) if it ended."""
+    """Return the parent of a process, and whether the process itself belongs to the launch; (0, False) if it ended."""
     parent = 0
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123  see living
+            # The second field is the program's name in parentheses, which may itself contain blanks and parentheses.
             state, ppid, group, session = stat.read().rpartition(b")")[2].split()[:4]
         if state in (b"Z", b"X"):
             return 0, False
@@ -81,6 +83,8 @@ def _look(pid: str, mark_entry: bytes, leaders: Collection[int]) -> tuple[int, b
         if int(group) in leaders or int(session) in leaders:
             return parent, True
         with open(f"/proc/{pid}/environ", "rb") as environ:  # noqa: PTH123
+            # /proc/PID/environ is what exec was given: a process that changes its own variables later still shows the
+            # mark.
             return parent, (b"\0" + mark_entry) in (b"\0" + environ.read())
     except (OSError, ValueError):  # it ended while we looked, or hides its environment
         return parent, False
@@ -121,7 +125,7 @@ def end(
     kill_seconds: float,
     reap: Callable[[], None] = lambda: None,
 ) -> set[int]:
-    """Ask every process of the launch to end, then kill what stays; return what even SIGKILL did not end.
+    """Send SIGTERM to every process of the launch, then SIGKILL to those left; return those that survived both.
 
     Args:
         mark: See `living`.
@@ -152,9 +156,10 @@ def end(
 
 
 def tied_to_this_thread() -> Callable[[], None] | None:
-    """Return what a child calls before its program starts, so that the kernel kills it when this thread ends.
+    """Return a `preexec_fn` that lets the kernel kill the child when this thread ends; None where that is not Linux.
 
-    None elsewhere than on Linux. Everything is looked up here: between fork and exec another thread's locks stay taken.
+    The function looks nothing up and allocates little: between fork and exec, locks that another thread held at the
+    fork stay locked for ever.
     """
     if sys.platform != "linux":
         return None
@@ -164,6 +169,7 @@ def tied_to_this_thread() -> Callable[[], None] | None:
     arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
 
     def tie() -> None:
+        # The signal comes when the parent *thread* ends, not the process; and it is not inherited by grandchildren.
         prctl(_PR_SET_PDEATHSIG, *arguments)
         if os.getppid() != launcher:  # it died before
             os._exit(1)
@@ -177,11 +183,14 @@ class Guard:
     def __init__(self, mark: str, environ: Mapping[str, str]) -> None:
         name = mark.partition("=")[0]
         self._process = subprocess.Popen(
+            # Isolated, without site-packages: a user's PYTHONPATH or .pth file must neither slow the guard down nor
+            # break it.
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={key: value for key, value in environ.items() if key != name},
+            # A scheduler or terminal that kills the launcher's session or group must not take the guard with it.
             start_new_session=True,
             text=True,
         )

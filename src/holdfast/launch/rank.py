@@ -1,4 +1,4 @@
-"""One rank of a run: what the launcher starts, and what torchrun is."""
+"""One rank of a run: the program that our launcher starts, and the work of a process that torchrun has started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.training.fit import Outcome
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-"""What a file system refuses, whoever asks."""
+"""Errors of a file system that is full, read-only or failing, for which no code of ours is to blame."""
 _UNSCORED = (
     "Not one completion of any evaluation set could be scored, so nothing was measured. The reason stands above; mend "
     "the reward, or the rows."
@@ -116,7 +116,7 @@ def _closing_words(outcome: Outcome, *, dry: bool) -> str:
 
 
 def _models(outcome: Outcome) -> list[str]:
-    """Return what a run that ended without an export has in place of one, and how it gets one."""
+    """Describe the models of a run that ended without a final export, and the command that exports one."""
     from holdfast.training.saving.exports import EXPORTS, describe_exports
 
     exports = Path(outcome.directory) / EXPORTS

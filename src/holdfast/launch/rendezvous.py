@@ -1,4 +1,4 @@
-"""Where the ranks of one machine meet: a file that nobody else can open, and no port that anybody could write to."""
+"""The file through which the ranks of one machine meet; unlike a TCP port, other users cannot write to it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _STORE_VARIABLE = "HOLDFAST_STORE"
-"""Set in every rank: the path of the file in which `torch.distributed` keeps its store (parallel/rendezvous.py)."""
+"""Variable with the path of the file of `torch.distributed`'s store, set in every rank (parallel/rendezvous.py)."""
 
 
 @contextmanager
 def meeting_file(directory: Path) -> Iterator[Path]:
-    """Yield an empty file for the ranks of one attempt; it is gone when the block ends.
+    """Yield the path of an empty file for the ranks of one attempt; the file is removed at the end of the block.
 
-    On Linux it lies in memory and has no name but this process's descriptor, which only processes of the same user can
-    open: no file system has to lock it, and nothing of it stays behind however the launcher ends.
+    On Linux it is an anonymous file in memory, whose only path is this process's descriptor under /proc, which only
+    processes of the same user can open. No file system has to support locks, and nothing remains however the launcher
+    ends.
 
     Args:
         directory: The launch directory, which other users cannot enter.

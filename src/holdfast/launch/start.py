@@ -1,5 +1,6 @@
-"""Start a run: check its configuration and its paths here, so that a misspelt one is told in a second; then train in
-ranks of their own. Of paths only their being there is looked at; the ranks look again, and at what the files hold.
+"""Start a run: check that its paths exist, so that a misspelt one is reported within a second, then start the ranks.
+
+Only the existence of paths is checked here; the ranks read what the files contain.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ from holdfast.training.observe import find_script
 
 
 def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
-    """Start the ranks, or be one of them under torchrun; a task of `srun` is one rank, or torchrun on its node."""
+    """Start the ranks of a run and return the exit code; under torchrun, run this process's rank.
+
+    A task of `srun` becomes one rank, or torchrun on its node.
+    """
     if not under_torchrun() and srun_task() is not None:
         registry.load(registry.SRUN)(loaded.config.launch, loaded.config.checkpoint.grace_seconds)
     if under_torchrun() and engine_of(loaded.config) is not None:
@@ -63,15 +67,15 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
 
 
 def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
-    """Refuse a run whose rows, models or functions are not where it says.
+    """Check that the rows, models and functions that a run names exist.
 
     Args:
-        verb: An evaluation reads no training rows, unless some of them are held out for it.
-        config: Of the run.
-        base: The YAML's directory.
+        verb: For "eval", training rows are checked only where some of them are held out for it.
+        config: The run's configuration.
+        base: Directory of the YAML, to which paths are relative.
 
     Raises:
-        UserError: A path leads nowhere, or to files that hold no rows.
+        UserError: A path does not exist, or leads to files that hold no rows.
     """
     try:
         for key, section in _sources(verb, config):
@@ -90,7 +94,7 @@ def check_paths(verb: str, config: TrainingConfig, base: Path) -> None:
 
 
 def _sources(verb: str, config: TrainingConfig) -> Iterator[tuple[str, SourceConfig]]:
-    """Yield the key and the section of every source that is read."""
+    """Yield the key and the section of every data source that the verb reads."""
     if verb != "eval" or config.data.validation_split > 0:
         yield from config.data.sources_by_key().items()
     yield from ((f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items())
@@ -121,7 +125,7 @@ def _models(config: TrainingConfig) -> Iterator[tuple[str, str]]:
 
 
 def _own_code(section: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the key, as messages of the ranks have it, and the path of every `kind: path` of a configuration."""
+    """Yield the key and the path of every section with `kind: path`; keys are worded as the ranks' messages are."""
     if isinstance(section, list | tuple):
         for member in section:
             yield from _own_code(member, key)

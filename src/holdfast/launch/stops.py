@@ -1,4 +1,4 @@
-"""Requests to stop: the first is passed on to the ranks, which save; the second ends them now. SIGUSR1 only saves."""
+"""Stop requests by signal: on the first, ranks save and stop; on the second they end at once; SIGUSR1 only saves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _REQUESTS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: 
 
 
 class StopSignals:
-    """Collects SIGINT, SIGTERM, SIGHUP and SIGUSR1 while it is entered; outside the main thread it collects nothing.
+    """Counts SIGINT, SIGTERM, SIGHUP and SIGUSR1 within its block; outside of the main thread it receives none.
 
-    The handlers only count: what follows happens in the loop that watches the ranks, never in the middle of it.
+    The handlers only count. The loop that watches the ranks reacts, so that no handler runs in the middle of its work.
     """
 
     def __init__(self) -> None:
         self.save = False
-        """Whether somebody asked for a checkpoint that the ranks do not know of yet."""
+        """Whether a checkpoint was requested by SIGUSR1 and the request has not been passed on yet."""
         self._received: Counter[signal.Signals] = Counter()
         self._passed_on: set[signal.Signals] = set()
         self._previous: dict[signal.Signals, object] = {}
@@ -44,12 +44,12 @@ class StopSignals:
 
     @property
     def any(self) -> bool:
-        """Whether somebody asked to stop."""
+        """Whether a stop was requested."""
         return bool(self._received)
 
     @property
     def now(self) -> bool:
-        """Whether somebody asked twice."""
+        """Whether a stop was requested twice by the same signal."""
         return any(count > 1 for count in self._received.values())
 
     def to_pass_on(self) -> list[tuple[signal.Signals, str]]:

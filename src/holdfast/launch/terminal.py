@@ -1,7 +1,7 @@
-"""Rank 0's output: to where the launcher writes as it is, into its log as plain lines.
+"""Copy rank 0's output to the launcher's own output unchanged, and to the rank's log as plain lines.
 
-Rank 0 writes to pipes, so that `holdfast ... > file` holds what a plain program would have written. Its progress bar
-learns from the environment whether a terminal is behind them, and how wide it is.
+Rank 0 writes to pipes. Its progress bar learns from environment variables whether the launcher writes to a terminal,
+and how wide that is; so `holdfast ... > file` contains no control sequences.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LONGEST_LINE = 1 << 16
 
 
 class PlainLines:
-    """Turns output, as it comes, into lines without colours; of what is drawn in one place the last state stays."""
+    """Turns a stream of terminal output into lines without colours; of a line that is redrawn, the last state stays."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take the next output, return the lines that are whole."""
+        """Accept the next chunk of output; return the lines that are complete."""
         lines, newline, incomplete = (self._rest + chunk).rpartition(b"\n")
         incomplete = incomplete[max(0, incomplete.rfind(b"\r", 0, -1)) :]  # a \r at the end may be half of a line's end
         if len(incomplete) > _LONGEST_LINE:
@@ -60,7 +60,7 @@ class Relay:
         self.stderr = self.stdout if on_terminal and os.isatty(2) else self._pipe(2)
         width = {"COLUMNS": str(shutil.get_terminal_size().columns)} if on_terminal else {}
         self.environ: Mapping[str, str] = {"TTY_COMPATIBLE": str(int(on_terminal)), **width}
-        """What rich reads about where its output ends."""
+        """Variables from which the library rich learns about the terminal."""
         self._thread = threading.Thread(target=self._copy, name="holdfast-rank-0-output", daemon=True)
 
     def _pipe(self, target: int) -> int:
@@ -75,7 +75,7 @@ class Relay:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Copy what is left; a process that still holds the other end is waited for `seconds` at most."""
+        """Copy the remaining output; wait at most `seconds` for processes that still hold the other end of a pipe."""
         self._give_up_at = time.monotonic() + seconds
         self._thread.join(seconds + 1)
         if self._cursor_hidden:  # a killed progress bar leaves the user without a cursor

@@ -1,6 +1,6 @@
-"""One attempt: start the ranks, watch them, end what is left when one dies, and say how it went.
+"""One attempt of a launch: start the ranks, watch them, end the others when one dies, and judge how it ended.
 
-Invariant: when `attempt` returns, no process of the attempt runs, and a death is followed by that within 10 seconds.
+Invariant: when `attempt` returns, none of its processes runs any more; after a death it returns within 10 seconds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt went, what the user is told, and the step it had reached."""
+    """How an attempt ended, the text for the user, and the step that it had reached."""
 
     verdict: Verdict
     text: str
@@ -67,7 +67,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Start:
-    """What every attempt starts."""
+    """What an attempt starts: the command of a rank, the number of ranks, their environment and their time-outs."""
 
     command: Sequence[str]
     ranks: int
@@ -141,7 +141,7 @@ def _start_rank(
 
 
 def _watch(ranks: Sequence[_Rank], directory: LaunchDirectory, stops: StopSignals, patience: Patience) -> None:
-    """Return when all ranks have ended, or when the rest must be ended."""
+    """Return when all ranks have ended, or when the caller must end those that still run."""
     deadline: float | None = None
     next_look = 0.0
     while None in [rank.poll() for rank in ranks]:  # a list: each one's time of death is taken in each round
@@ -176,9 +176,9 @@ def _pass_on(ranks: Sequence[_Rank], stops: StopSignals) -> None:
 
 
 def _trouble(ranks: Sequence[_Rank], directory: LaunchDirectory) -> bool:
-    """Say whether a rank died or said that it fails, and speak for those that died without a word.
+    """Return whether a rank has died or reported a failure, and write the reports of ranks that died without one.
 
-    A rank that ends with 0, or with 3 or 4 and no report, has stopped in good order: the others are waited for.
+    A rank that ends with 0, or with 3 or 4 and no report, has stopped in order, and the others are waited for.
     """
     reports = {report.rank for report in directory.reports()}
     dead = False
@@ -213,7 +213,7 @@ def _end(ranks: Sequence[_Rank], directory: LaunchDirectory, patience: Patience)
 
 @dataclass(frozen=True)
 class _Aftermath:
-    """All deaths of an attempt, and what was said of them."""
+    """The ends of all ranks of an attempt, and their failure reports."""
 
     deaths: list[Death]
     reports: list[Failure]
@@ -225,9 +225,9 @@ class _Aftermath:
 
     @property
     def refused(self) -> list[Death]:
-        """Ranks that met an error of the user's, if nothing else went wrong.
+        """Ranks that raised a `UserError`, if no rank failed otherwise.
 
-        A rank that is slow to leave is ended by the launcher; what it had reported counts, not how it went.
+        The launcher may have killed such a rank because it was slow to end; its report counts, not its exit code.
         """
         if any(report.kind == "error" for report in self.reports):
             return []

@@ -1,1 +1,1 @@
-"""What a run says about itself: numbers to files and screens."""
+"""Metrics of a run: sinks, progress display, throughput, and alarms."""

@@ -1,7 +1,7 @@
-"""Alarms for a run that goes wrong, each a sentence that says what is seen and what to try.
+"""Alarms for runs that go wrong; each is a sentence that says what was observed and what to try.
 
-An alarm looks at the last steps of one start of the run and changes nothing. A number that a run does not have raises
-none, so most are silent in supervised runs.
+Alarms look at the metrics of the last steps since the start of the process, and change nothing. An alarm whose metric a
+run does not have stays silent, so that most do in supervised runs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class End(NamedTuple):
-    """What a run ends by."""
+    """The end of a run, in steps or in passes over the data."""
 
     steps: int | None = None
     """Steps of the whole run, if known."""
@@ -209,9 +209,9 @@ class LoggedDisplay:
 
 
 class Bar:
-    """A line that is drawn anew: the step, how much is done, its numbers and the time that is left.
+    """A line that is redrawn: the step, a progress bar, the metrics and the time left.
 
-    A narrow terminal shows fewer numbers, never a part of one: what a verb is judged by and the time left go last.
+    A narrow terminal shows fewer metrics; the main metric of the command and the time left are dropped last.
     """
 
     def __init__(self, end: End, first_step: int, verb: str = "") -> None:

@@ -1,8 +1,7 @@
-"""Where metrics go. A sink takes a step's numbers; the first one is always metrics.jsonl.
+"""Sinks for metrics and completions. Every run writes metrics.jsonl.
 
-Completions go to parquet, a file for each step that has some. A step that is made again after a resume writes its file
-again, and files of steps that a resume went back behind are removed when the run is opened, so the files there are
-those of the effective run.
+Completions are written to one parquet file per step. A step that is repeated after a resume overwrites its file. Files
+of later steps are removed when the run is opened, so that the folder always matches the run's present history.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from holdfast.files import RegularFile, again, open_regular, parse_json, write_a
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 BY_METRIC = "stop_when: "
-"""How the reason in a run's last event begins where a metric ended it."""
+"""Prefix of the reason in a run's last event if a metric ended it."""
 BY_OBSERVER = "stopped by an observer"
 """The whole reason where an observer did: an end like any other, unlike a signal or a clock, after which the run
 shall go on."""
@@ -50,7 +49,7 @@ class TrackerProcesses(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line, complete lines only: a reader may follow the file while it grows."""
+    """Appends one JSON object per line, always complete lines, so that readers may follow the file while it grows."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,12 +21,12 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a token costs."""
+    """The size of a model, from which the floating-point operations of a token follow."""
 
     trained_parameters: float
-    """Of experts, the share that a token is sent to."""
+    """Trained parameters that a token uses; of experts, only those it is sent to."""
     frozen_parameters: float
-    """Without those whose output no trained parameter needs a gradient through: an upper bound."""
+    """Frozen parameters through which gradients may flow; an upper bound."""
     layers: int
     hidden_size: int
 

@@ -1,1 +1,1 @@
-"""Models: built on the meta device, filled tensor by tensor, scored without ever holding a sequence's logits."""
+"""Models: built on the meta device, filled tensor by tensor, scored in chunks of tokens to avoid full logits."""

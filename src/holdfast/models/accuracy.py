@@ -1,4 +1,4 @@
-"""Whether a token is the most probable one, where several may be."""
+"""The accuracy of a prediction where several tokens may have the largest logit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One spelling for every parameter, whatever wraps its module."""
+"""Canonical names of parameters, independent of the wrappers of checkpointing, compilation, adapters and FSDP2."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import re
 from torch import nn
 
 POLICY_MODULE = "holdfast_policy"
-"""Under which `PolicyModel` registers the transformers model: no model has a module of this name, and several have a
-`language_model` of their own (Llama 4, BLIP-2), whose name is not to be cut."""
+"""Name under which `PolicyModel` registers the transformers model. It is unusual on purpose: the prefix is removed from
+names, and a common name such as `language_model` occurs inside models (Llama 4, BLIP-2)."""
 POLICY_PREFIX = f"{POLICY_MODULE}."
 
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|base_layer(?!\.(?:base_layer\.)*lora_))\.")
-"""peft nests the adapters of several stacks of one module, and tells them apart by a `base_layer` before them."""
+"""Parts of names that wrappers insert. A `base_layer` before `lora_` is kept: if one module has several stacks of
+experts, peft nests their adapters, and only `base_layer` distinguishes them."""
 _ADAPTER = re.compile(r"\.(lora_[AB]|lora_magnitude_vector)\.default\.")
-"""peft keeps a layer inside its adapter, and adapters by name."""
+"""peft's names of factors, which contain the name of the adapter, `default`."""
 
 
 def canonical_name(name: str) -> str:
-    """Return the name transformers gives a parameter, without the marks of checkpointing, compiling, adapters, root."""
+    """Return the name that transformers gives a parameter, without what wrappers and the root module add."""
     return _ADAPTER.sub(r".\1.", _WRAPPERS.sub("", name)).removeprefix(POLICY_PREFIX)
 
 

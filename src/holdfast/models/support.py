@@ -1,4 +1,4 @@
-"""The tokens that top_k, top_p and min_p leave to draw from."""
+"""The truncation of a distribution by top_k, top_p and min_p."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Support:
-    """Options that leave tokens out, applied in this order, as transformers does."""
+    """Options that exclude tokens from sampling, applied in the order of the fields, as in transformers."""
 
     top_k: int | None = None
     top_p: float = 1.0

@@ -1,1 +1,1 @@
-"""Losses: pure functions from scores and a batch to a sum."""
+"""Losses: pure functions from the scores of a batch to a weighted sum over tokens."""

@@ -1,7 +1,7 @@
-"""What a loss is: token terms that are summed with weights, and never divided.
+"""The protocol of a loss: it returns a term per token; terms are summed with weights and never divided.
 
-Ratios of probabilities are kept finite: a difference of log-probabilities is bounded before it is exponentiated. Losses
-see scored tokens only (`scored_tokens` gathers them), so nothing at a masked position reaches an exponential.
+Differences of log-probabilities are bounded before they are exponentiated, so that ratios stay finite. Losses receive
+scored tokens only (`scored_tokens` gathers them), so that values at masked positions never reach an exponential.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from holdfast.types import Batch, Scores
 
 
 class Tokens(NamedTuple):
-    """What a loss knows of the scored tokens besides their scores; slices along N like a tensor."""
+    """The data of the scored tokens besides their scores: weights, per-token columns, sequences."""
 
     weights: Tensor
     """[N]"""
     per_token: Mapping[str, Tensor]
-    """[N] each: advantages, sampler log-probabilities and whatever else packing carried"""
+    """[N] each: advantages, sampler log-probabilities and other columns of the batch"""
     sequence: Tensor
     """[N] int64, which sequence of the micro-batch the token belongs to; a sequence is never split over two"""
     sequences: int

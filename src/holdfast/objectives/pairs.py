@@ -22,7 +22,7 @@ from holdfast.objectives.base import Tokens
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers side by side, [S] each, float64; differentiable in the policy's log-probabilities."""
+    """The answers of a micro-batch, [S] each, float64; differentiable in the policy's log-probabilities."""
 
     logps: Tensor
     """Log-probability of the answer under the policy: the sum over its trained tokens."""
@@ -111,7 +111,7 @@ def _log_ratios(answers: Answers, lengths: Lengths) -> Tensor:
 
 @dataclass(frozen=True)
 class _ReferenceLoss:
-    """What losses with a reference have in common."""
+    """Base class of losses with a reference policy."""
 
     beta: float
     lengths: Lengths = "sum"
@@ -200,7 +200,7 @@ class APODown(_ReferenceLoss):
 
 @dataclass(frozen=True)
 class _ReferenceFreeLoss:
-    """What losses without a reference have in common."""
+    """Base class of losses without a reference policy."""
 
     beta: float
 

@@ -1,4 +1,4 @@
-"""The loss of a policy: a surrogate, and what holds the policy near its reference, its sampler and its entropy.
+"""The loss of policy optimisation: a surrogate with KL and entropy terms, and a correction for the sampler.
 
     term = keep correction surrogate(A, r)  +  kl_coefficient KL  -  entropy_coefficient keep_entropy H
 
@@ -73,7 +73,7 @@ from holdfast.types import Scores
 
 
 class Mismatch(NamedTuple):
-    """Trainer against sampler, without gradients."""
+    """Differences between the trainer's and the sampler's log-probabilities, detached."""
 
     log_ratio: Tensor
     """[N] log proximal policy - log sampler, in nats; 0 where the sampler gave no finite number"""
@@ -82,7 +82,7 @@ class Mismatch(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """What multiplies the surrogate of each token."""
+    """Factors of the surrogate of each token, which correct for the sampler."""
 
     weights: Tensor
     """[N], 0 where a token is dropped"""

@@ -1,4 +1,4 @@
-"""What holds a policy near its reference, and what keeps it exploring: estimates, terms, and controllers of weights.
+"""KL and entropy regularisation of a policy: estimators, loss terms, and controllers of their coefficients.
 
 In KL throughout d = log reference - log policy, so that estimates are of KL(policy || reference) in nats per token,
 from tokens that the policy sampled. Schulman (2020), "Approximating KL divergence", joschu.net/blog/kl-approx.html.

@@ -1,7 +1,7 @@
-"""Losses towards what is given: tokens, a teacher's predictions, or the returns of a critic.
+"""Losses with given targets: tokens, a teacher's distribution, or the returns of a critic.
 
-How far a student's prediction q is from a teacher's p is measured over the whole vocabulary. With the mixture
-m = beta p + (1 - beta) q, the generalised Jensen-Shannon divergence of GKD (Agarwal et al., arXiv:2306.13649,
+In distillation, the student's distribution q is compared with the teacher's p over the whole vocabulary. With the
+mixture m = beta p + (1 - beta) q, the generalised Jensen-Shannon divergence of GKD (Agarwal et al., arXiv:2306.13649,
 section 2) and its derivative by the student's logits z, q = softmax(z), are
 
     D          = beta KL(p, m) + (1 - beta) KL(q, m)

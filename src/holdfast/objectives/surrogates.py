@@ -1,7 +1,7 @@
-"""What stands in for the expected reward: a term per token whose gradient is a policy gradient.
+"""Surrogates of the expected reward: terms per token whose gradient is a policy gradient.
 
-A surrogate sees only advantages and ratios of the trainer's own policies. KL, entropy and the correction for the
-sampler are added by `PolicyGradient`, so a surrogate of a user's own gets them too.
+A surrogate receives only advantages and the trainer's log-probabilities. `PolicyGradient` adds KL, entropy and the
+correction for the sampler, also to a surrogate that a user wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.objectives.base import Tokens, bounded_exp, carried, ratio, sequence_mean
 
 COVARIANCE_MASK = "covariance_mask"
-"""What tokens carry that say whether they were chosen by their covariance."""
+"""Column that says which tokens were selected by their covariance."""
 
 
 class Actions(NamedTuple):

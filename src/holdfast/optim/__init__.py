@@ -1,1 +1,1 @@
-"""Optimizers on shards: built from trained parameters only, with schedules and a norm that all ranks agree on."""
+"""Optimizers on sharded parameters, their groups and schedules, their state by name, and weight averages."""

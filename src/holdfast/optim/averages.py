@@ -22,13 +22,13 @@ class Averages:
 
     decay: float
     start_step: int = 0
-    """Until so many steps are done, the average is the weight."""
+    """Averaging starts after so many steps; until then, each average equals its weight."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By canonical name of the parameter."""
+    """Averages by canonical name of the parameter, sharded like it."""
 
     @torch.no_grad()
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make every average equal to its weight, in the memory that it has if it has some."""
+        """Set every average to its weight, allocating only averages that do not exist yet."""
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 continue
@@ -39,7 +39,12 @@ class Averages:
 
     @torch.no_grad()
     def update(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Follow the weights after an update that belongs to a step, counted from 0."""
+        """Average the weights in after an update.
+
+        Args:
+            parameters: The trained parameters by canonical name.
+            step: Step of the update, counted from 0.
+        """
         if step < self.start_step:
             self.begin(parameters)
             return

@@ -14,11 +14,11 @@ from holdfast.config.sections.optim import OptimConfig, ParameterGroupConfig
 from holdfast.errors import ConfigError, ModelError
 
 PEAK = "peak_lr"
-"""Key of a param group: what the schedule's factor multiplies."""
+"""Key of a param group that holds its peak learning rate, which the schedule's factor multiplies."""
 STEM = "group"
-"""Key of a param group: the entry of optim.groups it comes from."""
+"""Key of a param group that holds the name of the entry of `optim.groups` that made it."""
 REST = "rest"
-"""Stem of the groups that hold what no entry of optim.groups matches."""
+"""Value of `STEM` for parameters that no entry of `optim.groups` matches."""
 DECAY, NO_DECAY = "decay", "no_decay"
 
 
@@ -27,17 +27,17 @@ class GroupPlan:
     """A param group without its tensors."""
 
     stem: str
-    """The entry of optim.groups it comes from, or `rest`."""
+    """Name of the entry of `optim.groups` that made it, or `rest`."""
     decays: bool
-    """Whether `no_decay` leaves it its weight decay."""
+    """Whether the group has weight decay, since no pattern of `optim.no_decay` matches its parameters."""
     names: tuple[str, ...]
     lr: float
-    """At the schedule's peak."""
+    """Peak learning rate."""
     weight_decay: float
 
     @property
     def name(self) -> str:
-        """What the param group is called."""
+        """Name of the param group: `decay` or `no_decay`, after the entry's name and a slash if it has one."""
         kind = DECAY if self.decays else NO_DECAY
         return kind if self.stem == REST else f"{self.stem}/{kind}"
 
@@ -46,12 +46,12 @@ def plan_groups(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> 
     """Return the groups of the trained parameters, in the order of `optim.groups`, the rest last.
 
     Args:
-        config: The section. Of entries that match a parameter, the first one has it.
+        config: The section `optim`. A parameter belongs to the first entry of `groups` that matches it.
         parameters: All parameters by canonical name; frozen ones are left out.
 
     Raises:
         ModelError: Nothing is trained.
-        ConfigError: An entry has no parameter, or a decay for parameters that do not decay.
+        ConfigError: An entry matches no parameter, or sets a decay although all its parameters match `no_decay`.
     """
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not trained:
@@ -91,7 +91,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _nothing_matched(name: str, pattern: str, parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return why an entry has no parameter, and what its pattern may have meant."""
+    """Explain why an entry of `optim.groups` got no parameter, and suggest names that its pattern may have meant."""
     key = f"optim.groups.{name}.match={pattern!r}"
     matching = [parameter for parameter in parameters if _matches(pattern, parameter)]
     trained = [parameter for parameter in matching if parameters[parameter].requires_grad]
@@ -121,7 +121,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def param_groups(plans: Sequence[GroupPlan], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """Return groups as torch's optimizers take them."""
+    """Return param groups in the form that torch's optimizers accept."""
     return [
         {
             "name": plan.name,

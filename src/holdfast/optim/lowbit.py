@@ -1,18 +1,19 @@
-"""AdamW whose two moments are kept in 8 or 4 bits per element, in torchao's classes.
+"""Low-precision AdamW: moments quantised to 8 or 4 bits by torchao, and AdamW for weights stored in bfloat16.
 
-A moment is cut in blocks of equal size, each with a scale of its own: Dettmers et al. (arXiv:2110.02861), section 2,
-for 8 bits; Li et al. (arXiv:2309.01507) for 4. Deviations: a tensor is quantised only where every rank's rows are whole
-blocks, so that all ranks keep the same class; the update runs operation by operation unless it is compiled.
+*Quantised moments.* A moment is divided into blocks of equal size, each with its own scale: Dettmers et al.
+(arXiv:2110.02861), section 2, for 8 bits; Li et al. (arXiv:2309.01507) for 4. Deviations: a tensor is quantised only if
+the rows of every rank consist of complete blocks, so that all ranks keep the same class; the update runs operation by
+operation unless it is compiled.
 
-And AdamW for weights stored in bfloat16. A bfloat16 weight of 1.0 cannot move by 1e-3: the step is below half its last
-digit and rounds away. A compensation term keeps what each step could not add and offers it again with the next one
-(Kahan 1965; for training: Zamirai et al., arXiv:2010.06192, algorithm 3). Weight, two moments and compensation take 8
-bytes per parameter, float32 AdamW takes 12. A moment that decays by 1e-3 a step has the same trouble: rounded to the
-nearest bfloat16, it never decays, and the largest gradient that there was holds the rate down for good. Moments are
-rounded evenly instead: up as often as down, in proportion to what is cut off, as stochastic rounding does (Gupta et
-al., arXiv:1502.02551), but by an additive recurrence that is a function of the step (Roberts 2018, "The unreasonable
-effectiveness of quasirandom sequences"). The errors of n roundings cancel but for O(log n), and nothing depends on a
-generator, or on how tensors are sharded.
+*bfloat16 weights.* A bfloat16 weight of 1.0 cannot move by 1e-3, which is less than half of its last digit and rounds
+away. A compensation term stores what a step could not add, and adds it in the next step (Kahan 1965; for training:
+Zamirai et al., arXiv:2010.06192, algorithm 3). Weight, two moments and compensation take 8 bytes per parameter, where
+float32 AdamW takes 12. A second moment that decays by 1e-3 a step has the same problem: rounded to the nearest
+bfloat16, it would never decay, and the largest gradient so far would reduce the update for good. Moments are therefore
+rounded up or down in proportion to what is cut off, as in stochastic rounding (Gupta et al., arXiv:1502.02551). In
+place of a random number, the rounding uses an additive recurrence that is a function of the step (Roberts 2018, "The
+unreasonable effectiveness of quasirandom sequences"). The errors of n roundings then sum to O(log n), and the result
+depends neither on a generator nor on the sharding.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from holdfast.parallel.shards import local_part
 from holdfast.types import host_value
 
 SPREAD = (0.7548776662466927, 0.5698402909980532)
-"""Steps of the recurrence in two dimensions, for two averages: 1/x and 1/x^2, where x^3 = x + 1."""
+"""Increments of the two-dimensional recurrence, one for each moment: 1/x and 1/x^2, where x^3 = x + 1."""
 _CUT = 2**16
-"""Values of the digits that float32 has and bfloat16 has not."""
+"""Number of values of the 16 low bits of a float32, which bfloat16 drops."""
 
 
 def round_evenly(average: Tensor, exact: Tensor, position: float) -> None:
-    """Round to the dtype of an average: up where the part that is cut off, plus the fraction of `position`, reaches 1.
+    """Round `exact` into `average`: up where the fraction that is cut off, plus that of `position`, reaches 1.
 
     Args:
-        average: Overwritten.
-        exact: float32, of the same shape.
-        position: Of this rounding in a sequence whose fractions fill [0, 1) evenly.
+        average: Receives the result in its own dtype.
+        exact: float32 tensor of the same shape.
+        position: Term of a sequence whose fractional parts fill [0, 1) evenly.
     """
     if average.dtype is not torch.bfloat16:
         average.copy_(exact)
@@ -131,7 +132,7 @@ def _add_compensated(weight: Tensor, update: Tensor, compensation: Tensor, decay
 
 
 SMALLEST_QUANTIZED = 4096
-"""Elements below which a tensor's moments stay as they are, as in Dettmers et al."""
+"""Number of elements below which a tensor's moments are not quantised, as in Dettmers et al."""
 
 
 class LowBitAdamW(PerParameterAdamW):
@@ -145,13 +146,14 @@ class LowBitAdamW(PerParameterAdamW):
     """
 
     option: ClassVar[str]
-    """Its `optim.kind`."""
+    """Value of `optim.kind` that selects the class."""
     module: ClassVar[str]
     state_class: ClassVar[str]
     block: ClassVar[int]
     """Elements that share a scale."""
     signs: ClassVar[bool] = True
-    """Whether the class has a table of its own for what is never negative."""
+    """Whether torchao's class takes a `signed` argument, with another table of values for moments that are never
+    negative."""
 
     def __init__(
         self,
@@ -239,12 +241,13 @@ def _numbers(moment: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _local(moment: Tensor) -> Tensor:
-    """Return this rank's part; `to_local` would make a quantised one anew."""
+    """Return this rank's shard; `to_local` would rebuild a quantised one, and in-place updates would be lost."""
+    # `_local_tensor` is DTensor's private field for the shard that this rank stores.
     return moment._local_tensor if isinstance(moment, DTensor) else moment
 
 
 def _fits(parameter: Tensor, block: int) -> bool:
-    """Return whether every rank's rows are whole blocks, and there are enough of them to be worth it."""
+    """Return whether a parameter is large enough to quantise and every rank's rows consist of complete blocks."""
     if parameter.numel() < SMALLEST_QUANTIZED or not parameter.ndim:
         return False
     shards = shards_of(parameter)

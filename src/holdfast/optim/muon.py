@@ -1,12 +1,14 @@
 """Muon for matrices, AdamW for everything else, in one optimizer with one state.
 
-Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks"; the scale of updates that lets both
-parts share a rate is Liu et al. (arXiv:2502.16982), section 2.2. An update is orthogonalised as a whole matrix: shards
-are gathered, one matrix at a time, and every rank keeps its rows of the result, so that the number of ranks changes
-nothing. Fused experts [experts, out, in] are matrices one by one, and their shards hold whole ones; so are the
-experts' adapters that lie in one matrix, which is gathered.
+Jordan et al. (2024), "Muon: An optimizer for hidden layers in neural networks"; the scale of updates with which both
+algorithms share a learning rate is from Liu et al. (arXiv:2502.16982), section 2.2.
 
-Deviations: the iteration runs in float32 where asked for, and in float64 on float64 weights.
+An update is orthogonalised as a full matrix: one matrix at a time is gathered, and every rank keeps its rows of the
+result, so that the number of ranks does not change it. A parameter of fused experts [experts, out, in] is a batch of
+matrices, of which each shard holds complete ones. LoRA factors of all experts that are stored in one matrix are
+gathered and split by expert (`Stack`).
+
+Deviations: the iteration runs in float32 if configured so, and in float64 on float64 weights.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ _SMALL = 1e-7
 
 
 class Stack(NamedTuple):
-    """Matrices, one for each expert, that lie in one."""
+    """The layout of one parameter that holds a matrix for each expert."""
 
     experts: int
     by_columns: bool
-    """As [rows, columns * experts], the experts next to each other; otherwise as [experts * rows, columns]."""
+    """True for [rows, columns * experts], with the expert as the fastest index; False for [experts * rows, columns]."""
 
     def apart(self, stacked: Tensor) -> Tensor:
         """Return [experts, rows, columns]."""
@@ -50,10 +52,10 @@ class Stack(NamedTuple):
 
 
 class Muon(Optimizer):
-    """Groups say by their `algorithm` which part updates them, `stacks` which parameters hold several matrices in one.
+    """Muon for param groups with `algorithm: muon`, AdamW for those with `algorithm: adamw`.
 
-    Matrices: momentum_buffer. All else: step (float32, on the host), exp_avg, exp_avg_sq. State is sharded like its
-    parameter.
+    State, sharded like its parameter: momentum_buffer for Muon; step (float32, on the host), exp_avg and exp_avg_sq for
+    AdamW. `stacks` names the parameters that hold several matrices in one.
     """
 
     def __init__(  # noqa: PLR0913 - hyper-parameters of two algorithms
@@ -153,5 +155,9 @@ def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def scale_of(kind: str, rows: int, columns: int) -> float:
-    """Return the factor of an orthogonal update: to the size of AdamW's, or to its shape."""
+    """Return the factor of an orthogonal update of a [rows, columns] matrix.
+
+    With `adamw_rms` its root mean square becomes 0.2, about that of AdamW's updates; otherwise the factor is
+    sqrt(max(1, rows / columns)).
+    """
     return 0.2 * math.sqrt(max(rows, columns)) if kind == "adamw_rms" else math.sqrt(max(1.0, rows / columns))

@@ -1,4 +1,4 @@
-"""Random numbers for steps that are only tried: nothing that training draws later may depend on them."""
+"""Isolate the random numbers of trial steps, so that training draws the same numbers with and without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def private_randomness() -> Iterator[None]:
-    """Seed torch's, NumPy's and Python's global generators for a block, and give them back as they were."""
+    """Seed torch's, NumPy's and Python's global generators within a block, and restore their states afterwards."""
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global generator is meant
     # Without a list it takes every GPU of the machine, and warns that it does.
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's

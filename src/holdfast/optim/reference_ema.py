@@ -1,7 +1,8 @@
-"""A frozen model that follows the weights of the trained one from time to time, shard by shard.
+"""A frozen reference model that is moved towards the trained weights at regular steps.
 
 Gorbatovski et al., "Learn your reference model" (arXiv:2404.09656), equation 2: reference' = mix * policy + (1 - mix) *
-reference, every so many steps. Nothing is gathered: both are split alike, and each rank mixes what it holds.
+reference, every `every_steps` steps. Both models are sharded alike, so each rank mixes its own shards and nothing is
+gathered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 
 @dataclass(frozen=True)
 class FollowingModel:
-    """A model that follows another one of the same parameters, in the same shards, on any device."""
+    """A model that follows the trained one; it has the same parameters and sharding, on any device."""
 
     model: nn.Module
     every_steps: int
@@ -31,11 +32,12 @@ class FollowingModel:
 
     @torch.no_grad()
     def follow(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Mix the trained weights in. Each tensor keeps its dtype; sums are in float32 at least, and rounded once.
+        """Mix the trained weights in. Each tensor keeps its dtype; sums are in float32 or wider, and rounded once.
 
         Args:
-            parameters: The trained ones, by name.
-            step: Steps that are done; in bfloat16 it says which way is rounded, or small mixes would move nothing.
+            parameters: The trained parameters by canonical name.
+            step: Number of steps done. In bfloat16 it decides the direction of rounding (`round_evenly`); rounded to
+                the nearest number, a small mix would change nothing.
         """
         followers = sharded_parameters(self.model)
         for name, parameter in parameters.items():

@@ -1,9 +1,9 @@
-"""Optimizer state by parameter name: taken out and put back without the optimizer's help.
+"""Read and restore optimizer state by parameter name, without calling methods of the optimizer.
 
-torch's own routines materialise state by stepping the optimizer, cast it to the parameter's dtype, need clean
-gradients, and fill `optimizer.state` with empty entries when it is indexed. Here state is only iterated, keyed by
-canonical name, kept in its own dtype, and absent state stays absent. Quantised state is kept as the plain tensors
-that it is made of (optim/wrapped.py).
+torch's own routines (`get_optimizer_state_dict`, `load_state_dict`) materialise state by stepping the optimizer, cast
+it to the parameter's dtype, need cleared gradients, and leave empty entries in `optimizer.state`. Here state is only
+iterated, keyed by canonical name, and kept in its own dtype; absent state stays absent. Quantised state is represented
+by the plain tensors that it consists of (optim/wrapped.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from holdfast.types import host_value
 
 _OF_THE_RUN = frozenset({PEAK, STEM, "name"})
 NOT_CHOSEN = _OF_THE_RUN | {"lr", "initial_lr"}
-"""Keys of a param group that follow the schedule, or only name it."""
+"""Keys of a param group that are not hyper-parameters: they follow from the schedule or name the group."""
 
 
 class UnsavableOptimizer(UserError):  # noqa: N818 - the name says what is wrong
-    """An optimizer holds something that cannot be saved; raised when it is built, not hours later."""
+    """An optimizer holds state that cannot be saved; raised when the optimizer is built, before the first step."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class GroupState:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Everything an optimizer remembers."""
+    """The state and the param groups of an optimizer, by parameter name."""
 
     kind: str
-    """Qualified name of its class."""
+    """Qualified name of the optimizer's class."""
     groups: tuple[GroupState, ...]
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Parameter name -> state key -> tensor, sharded like the parameter or replicated"""
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Parameter name -> state key -> tagged JSON, for state that is not a tensor"""
     wrapped: Mapping[str, Mapping[str, Wrapped]] = field(default_factory=dict)
-    """Parameter name -> state key -> what a quantised tensor is, besides its parts; these are among the tensors, under
-    <state key>/<part>"""
+    """Parameter name -> state key -> record of a quantised tensor, whose inner tensors are in `tensors` under
+    <state key>/<inner name>"""
 
 
 def qualified_name(value: object) -> str:
@@ -154,9 +154,9 @@ def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[GroupStat
 
 
 def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: OptimizerState) -> None:
-    """Put state back, in its own dtypes; parameters without saved state keep what their optimizer was built with.
+    """Set an optimizer's state, keeping saved dtypes; parameters without saved state keep their constructor's state.
 
-    Live gradients do not matter, and hyper-parameters stay as they are. Tensors of `saved` become the optimizer's own.
+    Gradients and hyper-parameters are not touched. The optimizer takes over the tensors of `saved` without a copy.
 
     Raises:
         NotSeparable: A quantised tensor cannot be made again; nothing was changed.
@@ -167,6 +167,7 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
     # In the order of parameters, the same on every rank: somebody may gather what they find here.
     by_name = {name: parameter for name, parameter in parameters.items() if name in saved_names}
     as_built = {parameter: state for parameter, state in optimizer.state.items() if _as_built(state)}
+    # Cleared and updated in place, since an optimizer that wraps another one shares its `state` dictionary.
     optimizer.state.clear()
     optimizer.state.update({key: value for key, value in as_built.items() if names.get(id(key)) not in by_name})
     on_device = _counting_on_device(optimizer)
@@ -183,11 +184,14 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
 def matched_hyperparameters(
     live: Sequence[GroupState], saved: Sequence[GroupState]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what each live group takes from the saved groups of its parameters, and words about what it cannot take.
+    """Match saved hyper-parameters to the live param groups, which may divide parameters differently.
 
-    Parameters that were not saved take what the others of their group do. The schedule's rate and a group's name are
-    left as they are where the saved ones differ. Names and peaks of a run's own groups belong to its configuration, as
-    its schedule does, and stay.
+    Parameters that were not saved take the values of the others in their group. Where the saved learning rates or
+    names of a group's parameters differ, the live ones stay. Names and peaks of groups that a run's configuration made
+    always stay, as its schedule does.
+
+    Returns:
+        The hyper-parameters that each live group takes, and a sentence for each that its parameters disagree on.
     """
     saved_values = {name: group.hyperparameters for group in saved for name in group.parameters}
     taken: list[dict[str, Any]] = []
@@ -213,9 +217,9 @@ def matched_hyperparameters(
 
 
 def hyperparameter_words(optimizer: Optimizer) -> str:
-    """Return what an optimizer is set to, the scheduled rate left out, such as "betas=(0.9, 0.999), eps=1e-08".
+    """Describe an optimizer's hyper-parameters without the scheduled rate, such as "betas=(0.9, 0.999), eps=1e-08".
 
-    Where groups differ their values stand side by side; what is off is left out.
+    Values that differ between groups are joined by "and"; options that are None or False are left out.
     """
     values: dict[str, list[Any]] = {}
     for group in optimizer.param_groups:
@@ -256,7 +260,7 @@ def _counting_on_device(optimizer: Optimizer) -> set[int]:
 
 
 def _as_built(state: Mapping[str, Any]) -> bool:
-    """Return whether a constructor made this state and no step has changed it, as Adagrad's sums of squares."""
+    """Return whether the constructor made this state and no step has changed it, as with Adagrad's sums."""
     steps = state.get("step")
     if isinstance(steps, Tensor):
         steps = host_value(steps.float(), "steps of an optimizer's states, as it was built")
@@ -294,10 +298,10 @@ def separated(value: Tensor, label: str, optimizer: Optimizer) -> tuple[Wrapped,
 
 
 def _check_sharding(value: Tensor, parameter: Tensor, label: str, optimizer: Optimizer) -> None:
-    """Refuse a tensor that could not be restored as it is.
+    """Check that a state tensor's sharding is known, so that it can be restored.
 
     Raises:
-        UnsavableOptimizer: It is one shard that nothing says is one, or a part of a sum.
+        UnsavableOptimizer: It is a plain tensor with the shape of a shard, or a DTensor that holds partial sums.
     """
     prefix = f"{qualified_name(optimizer)} cannot be saved: {label}"
     if not isinstance(parameter, DTensor):
@@ -313,10 +317,10 @@ def _check_sharding(value: Tensor, parameter: Tensor, label: str, optimizer: Opt
 
 
 def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """Return the state with its parts put together, each class as it was; nothing live changes.
+    """Return the state with every quantised tensor reconstructed in its class; nothing live changes.
 
     Raises:
-        NotSeparable: A class does not accept its parts.
+        NotSeparable: A class does not accept its inner tensors.
     """
     tensors = {name: dict(keys) for name, keys in saved.tensors.items()}
     for name, records in saved.wrapped.items():
@@ -327,7 +331,7 @@ def put_together(saved: OptimizerState, parameters: Mapping[str, nn.Parameter]) 
 
 
 def whole_of(record: Wrapped, components: Mapping[str, Tensor], parameter: Tensor) -> Tensor:
-    """Return one quantised tensor in its parameter's sharding, made of this rank's parts.
+    """Reconstruct one quantised tensor from this rank's inner tensors, sharded like its parameter.
 
     Raises:
         NotSeparable: Its class does not accept them.

@@ -1,4 +1,4 @@
-"""What an optimizer's state will be: its names, shapes, dtypes, classes and sharding, learned from a step on zeros."""
+"""Predict an optimizer's state (keys, shapes, dtypes, classes, sharding) from one step of a copy of it on zeros."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _State = dict[str, Any]
 
 
 def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """Return the state the optimizer will have after its first step, of zeros; nothing else changes.
+    """Return the state that the optimizer will have after its first step, filled with zeros; nothing live changes.
 
-    A copy of its class and hyper-parameters takes one step on zeros of each shape, dtype and sharding, one after the
-    other: what an optimizer keeps may depend on the size of a parameter. All ranks call this together.
+    A copy with its class and hyper-parameters takes one step on a zero parameter of each shape, dtype and sharding,
+    since the state that an optimizer keeps may depend on the size of a parameter. All ranks call this together.
     """
     names = names_of(optimizer, parameters)
     collected = CollectedState(optimizer)
@@ -51,6 +51,7 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
     size = torch.Size(shape)
+    # Torch's private function and not a formula of ours: it knows how uneven rows fall on ranks, on every mesh.
     local_shape, _ = compute_local_shape_and_global_offset(size, like.device_mesh, like.placements)
     strides = torch.empty(size, device="meta").stride()
     local = torch.zeros(local_shape, dtype=like.dtype, device=like.to_local().device)
@@ -58,7 +59,8 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the same class, hyper-parameters and generators, over other groups and without a state."""
+    """Return an optimizer of the same class with copied attributes, but with other param groups and without state."""
+    # Without __init__, whose arguments are not known for a class of the user's.
     twin = type(optimizer).__new__(type(optimizer))
     twin.__dict__.update(with_own_generators(vars(optimizer)))
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -1,7 +1,7 @@
-"""Python values as JSON, and back as the same type: what a param group may hold besides numbers.
+"""Write Python values as JSON and read them back with the same type, for param groups and state of users.
 
-JSON alone would turn a tuple into a list and refuse a torch.dtype. Each value of another type than JSON's own becomes
-an object with one key, its tag. A type without a tag is refused, so that nothing needs pickle.
+JSON alone would turn a tuple into a list and could not hold a torch.dtype. A value of a type that JSON lacks becomes an
+object with one key, its tag. A type without a tag is refused, so that no checkpoint needs pickle.
 """
 
 from __future__ import annotations

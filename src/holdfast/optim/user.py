@@ -1,8 +1,8 @@
-"""Optimizers of the user's choice: a class by its place, tried on small throw-away parameters before it is built.
+"""Optimizer classes that a user names by import path, tried on small temporary parameters before one is built.
 
 Three copies take the same steps: one on whole parameters, one on parameters sharded like the model's, and a third that
-takes over from the second half-way with what a checkpoint would hold. The first two must end alike but for rounding,
-the last two with the same bits.
+continues from the second's state after half of the steps, as a resumed run would. The first two must agree up to
+rounding, the last two bit for bit.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from holdfast.parallel.shards import local_part, local_rows
 from holdfast.text.escaping import error_words
 
 Build = Callable[[Mapping[str, nn.Parameter]], Optimizer]
-"""Makes the optimizer over named parameters."""
+"""Builds an optimizer over parameters by name."""
 
 Parameters = Mapping[str, nn.Parameter]
 
 _FIRST, _LAST = range(2), range(2, 4)
-"""Steps before and after the copy takes over."""
+"""Steps before and after the third copy continues from a saved state."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Between whole and sharded, as a share of the way that was gone: sums over shards round otherwise."""
+"""Largest difference between whole and sharded parameters, as a share of how far they moved; sums over shards are
+rounded in another order."""
 
 
 def try_optimizer(build: Build, parameters: Parameters, ranks: RankGroup, name: str) -> None:
     """Step, save and restore an optimizer on stand-ins of the trained parameters; all ranks call this together.
 
     Args:
-        build: Makes it.
-        parameters: The model's, by canonical name.
-        ranks: The ranks.
-        name: How messages call it.
+        build: Builds the optimizer.
+        parameters: The model's parameters by canonical name.
+        ranks: The group of all ranks.
+        name: Name of the optimizer in messages.
 
     Raises:
         ConfigError, UnsavableOptimizer: The optimizer cannot train, shard or be saved; the same on all ranks.
@@ -112,10 +113,10 @@ def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: st
 
 
 def _check_on_shards(unsharded: Parameters, shards: Parameters, steps: int, ranks: RankGroup, name: str) -> None:
-    """Refuse an optimizer whose sharded copy has gone elsewhere than the one on whole parameters.
+    """Compare the weights of the sharded copy with those of the copy on whole parameters.
 
     Raises:
-        ConfigError: It has; on all ranks.
+        ConfigError: They differ by more than rounding; on all ranks.
     """
     for key, value in unsharded.items():
         way = float((value.detach() - _start(value)).abs().max())
@@ -131,10 +132,10 @@ def _check_on_shards(unsharded: Parameters, shards: Parameters, steps: int, rank
 
 
 def _check_alike(saved: OptimizerState, ranks: RankGroup, name: str) -> None:
-    """Refuse what is not sharded and differs between ranks.
+    """Check that state which is not sharded is equal on all ranks.
 
     Raises:
-        UnsavableOptimizer: Something does; on all ranks.
+        UnsavableOptimizer: It is not; on all ranks.
     """
     marks = {f"{name}, {slot}": repr(value) for name, state in saved.values.items() for slot, value in state.items()}
     for parameter, state in saved.tensors.items():
@@ -152,7 +153,7 @@ def _check_alike(saved: OptimizerState, ranks: RankGroup, name: str) -> None:
 def _restored_copy(
     build: Build, optimizer: Optimizer, parameters: Parameters, saved: OptimizerState
 ) -> tuple[Optimizer, list[str]]:
-    """Return a fresh optimizer with a copy of the saved state, and the names of what only the one before knows."""
+    """Return a new optimizer with a copy of the saved state, and the attributes in which it differs from the old."""
     heir = build(parameters)
     restore(heir, parameters, _copied(saved))
     for group, before in zip(heir.param_groups, optimizer.param_groups, strict=True):
@@ -176,19 +177,19 @@ def _differs(before: Any, after: Any) -> bool:
 
 
 def _start(like: Tensor) -> Tensor:
-    """Return whole numbers to start from, the same for every copy."""
+    """Return the unsharded start values of a parameter, equal for every copy."""
     return _numbers(like, 100 + like.ndim)
 
 
 def _numbers(like: Tensor, seed: int) -> Tensor:
-    """Return whole normal numbers, the same on every rank."""
+    """Return an unsharded tensor of normal random numbers, equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(tuple(like.shape), generator=generator, dtype=torch.float64)
     return drawn.to(dtype=like.dtype, device=local_part(like.detach()).device)
 
 
 def _shard_of(data: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor's part on this rank, sharded like another."""
+    """Return this rank's shard of an unsharded tensor, as a DTensor with the sharding of `like`."""
     if not isinstance(like, DTensor):
         return data
     local = data[local_rows(like)].clone()
@@ -217,11 +218,11 @@ def build_user_optimizer(
     """Return an optimizer of the user's class, tried on small parameters first; all ranks call this together.
 
     Args:
-        config: The section.
-        kind: The class.
-        parameters: All of the model's, by canonical name.
-        ranks: The ranks.
-        has_numbers: Off in a plan, where a trial would compare numbers that are not there.
+        config: The section `optim`.
+        kind: The optimizer's class.
+        parameters: All parameters of the model by canonical name.
+        ranks: The group of all ranks.
+        has_numbers: False in a plan, whose tensors hold no numbers that a trial could compare.
 
     Raises:
         ConfigError, UnsavableOptimizer: The class, its arguments or its state cannot do what a run needs.

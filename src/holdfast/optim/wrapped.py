@@ -1,12 +1,13 @@
-"""Quantised optimizer state, of torchao's three classes, taken apart into plain tensors and put together again.
+"""Decompose quantised optimizer state of torchao's three classes into plain tensors, and reconstruct it.
 
-Each part of such a tensor is stored as a tensor of its own, in its own dtype, along the rows of what it stands for:
+A quantised tensor consists of inner tensors, such as codes, scales and tables. Each is stored as a plain tensor in its
+own dtype, in one of two layouts:
 
-    rows          one stored row speaks of `every` rows of the whole: codes, and scales of blocks that end with rows
-    of a shard    one stored row per shard: tables
+    by rows     one stored row belongs to `every` rows of the quantised tensor: codes, and scales of complete blocks
+    by shard    one stored row per shard: tables of values
 
-so that every part is sharded as the whole is, and other shards can be cut wherever blocks end. A checkpoint names
-classes, and never makes one: those of LISTED alone are imported.
+Each inner tensor is thus sharded like the quantised tensor, and can be resharded wherever blocks end. A checkpoint
+contains the names of classes; only those in LISTED are imported.
 """
 
 from __future__ import annotations
@@ -29,38 +30,38 @@ from holdfast.optim.tagged_json import decode, encode
 from holdfast.parallel.shards import odd_class
 
 BETWEEN = "/"
-"""Between the key of a state and the name of a part: optim.<parameter>.exp_avg/codes."""
+"""Separates a state key and the name of an inner tensor, as in optim.<parameter>.exp_avg/codes."""
 
 LISTED: Mapping[str, frozenset[str]] = {
     "torchao.optim.subclass_8bit.OptimState8bit": frozenset({"qmap"}),
     "torchao.optim.subclass_4bit.OptimState4bit": frozenset({"qmap"}),
     "torchao.optim.subclass_fp8.OptimStateFp8": frozenset(),
 }
-"""Classes that state may be of, with the parts that do not follow rows."""
+"""Supported classes of quantised state, each with the names of its inner tensors that are stored by shard."""
 
 _SHAPE = "shape of the shard"
 
 
 class NotSeparable(HoldfastError):  # noqa: N818 - the name says what is wrong
-    """A tensor is of a class that is not listed, or is sharded in a way that its parts cannot follow."""
+    """A tensor's class is not in LISTED, or its inner tensors cannot be sharded as it is."""
 
 
 class InnerTensor(NamedTuple):
-    """How one inner tensor is stored."""
+    """The stored layout of one inner tensor."""
 
     every: int
-    """Rows of the whole that one stored row speaks of; 0: it holds what one shard has."""
+    """Rows of the quantised tensor to which one stored row belongs; 0 if it is stored by shard."""
     split: int = 1
-    """Rows of the inner tensor in one stored row; above 1 they are its next dimension."""
+    """Rows of the inner tensor that form one stored row; if above 1, they become its second dimension."""
 
     def stored(self, inner: Tensor) -> Tensor:
-        """Return an inner tensor as it is stored."""
+        """Reshape an inner tensor to its stored layout."""
         if not self.every:
             return inner.unsqueeze(0)
         return inner if self.split == 1 else inner.reshape(-1, self.split, *inner.shape[1:])
 
     def inner(self, stored: Tensor) -> Tensor:
-        """Return the inner tensor of what was stored of one shard."""
+        """Reshape one shard's stored rows back to the inner tensor."""
         if not self.every:
             return stored[0]
         return stored if self.split == 1 else stored.reshape(-1, *stored.shape[2:])
@@ -73,17 +74,17 @@ class Wrapped:
     kind: str
     """Qualified name of its class, one of LISTED."""
     context: Sequence[Any]
-    """Tagged JSON, with the shape of the shard left open."""
+    """The context of `__tensor_flatten__` as tagged JSON, with a placeholder for the shard's shape."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Unsharded shape."""
     dtype: str
-    """That it shows."""
+    """The dtype that the quantised tensor reports, not that of its codes."""
     shards: int
-    """Among which it was divided."""
+    """Number of shards it was divided into."""
     parts: Mapping[str, InnerTensor]
 
     def as_plain(self) -> dict[str, Any]:
-        """Return it JSON-ready."""
+        """Return the record as values that JSON can hold."""
         return {
             "class": self.kind,
             "context": self.context,
@@ -105,7 +106,7 @@ class Wrapped:
         return (max(0, min(rows, self.shape[0] - shard * rows)), *self.shape[1:])
 
     def why_not_cut(self, shards: int) -> str | None:
-        """Return why its blocks do not lie whole in so many shards; None if they do."""
+        """Explain why so many shards would divide a block or leave a rank without rows; None if they would not."""
         rows = self.rows_per_shard(shards)
         if shards == 1:
             return None
@@ -115,7 +116,7 @@ class Wrapped:
         return f"shards of {rows} rows cut its blocks, which are {cut} rows each" if cut else None
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-        """Return the tensor of one shard, made of its parts as they are stored.
+        """Reconstruct the quantised tensor of one shard from its stored inner tensors.
 
         Raises:
             NotSeparable: Its class does not accept them.
@@ -133,7 +134,7 @@ class Wrapped:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Wrapped:
-    """Return what `as_plain` wrote."""
+    """Return the record that `as_plain` has written."""
     inner_tensors = {str(name): InnerTensor(int(every), int(split)) for name, (every, split) in plain["parts"].items()}
     shape = tuple(int(side) for side in plain["shape"])
     return Wrapped(
@@ -169,6 +170,8 @@ def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
     Raises:
         NotSeparable: Its class is not listed, or its blocks do not end where shards do.
     """
+    # `to_local` may return a new tensor object, and the inner tensors must be those that the optimizer updates in
+    # place.
     local: Any = value._local_tensor if isinstance(value, DTensor) else value
     kind = odd_class(value) or ""
     if kind not in LISTED:
@@ -185,10 +188,10 @@ def take_apart(value: Tensor) -> tuple[Wrapped, dict[str, Tensor]]:
 
 
 def shards_of(value: Tensor) -> int:
-    """Return among how many ranks the rows of a tensor are divided.
+    """Return the number of shards of a tensor's rows.
 
     Raises:
-        NotSeparable: Something else than its rows is.
+        NotSeparable: It is sharded in another way than by rows.
     """
     if not isinstance(value, DTensor):
         return 1
@@ -203,17 +206,18 @@ def shards_of(value: Tensor) -> int:
 
 
 def placed_like(like: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return local memory as a tensor of a shape in another one's sharding; nothing is moved or checked."""
+    """Wrap a local tensor as the shard of a DTensor of the given shape, sharded like `like`; no data is moved."""
     if not isinstance(like, DTensor):
         return local
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    # `DTensor.from_local` would call `view_as` on the local tensor, which a quantised class need not implement.
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _part(inner: Tensor, local: Tensor, *, fixed: bool) -> InnerTensor:
-    """Return how an inner tensor is stored."""
+    """Choose the stored layout of an inner tensor."""
     rows = local.shape[0] if local.ndim else 0
     if fixed or not rows or not inner.numel():
         return InnerTensor(0)
@@ -222,7 +226,7 @@ def _part(inner: Tensor, local: Tensor, *, fixed: bool) -> InnerTensor:
 
 
 def _placed(name: str, inner: InnerTensor, stored: Tensor, value: Tensor, shards: int) -> Tensor:
-    """Return a part as this rank's rows of the whole part."""
+    """Return a stored inner tensor as a DTensor of which this rank holds its rows."""
     if not inner.every:
         return placed_like(value, stored, (shards, *stored.shape[1:]))
     blocks = value.shape[0] // inner.every
@@ -238,5 +242,5 @@ def _placed(name: str, inner: InnerTensor, stored: Tensor, value: Tensor, shards
 
 
 def _is_shape(item: Any) -> bool:
-    """Return whether an item of a context stands for the shape of the shard, which ranks need not share."""
+    """Return whether an item of a context is the placeholder for the shard's shape, which may differ between ranks."""
     return isinstance(item, dict) and _SHAPE in item

@@ -1,1 +1,1 @@
-"""Ranks: the mesh they form, the plan of who holds what, and the few collectives that are not FSDP's own."""
+"""Ranks: the device mesh, the sharding plan and its application with FSDP2, and our own collectives."""

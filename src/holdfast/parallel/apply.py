@@ -31,12 +31,14 @@ FORWARD_METHODS = (
     "show_predictors",
     "predicting_states",
 )
-"""Methods of the root, besides forward, that find its parameters gathered; a root has those that it needs."""
+"""Methods of the root, besides forward, before which FSDP2 must gather its parameters; a root may lack some."""
 
 _KEPT_OPERATIONS = [
     "mm",
     "addmm",
     "bmm",
+    # Names of aten operations as `OpOverload.__name__` prints them. An unknown name is ignored: a torch that
+    # renames one recomputes it, which costs time and changes no number.
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
@@ -56,8 +58,11 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         mesh: From `build_mesh`.
     """
     for path, kind in plan.recompute.items():
+        # The order that torch prescribes: what is compiled contains the checkpoint wrapper, and FSDP2 wraps both.
         _replace(policy, path, _recomputed(_module(policy, path), kind))
     for path in plan.compile_blocks:
+        # `Module.compile` compiles the call in place; `torch.compile(module)` would insert a wrapper with
+        # "_orig_mod" in the names of parameters.
         _module(policy, path).compile()
     if not plan.sharded:
         return
@@ -68,6 +73,7 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             _set_always_on(module)
     for method in filter(partial(hasattr, policy), FORWARD_METHODS):
+        # FSDP2 gathers in hooks around `forward` alone; any other method would see shards.
         register_fsdp_forward_method(policy, method)
 
 
@@ -98,15 +104,18 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def keep_recording(module: nn.Module) -> None:
-    """Let a model inside the model go on to give hidden states on request, as LLaVA asks of its tower.
+    """Keep `output_hidden_states=True` working for a transformers model that FSDP2 has wrapped, such as LLaVA's tower.
 
-    transformers finds what a model can record by the printed name of its class, and FSDP2 has changed the class.
+    transformers looks up what a model can record by the printed name of its class, and `fully_shard` replaces the class
+    by a subclass with another name.
     """
     from transformers import PreTrainedModel
     from transformers.utils import output_capturing
 
     registry = getattr(output_capturing, "_CAN_RECORD_REGISTRY", None)
     if isinstance(module, PreTrainedModel) and registry is not None:
+        # The registry's `get` reads by the printed class name, and its __setitem__ may key otherwise: write what `get`
+        # reads.
         dict.__setitem__(registry, str(type(module)), module._can_record_outputs)  # noqa: SLF001 - it has no setter
 
 
@@ -129,10 +138,11 @@ def _options(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> dict[str, 
 
 
 def _keep_for_backward(root: Any) -> None:
-    """Let the root's parameters stay gathered from the end of a forward pass to its backward pass.
+    """Keep the root's parameters gathered from the end of a forward pass to the end of its backward pass.
 
-    A backward pass begins with the root and holds it to its end, so that to free it in between saves no memory and
-    costs a gathering. After a forward pass without gradients it is freed: what stays gathered would grow stale.
+    A backward pass begins with the root and keeps it gathered to its end. Freeing the root in between would save no
+    memory at the peak and would cost another all-gather. After a forward pass without gradients it is freed, since a
+    copy that stays gathered would miss the next optimizer update.
     """
 
     def before(module: Any, _: object) -> None:
@@ -146,23 +156,30 @@ def _keep_for_backward(root: Any) -> None:
 
 
 def _gather_as_asked(head: Any) -> None:
-    """Gather a head for the backward pass unless the call of it says that nothing there reads it."""
+    """Gather the head for the backward pass unless the call passes `again=False`: nothing will read it there.
+
+    A loss that computes the gradients of the head in the forward pass does not need its matrix in the backward pass.
+    """
 
     def before(module: Any, _: object, options: Mapping[str, Any]) -> None:
         module.set_unshard_in_backward(options.get("again", True))
+        # `_comm_ctx` is FSDP2's record of streams and of the all-gather whose buffer is still alive; it has
+        # no public reader.
         _free_gathering(module._get_fsdp_state()._comm_ctx)  # the names in every version
 
     head.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _free_gathering(context: Any) -> None:
-    """Free the buffer out of which gathered parameters were copied, after the copy.
+    """Free FSDP2's all-gather buffer once the gathered parameters have been copied out of it.
 
-    FSDP2 does so when it gathers the next unit. After the head there is none until the end of the forward pass, and the
-    buffer is as large as the head, beside the logits.
+    FSDP2 frees it when it gathers the next unit. The head is the last unit of a forward pass, so the buffer, as large
+    as the head, would stay allocated beside the logits.
     """
     if context.all_gather_state is not None:
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            # Without the wait the caching allocator could give the memory to a kernel that runs before
+            # the copy has read it.
             stream.wait_event(context.all_gather_state.event)
         context.all_gather_state = None
 
@@ -172,7 +189,6 @@ def _set_always_on(module: FSDPModule) -> None:
     # gloo, which has no pre-multiplied sum.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    # Where ranks use different parameters of a unit, FSDP2 would add their gradients to each other, silently.
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
     else:
@@ -193,9 +209,13 @@ def give_unused_zero_gradients(module: FSDPModule) -> None:
 
 def _post_backward_with_zeros(group: Any, post_backward: Any, *unused: Any) -> None:
     for parameter in group.fsdp_params:
+        # `_unsharded_param` is the gathered parameter that autograd sees; FSDP2 creates it at the first
+        # all-gather.
         live = getattr(parameter, "_unsharded_param", None)
         if live is None or not live.requires_grad or not group.reduce_grads:
             continue
+        # FSDP2 moves `.grad` to `unsharded_accumulated_grad` when a reduction is postponed: then a gradient
+        # exists already.
         if live.grad is None and parameter.unsharded_accumulated_grad is None:
             live.grad = torch.zeros_like(live)
     post_backward(*unused)

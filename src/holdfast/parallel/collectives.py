@@ -1,4 +1,4 @@
-"""The collectives that are not FSDP's: small facts, sequences, and errors that all ranks raise alike."""
+"""Collectives besides FSDP's: exchange Python objects, add metrics, and raise the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """Objects between ranks over a gloo group of its own, so that another thread's collectives cannot mix in.
+    """Exchange Python objects between ranks over a separate gloo group.
+
+    Collectives of one group are matched by their order, so that two threads must not share a group: a background save
+    and the training loop each have one.
 
     Args:
         timeout_minutes: Longest wait inside one collective; default: torch's half an hour.
@@ -38,8 +41,9 @@ class RankGroup:
         return self._group
 
     def close(self) -> None:
-        """Give the group's threads and sockets back; nothing is sent through it afterwards."""
+        """Destroy the group with its threads and sockets; the object cannot be used afterwards."""
         if self._group is not None:
+            # Cleared first, so that a second `close` does nothing.
             group, self._group = self._group, None
             dist.destroy_process_group(group)
 
@@ -57,6 +61,8 @@ class RankGroup:
             return list(outgoing)
         # What travels was pickled by this program's other ranks and by nobody else.
         buffers = [bytearray(pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)) for item in outgoing]
+        # Torch's object collectives pad every rank's object to the largest and send it to all; this sends
+        # each byte once.
         sizes = torch.tensor([len(buffer) for buffer in buffers], dtype=torch.int64)
         incoming_sizes = torch.empty_like(sizes)
         dist.all_to_all_single(incoming_sizes, sizes, group=self._group)
@@ -81,9 +87,9 @@ class RankGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on every rank the error that any rank met in the block; of several, the lowest rank's.
+        """Raise on every rank the `HoldfastError` that any rank raised in the block; of several, the lowest rank's.
 
-        Only errors a user can mend are shared this way: anything else is a rank's own failure.
+        Any other exception propagates on its rank alone and is reported as that rank's failure.
         """
         error: HoldfastError | None = None
         try:
@@ -97,14 +103,14 @@ class RankGroup:
             raise first
 
     def on_all_ranks(self, act: Callable[[], T]) -> T:
-        """Return what `act` returns on this rank; if it fails on one, raise there and everywhere, as in `together`."""
+        """Return what `act` returns on this rank; if it fails on any rank, raise on all, as in `together`."""
         result: list[T] = []
         with self.together():
             result.append(act())
         return result[0]
 
     def on_first_rank(self, act: Callable[[], T]) -> T:
-        """Return on every rank what `act` returns on rank 0; if it fails there, raise everywhere, as in `together`."""
+        """Call `act` on rank 0 and return its result on every rank; if it fails, raise on all, as in `together`."""
         result: list[T] = []
         with self.together():
             if self.rank == 0:
@@ -130,6 +136,7 @@ def reduce_sums(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, T
     """
     if not sums:
         return {}
+    # float64, since a float32 sum of token counts stops growing by one at 2^24.
     stacked = torch.stack([value.to(device=device, dtype=torch.float64) for value in sums.values()])
     dist.all_reduce(stacked)
     return dict(zip(sums, stacked, strict=True))

@@ -1,12 +1,12 @@
-"""What of a sharded model is in host memory: tensors that nobody reads for a while, and copies that all ranks read.
+"""Host memory of a sharded model: tensors that are offloaded for a while, and unsharded copies that ranks share.
 
-Offloaded tensors: the memory goes and the tensors stay. Parameters, DTensors, the flat views that FSDP2 gathers from,
-and the keys of an optimizer's state are the same objects before, meanwhile and after. Who reads one meanwhile reads
-nothing, or crashes: hence `restore` comes before every reader, and a reader on another thread calls `restore_for_good`.
+Offloading frees the storage of a tensor and keeps the tensor object. Parameters, DTensors, the flat views that FSDP2
+gathers from, and the keys of an optimizer's state remain the same objects. Reading an offloaded tensor returns garbage
+or crashes: call `restore` before every read, and `restore_for_good` where another thread may read.
 
-Copies: whole tensors, once for all ranks of a machine; on the CPU its ranks decode over the same memory. Gathered
-through sockets, every rank would send its shard to every other one and keep a copy of the whole. Here each writes its
-rows where all of them look. The memory has no name in any file system, so a killed run leaves none behind.
+Shared copies hold unsharded tensors once for all ranks of a machine, so that CPU ranks decode over the same memory. An
+all-gather through sockets would leave a full copy on every rank. Here each rank writes its rows into one anonymous
+memory file, which has no name in any file system, so that a killed run leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ class HostOffload:
     """Tensors that are offloaded to host memory, under the labels by which they are restored."""
 
     parts: set[str] = field(default_factory=set)
-    """The parts of which something is in host memory."""
+    """Labels under which something is offloaded now."""
     _offloaded: dict[str, list[_Offloaded]] = field(default_factory=dict)
     _closed: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def offload(self, label: str, tensors: Iterable[Tensor], staying: Iterable[Tensor] = ()) -> None:
-        """Move memory to the host, once where tensors share it, and leave what is there already.
+        """Move the storages of tensors to the host, each once where tensors share it.
+
+        On a machine with a GPU, tensors that are in host memory already are skipped.
 
         Args:
-            label: What it is restored by.
-            tensors: Of any class; those that hold others are taken apart.
-            staying: Tensors whose memory stays, although some of `tensors` share it.
+            label: Name under which `restore` finds them.
+            tensors: Tensors of any class, DTensors and tensor subclasses included.
+            staying: Tensors whose storage must not be moved, even where some of `tensors` share it.
         """
         with self._lock:
             if self._closed:
@@ -67,6 +69,9 @@ class HostOffload:
                     continue
                 offloaded.append(_Offloaded(storage, _copy(storage)))
                 self.parts.add(label)
+                # `resize_` on the storage keeps every tensor, view and parameter that refers to it;
+                # assigning `.data` would replace the tensors that FSDP2's flat views and the
+                # optimizer hold.
                 storage.resize_(0)
 
     def restore(self, *labels: str) -> None:
@@ -82,23 +87,26 @@ class HostOffload:
                 self.parts.discard(label)
 
     def restore_for_good(self) -> None:
-        """Restore everything and offload nothing again, since another thread may read it."""
+        """Restore everything and disable offloading for good; for readers on another thread."""
         with self._lock:
             self._closed = True
             self.restore()
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Mapping[int, torch.UntypedStorage]:
-    """Return the memory of tensors, each piece once, whatever shares it."""
+    """Return the storages of tensors by identity, each once however many tensors share it."""
     storages = (plain.untyped_storage() for tensor in tensors for plain in _plain(tensor))
     return {storage._cdata: storage for storage in storages}  # noqa: SLF001 - the identity that torch itself goes by
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield what holds a tensor's memory: of a sharded one its shard, of a quantised one its parts."""
+    """Yield the plain tensors that hold a tensor's memory: the local shard of a DTensor, the fields of a subclass."""
     wrapped: Any = tensor
     if isinstance(tensor, DTensor):
+        # Not `to_local()`, which is recorded by autograd and returns a view.
         yield from _plain(tensor._local_tensor)
+    # Torch's own protocol of tensors that wrap tensors, such as quantised ones; no public name exists for the
+    # test.
     elif is_traceable_wrapper_subclass(wrapped):
         for name in wrapped.__tensor_flatten__()[0]:
             yield from _plain(getattr(tensor, name))
@@ -132,8 +140,8 @@ def live_tensors(policy: nn.Module, ranks: RankGroup, dtype: torch.dtype) -> Ite
 
     Args:
         policy: As it trains.
-        ranks: Of all ranks.
-        dtype: What tensors are used in. Those that would be cast are gathered one at a time instead.
+        ranks: The group of all ranks.
+        dtype: The compute dtype. Tensors that would have to be cast to it are gathered one at a time instead.
     """
     holdings = held_tensors(policy)
     shards = _shareable(holdings, dtype)
@@ -227,6 +235,8 @@ def _offered(count: int) -> tuple[int, _MemoryOffer | None]:
         return -1, None
     descriptor, token = -1, secrets.token_bytes(_TOKEN)
     try:
+        # Not a file in /dev/shm, which a killed process would leave there and which containers limit to 64
+        # MB.
         descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, count)
         os.pwrite(descriptor, token, 0)
@@ -238,7 +248,10 @@ def _offered(count: int) -> tuple[int, _MemoryOffer | None]:
 
 
 def _counts_every_page() -> bool:
-    """Return whether the system ends who writes to a shared page for which it has no memory left."""
+    """Return whether the kernel refuses to overcommit memory.
+
+    A process that writes to a shared page for which no memory is left is then killed by SIGBUS.
+    """
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
     except OSError:
@@ -246,8 +259,12 @@ def _counts_every_page() -> bool:
 
 
 def _opened(offer: _MemoryOffer) -> int:
-    """Open what is offered; on another machine or in another container the path is nothing's, or something else's."""
+    """Open rank 0's memory by its path under /proc; -1 where this rank cannot.
+
+    On another machine or in another container the path does not exist, or is another process's file.
+    """
     try:
+        # /proc names an anonymous file as memfd: and its name; any other link would be a stranger's file.
         if not str(Path(offer.path).readlink()).startswith(f"/memfd:{_NAME}"):
             return -1
         return os.open(offer.path, os.O_RDWR)

@@ -27,32 +27,32 @@ KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 """Set by `holdfast prove` alone: rank:step:phase at which a rank kills itself, and what is damaged after a resume."""
 
 AXES = ("replicate", "shard", "context", "expert")
-"""Copies of the model, ranks that share a copy, ranks that share a sequence, ranks that share a layer's experts.
+"""Names of the mesh's axes: replicas of the model, shards of one replica, context parallelism, expert parallelism.
 
-Different samples lie on the first two, so sums over samples are taken over those and over no other.
+Samples are distributed over the first two axes, so sums over samples are taken over those and over no other.
 """
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process's rank, its device, and the number of ranks."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     failure: FailureChannel
-    """Tells the others why this rank failed, and learns why another did."""
+    """Reports this rank's failure to the other ranks, and learns of theirs."""
     local_size: int | None = None
-    """Ranks on this machine; None where nobody counted."""
+    """Ranks on this machine; None where they were not counted."""
     break_resume: str | None = None
-    """What `holdfast prove --break` damages after a resume, to show that it would be found out."""
+    """What `holdfast prove --break` damages after a resume, to show that the proof would notice."""
     began: float = field(default_factory=time.monotonic)
-    """When this process came to join, on the monotonic clock: the start of the run, its loading included."""
+    """Start of `joined_world` on the monotonic clock, from which the time of a run is counted, loading included."""
     host: str = field(default_factory=socket.gethostname)
-    """This machine."""
+    """Name of this machine."""
     log: RankLog | None = None
-    """Where this rank prints, if that is ours to decide and no launcher of ours does."""
+    """Log of this rank's output; None under our launcher, which writes the logs itself, and in Python calls."""
 
     @property
     def is_first(self) -> bool:
@@ -69,8 +69,8 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
 
     Args:
         launch: Device, threads and the longest wait for another rank.
-        call: From `number_of_call`, where something that may fail comes before; None takes a number now.
-        logs: The process is a rank and nothing else, so what it prints may go to a log.
+        call: From `number_of_call`, if the caller took it before something that may fail; None: take one now.
+        logs: Whether the output of this process may be redirected to a log, since it is a rank and nothing else.
 
     Raises:
         ConfigError: A GPU was asked for and there is none.
@@ -109,6 +109,8 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
                 yield World(rank, size, local_rank, device, channel, local_size, broken, began, host, log)
                 dist.barrier()  # whoever hosts the store stays as long as another rank needs it
         finally:
+            # Python calls may follow in this process; a second `init_process_group` raises while a
+            # default group exists.
             dist.destroy_process_group()
             forget_meshes()
 
@@ -119,7 +121,7 @@ def forget_meshes() -> None:
 
 
 def machine_name() -> str:
-    """Return how this machine is called: Slurm's name of the node, else its own."""
+    """Return this machine's name: that of the Slurm node, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -154,7 +156,7 @@ def _device(setting: str, local_rank: int) -> torch.device:
 
 
 _meshes: dict[tuple[str, int, int], tuple[object, DeviceMesh]] = {}
-"""By device and shape: the group of all ranks that a mesh was made among, and the mesh."""
+"""By device type and shape: the default process group at the time, and the mesh that was built in it."""
 
 
 def mesh_shape(parallel: ParallelConfig, ranks: int) -> tuple[int, int]:
@@ -178,10 +180,10 @@ def mesh_shape(parallel: ParallelConfig, ranks: int) -> tuple[int, int]:
 
 
 def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
-    """Arrange the ranks on the axes `AXES`, of which `context` and `expert` have one place each.
+    """Arrange the ranks on the axes `AXES`, of which `context` and `expert` have size 1.
 
-    Those two have no group of their own: it would cost threads on every rank and hold nobody else. All models of a
-    process that are arranged alike share their groups, for the same reason.
+    Those two have no process group: each group costs threads on every rank, and theirs would contain one rank. For the
+    same reason all models of a process with equal shapes share one mesh.
 
     Raises:
         ConfigError: replicate x shard is not the number of ranks.
@@ -189,6 +191,7 @@ def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
     shape = mesh_shape(parallel, world.size)
     key = (world.device.type, *shape)
     among, mesh = _meshes.get(key, (None, None))
+    # A mesh from an earlier call of this process refers to groups that are destroyed.
     if mesh is None or not dist.is_initialized() or among is not dist.group.WORLD:
         mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES[:2])
         _meshes[key] = dist.group.WORLD, mesh

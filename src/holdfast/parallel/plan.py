@@ -1,4 +1,7 @@
-"""Who holds what: a pure function from names and shapes to a plan that can be printed, costed and recorded."""
+"""The sharding plan: a pure function from the names and shapes of parameters to the FSDP units of a model.
+
+A plan can be printed, costed by `holdfast plan`, and recorded in a checkpoint, all without a process group.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class ParameterInfo:
     aliases: tuple[str, ...] = ()
     """Other names of a tied parameter."""
     stands_for: int = 0
-    """Numbers that it packs, where those are more than its elements."""
+    """Number of weights that a packed (4-bit) parameter encodes; 0 for a plain one."""
 
     @property
     def numel(self) -> int:
@@ -63,25 +66,25 @@ class ShardUnit:
     trainable: int
     """Elements that are trained."""
     in_backward: InBackward = "gathered"
-    """Whether the backward pass reads them: that of an embedding does not, and that of a head only where the loss did
-    not form the head's gradients in the forward pass."""
+    """Whether the backward pass reads the parameters: an embedding's does not ("not_read"), a head's only where the
+    loss has not computed the head's gradients in the forward pass ("as_the_loss_says")."""
 
 
 @dataclass(frozen=True)
 class ModelEnds:
-    """Both ends of a model, by canonical path: units of their own, so that each is gathered while it is read."""
+    """Canonical paths of embedding and head, which form separate units, so that each is gathered only while in use."""
 
     embedding: str | None = None
-    """A table whose rows are looked up and nothing else; None where other modules read it too."""
+    """The token embedding; None where modules other than its own lookup read the matrix too."""
     head: str | None = None
-    """The layer of logits, whose matrix a policy's loss reads in a call of the layer."""
+    """The layer of logits, whose matrix a policy's loss reads within a call of the layer."""
     read_by_root: str | None = None
-    """A layer whose matrix the root reads by itself: it can be no unit."""
+    """A layer whose matrix the root reads outside of a call of the layer, so that it cannot be a unit."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Everything `apply` needs."""
+    """Which parameters are gathered together, what is recomputed and compiled, and in which dtypes; see `apply.py`."""
 
     units: tuple[ShardUnit, ...]
     """Innermost first, the root last."""
@@ -100,7 +103,7 @@ class ShardPlan:
     sharded: bool
     """False for one rank that computes in its storage dtype: there is nothing to split, gather or cast."""
     shard_bytes: int
-    """What each rank stores; FSDP2 pads a parameter's first dimension until all ranks have as many rows."""
+    """Bytes that each rank stores; FSDP2 pads a parameter's first dimension to a multiple of the number of ranks."""
     parameters: int
     trainable: int
 
@@ -196,7 +199,7 @@ def _storage(numbers: Sequence[ParameterInfo], trained: bool) -> set[str]:
 
 
 def _is_whole(numbers: Sequence[ParameterInfo], compute: str) -> bool:
-    """Whether all that is gathered elsewhere is stored as it is computed with."""
+    """Whether every parameter that sharding would gather is stored in its compute dtype."""
     return {parameter.dtype for parameter in numbers if parameter.shape} == {compute}
 
 
@@ -275,9 +278,10 @@ def _groups(
 def _tower_units(
     blocks: Sequence[str], towers: Sequence[str], pattern_units: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
-    """Return the units that towers have where patterns name others: each, and its blocks unless a part of it is named.
+    """Return the units of towers where `parallel.units` has patterns, which need not mention towers.
 
-    Left to the root, a tower would be gathered by every forward pass and kept until its end, images or not.
+    Each tower is a unit, and so is each of its blocks unless a pattern matched a module inside that tower. Left to the
+    root, a tower would be gathered in every forward pass and kept to its end, even in batches without images.
     """
     units = list(towers)
     for tower in towers:

@@ -1,7 +1,7 @@
-"""Where a rank that torchrun, Slurm or Ray has started leaves what it prints: logs/rank-N.log of its run.
+"""Redirect the output of ranks that torchrun, Slurm or Ray has started to logs/rank-N.log of their run.
 
-Under our own launcher the launcher writes these files. Elsewhere every rank prints into the same screen or job file, so
-from the start of a run on only the first does; what the others print goes to their logs alone.
+Under our own launcher, the launcher writes these files. Elsewhere all ranks print to one terminal or job file. From the
+start of a run on, only rank 0 prints there; the output of the other ranks goes to their logs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class RankLog:
         self._screen: int | None = None
 
     def begin(self, folder: Path) -> None:
-        """Write into the folder of logs from now on; a disk that does not take it leaves everything on the screen.
+        """Redirect output to the log from now on; if the file cannot be written, everything stays on the terminal.
 
         Args:
-            folder: Of the run. One that other machines do not see holds the logs of this one.
+            folder: The run's folder of logs. If machines do not share it, each holds the logs of its own ranks.
         """
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -43,11 +43,13 @@ class RankLog:
             self._screen = os.dup(2)
             for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
                 stream.flush()
+                # The descriptors and not `sys.stdout`: NCCL, gloo and child processes write to 1 and
+                # 2 directly.
                 os.dup2(log, descriptor)
             os.close(log)
 
     def show(self, text: str) -> None:
-        """Print a line where the first rank prints, for a rank that speaks in its place."""
+        """Print a line to the terminal or job file, for a rank that reports in place of a dead rank 0."""
         with suppress(OSError):
             os.write(2 if self._screen is None else self._screen, f"{text}\n".encode())
 

@@ -1,7 +1,7 @@
-"""Where the ranks of a call meet: a store under a prefix of this call's own, and sockets that only loopback reaches.
+"""The store through which the ranks of a call meet, and sockets on the loopback interface where one machine has all.
 
-A store lives as long as torchrun or the process that hosts it. Under a prefix that an earlier call used, ranks would
-read that call's addresses and its reports of failures.
+A store outlives a call: it ends with torchrun or with the process that hosts it. Each call therefore uses a key prefix
+that no other call has used; under a used one, ranks would read the earlier call's addresses and failure reports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError
 from holdfast.errors import ConfigError
 
 STORE_VARIABLE = "HOLDFAST_STORE"
-"""As `launch.rendezvous` sets it; repeated here because no layer below `launch` imports it."""
+"""Environment variable that `launch.rendezvous` sets; repeated here because no layer below `launch` imports that."""
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interface on which each of the two listens."""
@@ -44,9 +44,9 @@ def store_of(call: int, rank: int, size: int, timeout: timedelta, environ: Mappi
     """Return the store in which the ranks of a call meet.
 
     Args:
-        call: Its number.
-        rank: Own number.
-        size: Ranks.
+        call: Number of the call, from `number_of_call`.
+        rank: Rank of this process.
+        size: Number of ranks.
         timeout: Longest wait for a key.
         environ: The environment: a file of our launcher's, else MASTER_ADDR and MASTER_PORT.
     """
@@ -62,6 +62,7 @@ def _store(rank: int, size: int, timeout: timedelta, environ: Mapping[str, str])
         return HashStore()
     file = environ.get(STORE_VARIABLE)
     if file is not None:
+        # A file needs no port, which another process could take between its choice and its use.
         store = FileStore(file, size)
         store.set_timeout(timeout)
         return store
@@ -76,10 +77,10 @@ def _store(rank: int, size: int, timeout: timedelta, environ: Mapping[str, str])
 
 
 def network_mistake(error: BaseException, endpoint: str) -> ConfigError | None:
-    """Return what a user can do about a meeting place that could not be opened; None for another error.
+    """Return an error that says what to do about a port that is in use; None for any other error.
 
     Args:
-        error: Of torch's store.
+        error: Raised by torch's TCPStore.
         endpoint: Address and port.
     """
     if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():

@@ -1,4 +1,4 @@
-"""What a rank has of a sharded model, filled from the meta device one tensor at a time, each rank its own rows."""
+"""The local shards of a model: materialise them from the meta device, one tensor at a time, and find them again."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def local_rows(tensor: Tensor) -> slice:
     ((axis, placement),) = shards
     assert placement.dim == 0, "units are sharded by rows"
     ranks = tensor.device_mesh.size(axis)
+    # FSDP2 splits like `torch.chunk`: all shards have ceil(rows / ranks) rows but the last ones, which may be
+    # shorter or empty.
     rows_per_rank = -(-tensor.shape[0] // ranks)
     start = min(tensor.device_mesh.get_local_rank(axis) * rows_per_rank, tensor.shape[0])
     rows = tensor.to_local().shape[0]
@@ -38,11 +40,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def odd_class(tensor: Tensor) -> str | None:
-    """Return the name of a tensor's class, or of that of its local part, where it may hold more than its numbers show.
+    """Return the class name of a tensor, or of a DTensor's local shard, if it is a tensor subclass; else None.
 
-    Quantised tensors are such: what looks like float32 is integers and scales, which no copy of its values keeps.
-    A plan's tensors without numbers are plain ones.
+    Quantised tensors are subclasses: what looks like float32 consists of integers and scales, which a copy of the
+    values does not keep. The FakeTensors of `holdfast plan` count as plain tensors.
     """
+    # `to_local` passes through autograd and returns a new object; the class that is stored is wanted.
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
     return None if kind in {Tensor, nn.Parameter, FakeTensor} else f"{kind.__module__}.{kind.__qualname__}"
@@ -57,13 +60,13 @@ def materialise(
     *,
     offload: bool = False,
 ) -> None:
-    """Give a sharded model its tensors.
+    """Allocate a sharded model's tensors and load its weights; each rank reads only its own rows.
 
     Args:
-        policy: Sharded, on the meta device.
-        source: Where parameters and stored buffers come from.
-        buffers: The CPU reference of every buffer.
-        device: Where the model computes.
+        policy: The sharded model, on the meta device.
+        source: Reads parameters and persistent buffers.
+        buffers: Every buffer as computed on the CPU, by name.
+        device: The compute device.
         offload: Keep parameters in host memory.
 
     Raises:
@@ -84,10 +87,10 @@ def materialise(
 def place_empty(
     policy: nn.Module, buffers: Mapping[str, Tensor], device: torch.device, *, offload: bool = False
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Give a sharded model memory, and its buffers their numbers; arguments as in `materialise`.
+    """Allocate a sharded model's tensors without loading weights, and fill its buffers; arguments as in `materialise`.
 
     Returns:
-        Where each tensor lies, by name, and the names of the buffers.
+        All tensors by name, and the names of the buffers, which are filled.
 
     Raises:
         ModelError: Tied parameters came apart.
@@ -115,6 +118,8 @@ def _refuse_missing(required: set[str], filled: set[str], ties: Mapping[str, tup
 
 def _leave_meta(policy: nn.Module, device: torch.device, offload: bool) -> None:
     aliases = _aliases(policy)
+    # The memory is uninitialised. Whatever no file holds (rotary frequencies, scales) must be filled, or it is
+    # garbage that trains without an error.
     policy.to_empty(device=torch.device("cpu") if offload else device)
     if offload:
         _move_buffers(policy, device)
@@ -146,6 +151,8 @@ def _tensors_by_name(policy: nn.Module) -> dict[str, Tensor]:
 def _move_buffers(policy: nn.Module, device: torch.device) -> None:
     for module in policy.modules():
         for name, buffer in module.named_buffers(recurse=False):
+            # `_non_persistent_buffers_set` is the only record of which buffers state_dict leaves out;
+            # registering again with the default would put rotary frequencies into every checkpoint.
             module.register_buffer(name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set)
 
 
@@ -169,10 +176,10 @@ def check_buffers(policy: nn.Module, reference: Mapping[str, Tensor]) -> None:
 
 
 def sharded_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters by canonical name, each as its shard, whatever ran before.
+    """Return parameters by canonical name, each as its shard (a DTensor), after freeing gathered units.
 
-    After an evaluation some units are still gathered; writes to gathered copies are lost when they are freed, and
-    arithmetic between them and shards raises. Hence every reader goes through here.
+    After an evaluation some units are still gathered: `module.weight` is then a temporary copy. Writes to it are lost
+    when it is freed, and arithmetic between it and DTensors raises. Hence every reader of parameters calls this.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -181,7 +188,7 @@ def sharded_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> None:
-    """Say whether the next backward pass is the update's last: gradients that wait until then are reduced in it."""
+    """Declare whether the next backward pass is the last of the update, in which postponed gradients are reduced."""
     if plan.reduce_last_only and plan.sharded:
         assert isinstance(policy, FSDPModule)
         policy.set_requires_gradient_sync(last)

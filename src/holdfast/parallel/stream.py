@@ -1,4 +1,4 @@
-"""Whole tensors of a sharded model, one group at a time; exports and engines read the model through here."""
+"""Gather the full tensors of a sharded model one group at a time, for exports and for engines outside the process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from holdfast.parallel.shards import sharded_parameters
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """A matrix with its adapter, or out of 4 bits: what an engine and an export see of a layer.
+    """A weight that is computed from several parameters: a matrix plus its LoRA product, or one unpacked from 4 bits.
 
-    It exists only once its parts are gathered.
+    Engines and exports see it in place of those parameters; it is computed once they are gathered.
     """
 
     parts: tuple[Tensor, ...]
@@ -28,16 +28,16 @@ class MergedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the matrix."""
+        """Shape of the computed matrix."""
         return self.parts[0].shape if self.join.header is None else torch.Size(self.join.header.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix."""
+        """Dtype of the computed matrix."""
         return self.parts[0].dtype if self.join.header is None else self.join.header.dtype
 
     def is_floating_point(self) -> bool:
-        """Return True: nothing else is joined."""
+        """Return True: only floating-point matrices are merged."""
         return True
 
 
@@ -45,9 +45,10 @@ Holding = Tensor | MergedWeight
 
 
 def held_tensors(policy: nn.Module) -> dict[str, Holding]:
-    """Return what a model directory would hold, as shards: parameters (one name of each tie) and stored buffers.
+    """Return the shards of all tensors that an exported model directory holds, by canonical name.
 
-    Adapters are not tensors of a directory: their matrices hold them.
+    These are parameters (tied ones under one name) and persistent buffers. LoRA factors are not among them: they are
+    merged into the matrices that they adapt.
     """
     parameters = sharded_parameters(policy)
     holdings: dict[str, Holding] = dict(parameters)
@@ -75,6 +76,8 @@ def full_tensor(tensor: Holding) -> Tensor:
     """Gather a tensor; every rank calls this for the same tensors in the same order."""
     if isinstance(tensor, MergedWeight):
         return tensor.join.run([full_tensor(component) for component in tensor.parts])
+    # `full_tensor` is a collective over the whole mesh: a rank that skips one tensor makes all others wait
+    # forever.
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -139,7 +142,7 @@ def _received(tensor: DTensor, local: Tensor, owners: Sequence[int]) -> Tensor:
 
 
 def owners_of(tensor: DTensor) -> list[int]:
-    """Return the ranks whose shards make up a tensor, by place; of copies, the first."""
+    """Return the ranks whose shards make up a tensor, in the order of its rows; of replicas, only the first."""
     ranks = tensor.device_mesh.mesh
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if isinstance(placement, Shard):
@@ -156,27 +159,29 @@ def rows_at(tensor: DTensor, index: int, count: int) -> slice:
 
 
 Pieces = Iterator[Tensor]
-"""Consecutive rows of one tensor, each piece as it arrives; of a tensor without dimensions, the tensor."""
+"""Consecutive rows of one tensor, in order, as they are received; a 0-d tensor is a single piece."""
 
 
 def converted_tensors(
     holdings: Mapping[str, Holding], conversions: Sequence[Conversion], dtype: torch.dtype | None, *, keep: bool
 ) -> Iterator[tuple[str, Pieces]]:
-    """Yield tensors under the names of the model's directory, gathering one group at a time.
+    """Yield full tensors under the names that files of the model have, gathering one group at a time.
 
-    Pieces must be used before the next tensor is asked for; those that were not are gathered and lost.
+    The consumer must use the pieces of a tensor before it asks for the next one; unused pieces are dropped.
 
     Args:
         holdings: From `held_tensors`.
         conversions: From `plan_outgoing`, on their headers.
         dtype: Cast floating-point tensors to this.
-        keep: Whether this is rank 0, which gets the tensors; others send their shards and yield nothing.
+        keep: Whether this is rank 0, which receives the tensors; other ranks send their shards and yield nothing.
     """
     for conversion in conversions:
         if conversion.renames_only:
             pieces = (_cast(piece, dtype) for piece in pieces_on_first(holdings[conversion.sources[0]]))
             if keep:
                 yield next(iter(conversion.targets)), pieces
+            # Every rank must run through all sends and receives, also if the consumer stopped early, or
+            # the next tensor's messages would be taken for this one's.
             for _ in pieces:
                 pass
             continue

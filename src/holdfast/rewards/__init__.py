@@ -1,1 +1,1 @@
-"""Reward functions in processes that can be killed."""
+"""Rewards: built-in rules and judges, users' functions in processes that can be killed, and their combination."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from holdfast.text.escaping import error_words
 
 LARGEST = 1e30
-"""Magnitude above which a reward is not a number to compare: its square, and sums of squares, would leave the range."""
+"""Largest magnitude of a reward; the squares of larger ones, and their sums, could overflow."""
 
 Fault = Literal["timeout", "error", "nan", "none"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
@@ -21,12 +21,12 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Where the run stands, under the names of TRL's trainer_state."""
+    """Progress of the run, under the names of TRL's trainer_state."""
 
     global_step: int = 0
     """Steps done."""
     max_steps: int = 0
-    """Of the whole run; 0 if nobody knows."""
+    """Number of steps of the whole run; 0 if unknown."""
     epoch: float | None = None
 
 
@@ -53,11 +53,11 @@ class Scored:
     reward: float | None
     """The weighted sum over the rewards; None if the sample is not scored."""
     parts: Mapping[str, float | None]
-    """What each reward gave before its weight, by its name; the named parts of a dict by name/part."""
+    """Unweighted value of each reward by its name; components of a reward that returned a dict by name/component."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """By name/metric."""
+    """Further metrics, as name/metric."""
     fault: Fault | None = None
-    """What went wrong, whether it drops the sample or stands at a fixed value."""
+    """Kind of the fault, if a reward failed, whether the sample is dropped or gets a fixed value."""
     drop: Literal["sample", "group"] | None = None
     message: str = ""
     """What went wrong, where, for which completion."""
@@ -65,18 +65,18 @@ class Scored:
 
 @dataclass(frozen=True)
 class SampleOutcome:
-    """What one reward said about one sample, as it travels out of a worker in JSON."""
+    """The result of one reward for one sample, which a worker sends as JSON."""
 
     value: float | None = None
     parts: Mapping[str, float | None] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     fault: Fault | None = None
     message: str = ""
-    """Of a fault: a clause that follows the name of the reward."""
+    """Description of a fault, a clause that follows the name of the reward."""
     is_cut_short: bool = False
-    """Whether a timeout is that of all samples together, which says nothing of this one."""
+    """Whether the time limit of the whole step was reached, so that this sample need not have caused it."""
     is_malformed: bool = False
-    """Whether an error is that of the type or the number of what a function returned."""
+    """Whether the function returned a value of a wrong type, or a wrong number of values."""
 
 
 def is_number(value: float) -> bool:
@@ -85,7 +85,7 @@ def is_number(value: float) -> bool:
 
 
 class MissingArgument(LookupError):
-    """A parameter that no column, no value of the sample and no own argument fills."""
+    """A parameter of a reward function for which neither the row, nor the sample, nor the kwargs have a value."""
 
 
 class CannotStart(Exception):  # noqa: N818 - the name says what happened

@@ -1,4 +1,4 @@
-"""From what each reward said about a sample to its one reward, and what a fault does to it."""
+"""Combine the outcomes of all rewards for a sample into its weighted sum, and apply the policy for faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the sections of the configuration, as plain dicts, to what a worker calls; a user's file is imported here."""
+"""Build rewards from their configuration sections (plain dicts), in the worker process; imports users' files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from holdfast.rewards.functions.signatures import Bound, ConcurrentCall, PerSamp
 
 @dataclass(frozen=True)
 class ReadyReward:
-    """One reward, ready to be called."""
+    """A built reward: its name, its function bound to samples, and its time limit."""
 
     name: str
     bound: Bound
     seconds: float
-    """Longest time for one sample."""
+    """Time limit for one sample."""
     columns: tuple[str, ...] = ()
-    """Columns of the row without which it scores nothing."""
+    """Row columns that it requires."""
 
 
 def build(section: Mapping[str, Any], name: str, base: Path, seconds: float) -> ReadyReward:

@@ -1,7 +1,7 @@
-"""What an engine is: requests go in, sampled tokens come out, weights arrive with a version.
+"""The protocol of rollout engines, which receive weights with a version, and turn requests into sampled tokens.
 
-Everything that samples stands behind this protocol, on weights in this process or elsewhere. An engine makes no
-collective calls while it samples, so ranks with unequal work never wait for each other inside it.
+All engines implement it, whether they sample in this process or elsewhere. An engine makes no collective calls while it
+samples, so that ranks with unequal work never wait for each other inside it.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class Sampled(NamedTuple):
 
     request_id: int
     place: int
-    """Which of the request's seeds."""
+    """Index of the request's seed."""
     tokens: NDArray[np.int64]
     """[C], the stop token included"""
     logprobs: NDArray[np.float32]
     """[C], under the distribution the token was drawn from"""
     finish: Finish
     weights_version: int
-    """Of the first token."""
+    """Version of the weights that sampled the first token."""
     expert_choices: NDArray[np.int16] | None = None
     """[P + C, layers, k] of the prompt and the completion, as `holdfast.models.layers.expert_choices.CHOICES_COLUMN`"""
     segments: tuple[tuple[int, int], ...] = ()
-    """First token and weights version of each part, where the weights changed on the way; else empty"""
+    """(first token, weights version) of each part, if the weights changed during the completion; else empty"""
     unscored: int = 0
-    """Tokens of which the engine tells no log-probability; NaN stands for it, and nothing corrects them"""
+    """Number of tokens without a log-probability from the engine; theirs is NaN, and no correction applies to them"""
 
 
 Interrupted = Callable[[], bool]
-"""Asked between tokens: whether nobody wants the completions any more."""
+"""Called between tokens; returns whether sampling should be abandoned."""
 
 
 class Flight(Protocol):
-    """Completions on their way from an engine that samples outside of this process."""
+    """Completions that an engine outside of this process is sampling."""
 
     def finished(self) -> list[Sampled]:
         """Return those that are done, also while others are waited for; any thread may ask."""
@@ -69,7 +69,7 @@ class Flight(Protocol):
 
 @runtime_checkable
 class AheadEngine(Protocol):
-    """An engine that samples while this process works on something else."""
+    """An engine that can sample in the background while this process trains."""
 
     def begin(self, requests: Sequence[Request], sampling: SamplingConfig, done: Sequence[Sampled] = ()) -> Flight:
         """Start to sample, but for completions that are done already."""
@@ -79,22 +79,22 @@ class RolloutEngine(Protocol):
     """Samples completions."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over whole tensors by canonical name; what was computed with older ones is forgotten."""
+        """Take over unsharded tensors by canonical name, and discard everything computed with older weights."""
 
     def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Accept requests."""
 
     def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
-        """Return all completions of what was submitted, by request and place.
+        """Return all completions of the submitted requests, ordered by request and place.
 
-        When `interrupted` says so, completions that are not done come back as ABORT.
+        Once `interrupted` returns True, completions that are not finished are returned with `Finish.ABORT`.
         """
 
     def sleep(self) -> bool:
-        """Give memory back until the next weights arrive; return whether the present weights went with it."""
+        """Free memory until the next weights arrive; return whether the present weights were freed too."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 def generate(

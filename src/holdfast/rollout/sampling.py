@@ -1,7 +1,7 @@
-"""Draw tokens from logits: one uniform number per (request seed, position), through the inverse of the distribution.
+"""Draw tokens from logits by inverting the distribution at a uniform number, a hash of request seed and position.
 
-The number depends on nothing else: not on the batch a request is decoded in, not on the rank, not on the clock. With
-equal logits the same request gives the same tokens anywhere.
+The number depends on nothing else: neither on the batch in which a request is decoded, nor on the rank, nor on time.
+With equal logits, the same request gives the same tokens anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.support import Support
 
 _BLOCK = 512
-"""Tokens summed together: first a block is found, then a token in it. Two short sums in float64 instead of one long."""
+"""Tokens per block: a draw first finds a block, then a token in it, by two short float64 sums instead of a long one."""
 
 _GOLDEN = -7046029254386353131
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)

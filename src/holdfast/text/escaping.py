@@ -1,8 +1,7 @@
-"""The one place where foreign text is made fit to be shown.
+"""Escape text that Holdfast did not write, before it is printed, logged or used as the name of a metric.
 
-Rewards, observers, templates, data and models say what they like: half an emoji that no file can hold, control
-characters that clear a terminal, marks that turn the reading direction. What of it goes into a message, a name of a
-metric or a screen passes here at the border.
+Rewards, observers, templates, rows and models may return any string: unpaired surrogates that cannot be encoded as
+UTF-8, control characters that clear a terminal, marks that reverse the reading direction.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ def escaped_paragraph(text: str) -> str:
 
 
 def error_words(error: BaseException) -> str:
-    """Return an exception's name and text as one line; a class of the user's own may even raise when it is asked."""
+    """Return an exception's class name and message as one escaped line.
+
+    Never raises, although `str` of an exception class that a user wrote may.
+    """
     try:
         text = str(error)
     except Exception as unprintable:  # noqa: BLE001 - one more thing that such a class can do

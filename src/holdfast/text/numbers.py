@@ -1,4 +1,4 @@
-"""The text of a number that a row has where a text is meant: an answer 42 is the text 42."""
+"""Convert numbers of a row to text where a text is expected: the answer 42 becomes the text "42"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep other packages from writing onto a terminal what no user of Holdfast asked for."""
+"""Silence warnings that other packages print when transformers imports them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _TALK_ON_IMPORT = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 def hush() -> None:
-    """Let these speak of errors alone; call it before transformers is imported."""
+    """Set their loggers to errors only; call it before transformers is imported."""
     for name in _TALK_ON_IMPORT:
         logging.getLogger(name).setLevel(logging.ERROR)

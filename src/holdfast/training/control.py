@@ -1,4 +1,4 @@
-"""Who may stop, save or evaluate, and how all ranks come to the same answer."""
+"""Requests to stop, save or evaluate (signals, clock, observers, intervals), and the decision that all ranks share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from holdfast.types import StepEvent
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens after a step; the same on every rank."""
+    """What follows a step: stop, save, evaluate; the same on every rank."""
 
     stop: str | None = None
-    """Why the run stops now, in words for the user."""
+    """The reason, for the user, if the run stops now; else None."""
     save: bool = False
     evaluate: bool = False
     due: bool = False
@@ -36,23 +36,23 @@ class Decision:
 
 
 class StopReason(NamedTuple):
-    """Why the run shall stop; long work is interrupted for it."""
+    """Why the run has been asked to stop; rollouts and evaluations are interrupted for it."""
 
     text: str
-    """For the user."""
+    """The reason for the user."""
     by_signal: bool
-    """A signal outranks what else may stop a run; the clock does not."""
+    """Whether a signal asked for it. A signal takes precedence over other reasons; `max_minutes` does not."""
 
 
 class StopRequests:
-    """Signals and the clock, as requests that the loop reads between steps.
+    """Stop and save requests by signals and by the clock, which the loop reads between steps.
 
     The first Ctrl-C, or SIGTERM, asks for an orderly stop after the current step; a second Ctrl-C interrupts at once.
     SIGUSR1 asks for a checkpoint. Outside the main thread no signal can be caught, and nothing is changed.
 
     Args:
-        speaks_first: A rank that leaves with an error is deaf to SIGTERM until it has said why: torchrun sends one to
-            the others of a machine as soon as one has ended.
+        speaks_first: Whether to ignore SIGTERM after an error until the error is reported, since torchrun sends SIGTERM
+            to all ranks of a machine as soon as one has ended.
     """
 
     def __init__(self, *, speaks_first: bool = False) -> None:
@@ -68,6 +68,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         """Install the signal handlers."""
+        # Python allows signal handlers to be installed only from the main thread.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._previous[number] = signal.signal(number, self._note)
@@ -144,7 +145,7 @@ class StopRequests:
 
 
 class Intervals(Protocol):
-    """A section that says when something is due."""
+    """A configuration section with intervals, such as that of checkpoints or of evaluations."""
 
     @property
     def every_steps(self) -> int | None:
@@ -160,7 +161,7 @@ class Intervals(Protocol):
 
 
 class Timetable:
-    """When something is due, by steps, epochs or minutes."""
+    """Tells when an action is due, by steps, epochs or minutes."""
 
     def __init__(self, config: Intervals, epoch: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config

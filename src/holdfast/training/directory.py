@@ -24,9 +24,9 @@ from holdfast.files import append_text, is_there, naming, parse_json, read_bytes
 IDENTITY, EVENTS, PLAN, LOGS, PAGE = "run.json", "events.jsonl", "plan.json", "logs", "report.html"
 COMPLETIONS = "completions"
 MEMORY = "memory"
-"""An event: `device`, and `peaks`, phase -> bytes on rank 0, the largest of all steps so far.
+"""Name of an event with `device` and `peaks`: the largest memory of rank 0 so far in each phase, in bytes.
 
-On a CPU these are resident memory, of which `start` bytes were there before the model."""
+On a CPU it is resident memory; `start` is its size before the model was built."""
 _LONGEST_LOG = 2**34
 CHECKPOINTS = "checkpoints"
 """As FOLDER in `checkpoint.place.layout`; repeated here because that package imports torch."""
@@ -214,6 +214,8 @@ def _write(path: Path, text: str) -> None:
     with naming(temporary), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        # Some file systems write a rename to the disk before the file's data; after a power cut the new name is then
+        # empty.
         os.fsync(file.fileno())
     temporary.replace(path)
     LocalStorage(path.parent).sync("")

@@ -1,4 +1,4 @@
-"""Choose what samples from a policy, and see that a rank has room for whole weights, where training has shards."""
+"""Choose the engine that samples from a policy, and check that a rank has memory for unsharded weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from holdfast.training.run import ShardedModel
 
 
 class PublishedEngine(ABC):
-    """An engine in other processes, which the ranks push their shards to themselves."""
+    """An engine in other processes, to which the ranks push their shards directly."""
 
     @abstractmethod
     def publish(self, sharded: ShardedModel) -> None:

@@ -25,12 +25,12 @@ from holdfast.training.run import Evaluation, ShardedModel
 from holdfast.types import Example, Finish, LossSum, MiniBatch, host_value
 
 Prepare = Callable[[MiniBatch], MiniBatch]
-"""Called by all ranks together, with the policy in evaluation mode."""
+"""Adds columns that a loss needs to a mini-batch; called by all ranks together, with the policy in evaluation mode."""
 
 
 @dataclass(frozen=True)
 class ComparedCompletion:
-    """One completion beside what was expected."""
+    """A completion and the reference answer that it is compared with."""
 
     sample_id: int
     prompt: str

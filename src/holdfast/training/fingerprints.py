@@ -1,7 +1,7 @@
-"""What a checkpoint remembers of things that are not in it: rows, the user's files and what
-they import, the tokenizer, models that score.
+"""Fingerprints of what a checkpoint depends on without containing it: rows, user files, tokenizer, reward models.
 
-A run that goes on with other rows or another loss is another run; it must say so.
+They are compared at a resume. A run that continues with other rows or another loss is a different run, and this must be
+declared.
 """
 
 from __future__ import annotations

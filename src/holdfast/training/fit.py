@@ -1,4 +1,4 @@
-"""The loop around the steps: log, evaluate, save, export, stop. Steps touch neither files nor screen."""
+"""The training loop around a recipe's steps: it logs, evaluates, saves, exports and stops; steps do no I/O."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Step = Callable[[], dict[str, float] | None]
 
 
 class Evaluate(Protocol):
-    """Measures a run on its evaluation sets."""
+    """A function that measures a run on its evaluation sets."""
 
     def __call__(self, *, interrupted: Callable[[], bool]) -> dict[str, float]:
         """Return eval/<set>/<metric>, the same on every rank."""
@@ -60,12 +60,12 @@ class Outcome:
     metrics: dict[str, float]
     """The last value of every metric."""
     stopped: str | None
-    """Why it stopped before its end; None if it reached it."""
+    """Why the run stopped early; None if it reached its end."""
     directory: str
     export: str | None
-    """Where the exported model stands."""
+    """Path of the exported model; None if none was exported."""
     export_command: str | None = None
-    """What makes a model of the newest checkpoint; None where there is none."""
+    """Command that exports the newest checkpoint; None if there is no checkpoint."""
 
 
 def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: files on rank 0, the screen, and the last value of every number."""
+"""Output of a running job: metrics and events files on rank 0, the progress display, warnings, samples."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from holdfast.training.run import Run
 from holdfast.types import Batch
 
 LOG = "rank-0.log"
-"""Of the launcher's directory and of the run's."""
+"""Log of rank 0 in the folder `logs`, first of the launch directory and then of the run directory."""
 SPIKES_FOLDER = "spikes"
-"""Of the run: the batches of steps whose loss or gradient spiked, a file of each rank. What makes an alarm a spike are
-numbers that all ranks share, so all of them write their part without a word between."""
+"""Folder for the batches of steps whose loss or gradient spiked, one file per rank. A spike is detected from numbers
+that all ranks share, so that each writes its file without communication."""
 _SHOWN_TOKENS = 200
 """Of a sequence there, as text."""
 _NOT_TOLD = ("/std", "/mean", "_std", "/min_length", "/max_length", "_terminated_length")
@@ -43,7 +43,7 @@ _OF_A_STEP = {f"data/{name}" for name in ("rows", "tokens", "mean_length", "fill
 
 
 class Journal:
-    """Opens the run directory and its sinks for the length of a block; silent on other ranks than the first."""
+    """Opens the run directory and its metrics sinks within a block; does nothing on ranks other than rank 0."""
 
     def __init__(self, run: Run) -> None:
         self.latest: dict[str, float] = dict(run.setting.log.resumed_metrics)

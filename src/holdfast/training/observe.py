@@ -19,15 +19,15 @@ ANSWERS = ("stop", "save", "evaluate")
 
 
 class ObserverFailed(RunStopped):  # noqa: N818 - the name says what happened
-    """An observer raised, answered something unknown, or kept state that JSON cannot hold; the run was saved."""
+    """An observer raised, returned an unknown request, or kept state that JSON cannot hold; the run was saved."""
 
 
 @dataclass
 class Observer:
-    """One observer and its state.
+    """A user's function that is called after every step, and its state.
 
-    The function takes an event, and a dictionary of its own as a second parameter if it has one; what it keeps there is
-    saved with the run and handed back after a resume.
+    The function takes a `StepEvent`. If it has a second parameter, it also gets a dictionary whose contents are saved
+    with the run and restored at a resume.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where the seconds and the memory of a step go, by phase."""
+"""Measure time and peak memory of the phases of a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 
 class PhaseClock:
-    """Divides the time between two readings among phases: each second counts once, so they add up to the whole.
+    """Divides the time between two readings among phases, so that the phases add up to the total.
 
-    A phase within another takes its seconds from it. What lies in no phase is `timing/other`. On a GPU the work of a
-    phase may still be queued when it ends; the phases of a whole step add up all the same, since each step waits once
-    for its numbers.
+    The time of a phase within another one is subtracted from the outer one. Time outside of all phases is
+    `timing/other`. On a GPU, the work of a phase may still be queued when the phase ends; over a complete step the sum
+    is nevertheless right, since each step waits for the device once.
     """
 
     def __init__(self) -> None:
@@ -64,10 +64,10 @@ class PhaseClock:
 
 
 class PhasePeaks:
-    """The most memory of each phase, of all steps so far; phases may lie in each other, and count towards those around.
+    """The peak memory of each phase over all steps so far; the peak of a phase also counts for those around it.
 
-    On a GPU it is what torch has allocated there. A CPU has no such counter; there it is the process's resident memory,
-    to the byte where a phase is the process's largest so far, else as it is when the phase begins and ends.
+    On a GPU it is the memory that torch has allocated. On a CPU it is the resident memory of the process: exact if the
+    phase sets a new maximum of the process, otherwise the larger of the values at the start and the end of the phase.
     """
 
     def __init__(self) -> None:

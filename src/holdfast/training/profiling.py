@@ -1,4 +1,4 @@
-"""Profile some steps: what torch saw of them, as a trace of every rank, and where the device's memory went.
+"""Profile some steps with torch.profiler: a trace of every rank, and on CUDA a snapshot of the device's memory.
 
 profile/rank-N.json.gz opens in ui.perfetto.dev or chrome://tracing; profile/rank-N.memory.pickle, on CUDA alone, at
 pytorch.org/memory_viz. Profiling slows the steps it sees and changes no number.

@@ -1,7 +1,7 @@
-"""Where chance enters training, and from which seed.
+"""Seed the global random generators of a rank.
 
-Initial weights and the order of rows have generators of their own and depend on neither rank nor step. What is left is
-dropout: it draws from torch's global generator, seeded here for each rank.
+Initial weights and the order of rows have separate generators, which depend on neither rank nor step. Only dropout
+draws from torch's global generator, which is seeded here differently for each rank.
 """
 
 from __future__ import annotations
@@ -26,5 +26,6 @@ def seed_rank(seed: int, rank: int, *, deterministic: bool, step: int = 0) -> No
     number = int.from_bytes(digest[:7], "little")
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002 - libraries that draw from the global generator exist
+    # This seeds the generators of all devices, those that are initialised later included.
     torch.manual_seed(number)
     torch.use_deterministic_algorithms(deterministic)

@@ -1,7 +1,8 @@
-"""The built parts of a run, side by side. Records, not actors: steps are functions that take them.
+"""The records that make up a run. They hold data and do little; steps are functions that take them as arguments.
 
-A `Setting` is where a run takes place and what it is asked for; nothing of it is trained. A `ShardedModel` lives in it,
-a `Trained` one is what `train_step` updates, an `Evaluation` says what a model is measured on, and a `Run` has these.
+A `Setting` has the configuration, the ranks and the log; nothing in it is trained. A `ShardedModel` adds a model, and a
+`Trained` model the optimizer and counters that `train_step` updates. An `Evaluation` has a model, its loss and its
+evaluation sets. A `Run` has a `Trained` model, an `Evaluation` and a stream of batches.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from holdfast.types import Batch, Example
 
 @dataclass(kw_only=True)
 class Logbook:
-    """What a run has to say: the journal writes it down, and empties the lists."""
+    """Messages and samples that steps leave for the journal, which writes them and empties the lists."""
 
     clock: PhaseClock = field(default_factory=PhaseClock)
     messages: list[str] = field(default_factory=list)
-    """What a step or an evaluation has to tell the user; rank 0 prints it."""
+    """Messages for the user, printed by rank 0."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of a step; rank 0 writes them to samples.jsonl."""
     batches: list[Batch] = field(default_factory=list)
-    """What this rank trained on in this step, for the record of a spike."""
+    """Batches that this rank trained on in this step, to be recorded if it is a spike."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
-    """Of the checkpoint that the run continues from."""
+    """Metrics of the checkpoint that the run continues from."""
     peaks: PhasePeaks = field(default_factory=PhasePeaks)
 
 
@@ -74,16 +75,16 @@ class ConfiguredRun:
 
 @dataclass(kw_only=True)
 class Setting(ConfiguredRun):
-    """A run's file, the ranks that carry it out, and what they say of it."""
+    """The configuration of a run, its process and ranks, and its log."""
 
     world: World
     ranks: RankGroup
     log: Logbook = field(default_factory=Logbook)
     interrupted: Callable[[], bool] = lambda: False
-    """Whether this rank was asked to stop; long work may be left for it."""
+    """Returns whether this rank was asked to stop; rollouts and evaluations are then abandoned."""
     without_numbers: Callable[[], AbstractContextManager[object]] | None = None
-    """Within what a model gets its memory in a plan, where tensors hold no numbers: no weight is read, and nothing is
-    compared with its files. None where they do."""
+    """In `holdfast plan`, the context in which a model's memory is allocated as fake tensors, without reading weights
+    and without the check before step 1. None in a run."""
 
     @classmethod
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
@@ -99,7 +100,7 @@ class Setting(ConfiguredRun):
 
 @dataclass
 class TrainState:
-    """Progress of a run. Weights, optimizer state, random state and the data cursor are saved beside it."""
+    """Counters of a model's training, saved in trainer.json next to weights, optimizer and the position in the data."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -114,17 +115,17 @@ class TrainState:
     """Updates skipped for a non-finite gradient norm."""
     skipped_in_a_row: SavedCount = 0
     unscored_in_a_row: SavedCount = 0
-    """Steps since one had a completion that could be scored."""
+    """Number of latest steps in which no completion could be scored."""
     best_exported: SavedNumber | None = None
     """Value of checkpoint.export_best's metric in exports/best."""
     controllers: dict[str, SavedNumber] = field(default_factory=dict)
     """Coefficients that follow a target, by name."""
     watched: dict[str, SavedNumber] = field(default_factory=dict)
-    """Where the metrics stand that end a run or lower a rate, as training/watched.py has it."""
+    """Best values and counts of the metrics that end a run or lower its rate; see training/watched.py."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)
-    """Progress of models that are trained beside this one, by name."""
+    """States of companions, such as a critic, by name."""
 
     def as_plain(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -132,22 +133,22 @@ class TrainState:
 
 
 Identity = Mapping[str, Mapping[str, str]]
-"""Kind (data, files, tokenizer) -> what -> hash or value"""
+"""Fingerprints: kind (data, files, tokenizer) -> name -> hash or value"""
 
 PLATEAU_FACTOR = "plateau/factor"
-"""In a state's `watched`: by how much plateaus have lowered the rate."""
+"""Key in `TrainState.watched`: the factor by which plateaus have lowered the learning rate."""
 
 REFERENCE_POLICY = "reference"
-"""Name of a reference policy among the models that checkpoints hold beside the run's own."""
+"""Name of a reference policy that follows the weights, among a run's companions."""
 
 
 class StepAbandoned(Exception):  # noqa: N818 - it says what happened; nothing went wrong
-    """A step was left because the run shall stop: nothing of it is kept, and it is made again from its seeds."""
+    """A step was abandoned because the run was asked to stop; nothing of it is kept, and its seeds reproduce it."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Rows that are never trained on."""
+    """A named set of rows that are only evaluated on."""
 
     name: str
     open_stream: Callable[[], SampleStream]
@@ -158,37 +159,37 @@ class EvaluationSet:
 
 @dataclass(kw_only=True)
 class ShardedModel:
-    """A model on its ranks."""
+    """A sharded model with its blueprint, plan and setting."""
 
     setting: Setting
     origin: Blueprint
     plan: ShardPlan
     model: PolicyModel
     temperature: float = 1.0
-    """Divides the logits wherever log-probabilities are taken: the one that tokens were sampled at."""
+    """Sampling temperature, by which logits are divided before log-probabilities are computed."""
     state: TrainState = field(default_factory=TrainState)
     holds_averages: bool = False
-    """Whether averages stand in for the weights at the moment."""
+    """Whether the parameters hold the averaged weights at the moment."""
 
 
 @dataclass(kw_only=True)
 class Trained(ShardedModel):
-    """A model that is trained, with what an update of it touches."""
+    """A model that is trained, with its optimizer, averages and counters."""
 
     optimizer: Optimizer
     averages: Averages | None
-    """Of the trained weights, if the run keeps some."""
+    """Averages of the trained weights (`optim.ema`), if the run keeps some."""
     unfreezing: Unfreezing
     """What is frozen at first and trained later."""
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
     cost: ModelCost
     host_offload: HostOffload = field(default_factory=HostOffload)
-    """What of this model, and of those trained beside it, is in host memory at the moment."""
+    """Tensors of this model and of its companions that are offloaded to host memory."""
     following: FollowingModel | None = None
     """The reference policy, where it follows the weights."""
     updating: bool = False
-    """Whether a step's updates are being made, or were broken off: tensors are of two steps then."""
+    """Whether an update is in progress or was interrupted, so that tensors may belong to two different steps."""
 
     def unfreeze(self, step: int) -> None:
         """Set which parameters are trained after so many steps; all ranks call this at the same step.
@@ -235,7 +236,7 @@ class Trained(ShardedModel):
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """A model, its loss, and what it is measured on."""
+    """A model, its loss, and its evaluation sets."""
 
     sharded: ShardedModel
     objective: Objective
@@ -244,7 +245,7 @@ class Evaluation:
 
 @dataclass(kw_only=True)
 class Run:
-    """What every run has: a model that is trained, what it is measured on, and where its batches come from."""
+    """The parts of every run: a trained model, its evaluation, and the stream of its batches."""
 
     trained: Trained
     evaluation: Evaluation
@@ -256,11 +257,11 @@ class Run:
     identity: Identity
     """Hashes of what a checkpoint relies on and does not hold."""
     companions: dict[str, Trained] = field(default_factory=dict)
-    """Models that are trained beside the run's own, by what goes before the names of their tensors in checkpoints."""
+    """Further trained models by name, which is also the prefix of their tensors in checkpoints."""
     assets: dict[str, bytes] = field(default_factory=dict)
     """Small files of every checkpoint, filled at the first save."""
     ahead: AheadOfStep | None = None
-    """What is made while a step updates; None where a step makes all of its own."""
+    """Results for the next step that are computed while a step updates; None if there are none."""
 
     @property
     def setting(self) -> Setting:

@@ -1,4 +1,4 @@
-"""How a run stands, from the small files that it and its launcher leave; nothing is written and no byte is hashed."""
+"""Determine whether a run is going on, has ended or died, from its small files; nothing is written or hashed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SILENT = "nothing says how it ended"
 
 @dataclass(frozen=True)
 class RunState:
-    """How a run stands."""
+    """State of a run, such as running or failed, and its reason."""
 
     name: Literal["running", "done", "stopped", "failed"]
     why: str
@@ -105,6 +105,8 @@ def _is_alive(lease: Path, holder: Mapping[str, Any]) -> bool:
         return False
     with RegularFile(lease) as file:
         try:
+            # A shared lock conflicts with the holder's exclusive lock, and two readers that try at once do not refuse
+            # each other.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

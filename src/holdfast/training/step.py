@@ -1,8 +1,8 @@
-"""One optimizer update: the only place of our training path that calls backward() and step().
+"""One optimizer update: the only place in the training path that calls `backward()` and `optimizer.step()`.
 
 The loss of an update is sum(token loss * weight) / sum(count) over all ranks and micro-batches. The denominator is
-known before the first forward pass, so each micro-batch's part is final and nothing is averaged afterwards. The global
-gradient norm over shards, and clipping by it, stand at the end.
+known before the first forward pass, so that the contribution of each micro-batch is final and nothing is averaged
+afterwards. The global gradient norm over shards, and clipping by it, are at the end of the file.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from holdfast.types import Batch, LossSum, MiniBatch, host_value
 
 @dataclass(frozen=True)
 class Update:
-    """What an update says of itself, the same on every rank."""
+    """The metrics of an update, equal on every rank, and this rank's log-probabilities."""
 
     metrics: dict[str, float]
     sums: Mapping[str, tuple[float, float]]
-    """Total and denominator, over all ranks, of those metrics that are means."""
+    """(total, denominator) over all ranks of the metrics that are means."""
     logprobs: tuple[Tensor, ...] = ()
     """[N] of this rank's scored tokens before the update, micro-batch by micro-batch, detached."""
 
@@ -47,15 +47,15 @@ def train_step(
     """Make one update of a model.
 
     Args:
-        trained: The model.
-        mini_batch: What the update is made of.
+        trained: The model to update.
+        mini_batch: The micro-batches of the update.
         objective: The loss.
-        source_names: Data sources that get a loss of their own in the metrics, if there are several.
-        ends_step: Off: more updates belong to this step, and until the last of them no checkpoint can be taken.
+        source_names: Data sources whose losses are reported separately, if there are several.
+        ends_step: False if more updates belong to this step; no checkpoint can be taken before the last of them.
 
     A mini-batch without a trained token has loss 0 and still runs every collective. An update whose gradient norm is
-    not finite is skipped on all ranks and counted. One whose gradient is exactly zero, as when all rewards of a step
-    are alike, is not made: Adam would go on in the direction of earlier ones.
+    not finite is skipped on all ranks and counted. An update whose gradient is exactly zero, as when all rewards of a
+    step are equal, is not made either: the momentum of Adam would move the weights without a gradient.
 
     Raises:
         RunStopped: Too many updates in a row were skipped.
@@ -244,6 +244,8 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     if not nonempty:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = [gradient if gradient.dtype == torch.float64 else gradient.float() for gradient in nonempty]
+    # torch's optimizers and `clip_grad_norm_` use these private kernels too: one launch for all tensors, not one per
+    # tensor.
     norms = torch._foreach_norm(wide)
     return torch.stack([norm.to(device=device, dtype=torch.float64) for norm in norms]).square().sum()
 
@@ -255,5 +257,5 @@ def scale(gradients: Sequence[Tensor], factor: float) -> None:
 
 
 def clip_factor(norm: float, largest: float | None) -> float:
-    """Return what brings a norm down to `largest` (Pascanu et al., arXiv:1211.5063), or 1."""
+    """Return the factor that scales a norm to `largest` (Pascanu et al., arXiv:1211.5063); 1 if it is smaller."""
     return 1.0 if largest is None or norm <= largest else largest / norm

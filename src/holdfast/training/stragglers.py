@@ -1,7 +1,7 @@
-"""Which rank the others wait for: every few steps all ranks compare how long each of them worked.
+"""Detect the rank that the others wait for: every few steps, all ranks compare how long each of them worked.
 
-Work is the time in which a rank's main thread ran or wanted a processor; what it slept, it waited for others or for a
-disk. On a GPU the thread spins while the device works, so nothing is compared there.
+Work is the time in which a rank's main thread was running or runnable. While it sleeps, it waits for other ranks or for
+a disk. On a GPU the thread spins while the device computes, so nothing is compared there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from statistics import median_low
 from holdfast.metrics.health import SLOWEST, SLOWEST_RATIO, STRAGGLER_STEPS
 from holdfast.parallel.collectives import RankGroup
 
+# The main thread's nanoseconds on a CPU and in the run queue. Wall-clock time would not tell the slow rank from those
+# that wait for it in collectives.
 _SCHEDULE = Path("/proc/self/schedstat")
 
 

@@ -1,7 +1,7 @@
-"""What follows a metric as it is measured: the end of a run, and rates that fall on a plateau.
+"""Early stopping (`stop_when`) and learning rates that fall when a metric stops improving (`plateau`).
 
-Where a metric stands is part of a run's state, so a resumed run decides as one that was never stopped. All of it is
-asked once after every step, in which a metric may have been measured or not.
+The best value of a metric, and the number of measurements since, are part of the run's state, so that a resumed run
+decides like one that was never interrupted. `watch_metric` is called after every step, with or without a new value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.training.run import PLATEAU_FACTOR, Run, Trained, TrainState
 
 STOP, PLATEAU = "stop_when", "plateau"
 OWED = "evaluation_owed"
-"""In the state of a run that left an evaluation which decides, stopped or by an error: the next start makes it."""
+"""Key in the state of a run that stopped before a deciding evaluation was complete; the next start makes it."""
 MADE_LATER = "evaluation_made_later"
 """The event of a start that made it, with where metrics stand since."""
 
@@ -28,7 +28,7 @@ def is_end(stopped: str | None) -> bool:
 
 
 class MetricStanding(NamedTuple):
-    """Where a metric stands."""
+    """Best value of a metric and the number of measurements since."""
 
     best: float | None
     """None before it was measured."""

@@ -1,1 +1,1 @@
-"""Model directories in the format of Hugging Face."""
+"""Export model directories in the format of Hugging Face, and adapters in that of peft."""

@@ -1,6 +1,6 @@
-"""What an export says of itself, in a small file beside its weights: run, step, what the run started from, and hashes.
+"""The file of an export that records its run, its step, the run's parent, and the hashes of its weights.
 
-Nothing is known of an export by where it lies or when it was written. Exports of earlier versions lack the file.
+An export is identified by this file only, not by its path or time. Exports of earlier versions lack it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Exported:
     run: str
     """Its name."""
     step: int
-    """Of several that were averaged, the last."""
+    """Step of the weights; of several averaged ones, the last."""
     steps: Sequence[int] = ()
     """The steps whose weights were averaged; empty if it is one step's."""
     weights: str = "trained"
-    """trained, or averages: those that the run kept (optim.ema)."""
+    """"trained", or "averages" for the averaged weights of `optim.ema`."""
     parent: Mapping[str, Any] | None = None
     """What the run started from."""
     rating: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Write a model directory that plain transformers loads: streamed, staged, renamed, read back."""
+"""Write a model directory that plain transformers loads; it is staged, read back and renamed into place."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EXPORT_ASSETS = (
 
 ExportReached = Callable[[str], object]
 EXPORT_PHASES = ("tensors", "assets", "read back", "publish", "published")
-"""Of writing an export; what crash tests stop at."""
+"""Phases of writing an export, at which crash tests kill the process."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Load the small files of a model directory with transformers: bytes may be what was written, and written wrongly.
+"""Load the configuration and tokenizer of an export with transformers and compare them with those in memory.
 
-Classes are those of the objects that were written, so no code that came with a model is looked up or run again.
+Correct hashes only show that the intended bytes were written. The classes are those of the objects in memory, so that
+no code that came with a model is looked up or run again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model directory, or one torch file, from a checkpoint: no ranks, no run, one tensor in memory at a time."""
+"""Export a model directory or a torch file from a stored checkpoint in one process, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from holdfast.optim.wrapped import BETWEEN
 from holdfast.parallel.collectives import RankGroup
 
 STORED_HEADERS = "stored_headers.json"
-"""Names and shapes of the files that the weights once came from: an export gives tensors these names again."""
+"""File with names and shapes of the original weights; an export gives tensors these names again."""
 
 ADAPTERS = "adapters.json"
 """What is written of a run's adapters beside their tensors."""
@@ -198,7 +198,7 @@ def _reading(checkpoint: StoredCheckpoint) -> Iterator[None]:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint that may be deleted while they are read."""
+    """Tensors of a checkpoint, which another process may delete while they are being read."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], checkpoint: StoredCheckpoint) -> None:
         self._names, self._read, self._checkpoint = tuple(names), read, checkpoint
@@ -315,6 +315,8 @@ def write_torch_file(checkpoint: StoredCheckpoint, path: Path) -> None:
         with staging.open("xb") as file:
             torch.save(state, file)
             file.flush()
+            # Without this, a rename can reach the disk before the data: after a power cut the file has its name and no
+            # content.
             os.fsync(file.fileno())
         rename_new(staging, path)
         sync_directory(path.parent)

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk and in memory, and how that is verified."""
+"""The format of a checkpoint: manifest, snapshot in memory, DCP files, and their verification."""

@@ -1,6 +1,7 @@
-"""Stored chunks of tensors, each compared with its hash in the manifest when it is read, whichever part is wanted.
+"""Read stored chunks of tensors, comparing each with its hash in the manifest.
 
-Files were verified before, but other bytes may come the next time: what counts are the ones that are used.
+The files were verified before, but a disk or network may return other bytes the next time. The bytes that are compared
+here are the ones that are used.
 """
 
 from __future__ import annotations

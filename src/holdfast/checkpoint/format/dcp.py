@@ -1,8 +1,8 @@
-"""torch's distributed checkpoint on our storage: hashed while written, durable, and read as chunks that were verified.
+"""Writer and reader of torch's distributed checkpoint (DCP) on our storage: hashed while written, fsynced, verified.
 
-What lands on disk is a plain DCP directory; anybody's `dcp.load` reads it. We replace only the file system below the
-writer, and what the reader is given. Its `.metadata` is read without running it: it is a pickle, and a pickle can run
-code and ask for any memory.
+The result is a plain DCP directory, which `torch.distributed.checkpoint.load` can read. Only the file system below the
+writer and the source of the reader's chunks are replaced. The file `.metadata` is a pickle, which could execute code
+and allocate any amount of memory; it is therefore read with an unpickler that knows only DCP's own classes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def without_crc32() -> Iterator[None]:
 
 
 class _Files(FileSystemBase):
-    """DCP's file system, over ours; remembers what was written."""
+    """DCP's file system interface on top of our storage; records size and hash of each file written."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -108,7 +108,7 @@ class _Files(FileSystemBase):
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer on our storage: one thread, one file per rank, never over anything."""
+    """DCP's writer on our storage, with one thread and one file per rank; existing files are never overwritten."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         # More threads swallow errors of all but one of them (pytorch#191391); durability is the storage's part.
@@ -123,15 +123,14 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """DCP's reader, with metadata that was read before, and chunks that somebody else reads and verifies."""
+    """DCP's reader with metadata that was read before, and a function that reads and verifies chunks."""
 
     def __init__(self, path: str, metadata: Metadata, chunk: Callable[[Any, Any], Tensor]) -> None:
-        """Take what is known.
+        """Set up a reader.
 
         Args:
-            path: DCP's directory, to be named.
-            metadata: Of it.
-            chunk: Returns a whole stored chunk, given its index and its place as the metadata has them.
+            path: DCP's directory, for messages. metadata: Its metadata. chunk: Returns a complete stored chunk; its
+            arguments are the chunk's index and storage info in the metadata.
         """
         super().__init__(path)
         self._metadata, self._chunk = metadata, chunk
@@ -197,7 +196,7 @@ def _functions() -> dict[tuple[str, str], Callable[..., Any]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata and nothing else, and leaves them as they were."""
+    """An unpickler that accepts only the classes of DCP's metadata, and restores them if the pickle changed them."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -273,7 +272,7 @@ def read_dcp_metadata(data: bytes, path: str, *, foreign: bool = False) -> Metad
 
 
 def _check_form(metadata: Any, *, foreign: bool) -> None:
-    """Look at everything that is used later: an unpickled object may have any attributes, or none."""
+    """Check all attributes of the metadata that are used later; a damaged pickle may have any others, or none."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it holds a {type(metadata).__name__}, not DCP metadata")
     for name, entry in metadata.state_dict_metadata.items():

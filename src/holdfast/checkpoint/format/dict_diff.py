@@ -1,4 +1,4 @@
-"""Where two trees of plain values differ first."""
+"""Find the first difference between two trees of plain values."""
 
 from __future__ import annotations
 

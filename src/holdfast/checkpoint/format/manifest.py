@@ -1,7 +1,7 @@
-"""manifest.json: what a checkpoint holds, byte for byte; a directory is a checkpoint if and only if it fits.
+"""manifest.json lists every file and tensor of a checkpoint with its hash; a directory without a valid one is none.
 
-The manifest is canonical JSON (sorted keys, no spaces) and ends with the hash of everything before. Duplicate keys,
-trailing bytes and unlisted files are errors: nothing about a checkpoint is left to the reader's good will.
+The manifest is canonical JSON (sorted keys, no spaces) and ends with the hash of everything before it. Duplicate keys,
+trailing bytes and unlisted files are errors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from holdfast.errors import UserError
 from holdfast.files import parse_json, size_words
 
 FORMAT = 2
-"""The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
-mesh, and may have quantised optimizer state."""
+"""The newest format that this version reads. Format 1 names the file of a rank's state by the rank; format 2 names it
+by the mesh coordinate, and may hold quantised optimizer state."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
-"""Sorts behind `manifest`, so that the file ends with its hash."""
+"""Key of the hash; it sorts after `manifest`, so that the file ends with its hash."""
 
 
 class NewerFormat(UserError):  # noqa: N818 - the name says what is wrong
@@ -44,7 +44,7 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     hash: str
-    """Of its bytes in row-major order, before anything was serialised."""
+    """Hash of the chunk's bytes in row-major order, before serialisation."""
 
 
 @dataclass(frozen=True)
@@ -56,42 +56,42 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
     """They tile the tensor."""
     requires_grad: bool = False
-    """Of a parameter: whether it was trained."""
+    """Whether the tensor is a parameter that was trained."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything known of a checkpoint without reading a tensor."""
+    """The contents of manifest.json: everything about a checkpoint but the values of its tensors."""
 
     run_id: str
     step: int
     contents: tuple[str, ...]
-    """Of model, adapter, optimizer, trainer, rank."""
+    """Which of model, adapter, optimizer, trainer, rank and companions the checkpoint holds."""
     files: Mapping[str, FileEntry]
-    """By path relative to the checkpoint; the manifest itself is not listed."""
+    """Files by path relative to the checkpoint; the manifest itself is not listed."""
     tensors: Mapping[str, TensorEntry]
-    """Under the names of the DCP inside: model.<parameter> and optim.<parameter>.<key>"""
+    """Tensors by their names in DCP: model.<parameter> and optim.<parameter>.<key>"""
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
-    """Class, groups, values that are not tensors, and what quantised tensors are besides their parts."""
+    """Class of the optimizer, its groups, its values that are not tensors, and records of quantised tensors."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Axis name to size."""
     versions: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    """Of this step; null where a number was not finite."""
+    """Metrics of this step; None where a number was not finite."""
     parent: str | None = None
     """Hash of the manifest of the checkpoint this run saved or loaded before."""
     parent_step: int | None = None
     finite: bool = True
-    """No NaN or infinity in any tensor."""
+    """Whether no tensor holds NaN or infinity."""
     deviations: tuple[str, ...] = ()
-    """What was declared at any resume of the run so far, the earliest first."""
+    """Deviations that were declared at the resumes of the run so far, the earliest first."""
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
-    """Of data, user files, tokenizer and template."""
+    """Fingerprints of data, user files, tokenizer and chat template."""
     seconds: float = 0.0
-    """How long the save took until here."""
+    """Duration of the save until the manifest was written."""
     format: int = FORMAT
-    """The oldest that says everything: most checkpoints can be read by earlier versions."""
+    """The oldest format that can represent the checkpoint, so that earlier versions can read most of them."""
 
     def __repr__(self) -> str:
         """Return one line: the names and hashes of every file and tensor fill screens."""
@@ -119,7 +119,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class About:
-    """What a manifest says besides files and tensors."""
+    """The fields of a manifest besides files and tensors."""
 
     run_id: str
     step: int
@@ -184,7 +184,7 @@ def _from_plain(body: Mapping[str, Any]) -> Manifest:
 
 
 def _check_optimizer(section: Mapping[str, Any]) -> None:
-    """Look at what is read of an optimizer: the hash fits whatever somebody wrote and hashed anew.
+    """Check the fields of `optimizer` that are read; a correct hash does not imply that they are well-formed.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: It is another shape, or lacks an entry.

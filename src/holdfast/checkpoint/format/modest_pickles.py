@@ -1,9 +1,9 @@
-"""Whether a pickle asks for more memory or time than goes with its size, known from its instructions alone.
+"""Decide from a pickle's instructions alone whether loading it takes memory and time out of proportion to its size.
 
-Two kinds of instruction grow the table of what is remembered up to a number of theirs, and others say how many bytes
-follow. And a tuple that has another one twice, which has a third one twice, soon takes for ever to whoever looks at all
-of it: Python itself does where it is a key of a dictionary. So the instructions are followed with the size of each
-value in the place of the value.
+Some instructions enlarge the unpickler's memo up to an index that they contain, and others announce how many bytes
+follow. Nested tuples that each contain the next one twice have exponential size for code that traverses them; Python
+does so when it hashes one as a key of a dictionary. The module therefore simulates the instructions on a stack of sizes
+instead of values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Effect = Callable[[], object]
 
 
 class _Immodest(Exception):  # noqa: N818 - an answer
-    """The pickle asks for too much memory or time."""
+    """The pickle would take too much memory or time."""
 
 
 def _decimal(digits: bytes) -> int:

@@ -1,4 +1,4 @@
-"""The configuration that lies in a checkpoint, read as anybody's file is: bounded, and without running anything."""
+"""Read the configuration that a checkpoint contains, with a size limit and without executing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank brings to a checkpoint: live tensors for a save that waits, copies for one that does not."""
+"""One rank's contribution to a checkpoint: its live tensors, or copies of them for a save in the background."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 
 MODEL, OPTIM, AVERAGE = "model.", "optim.", "ema."
 TRAINED = "trained parameters"
-"""What a checkpoint holds of a model whose frozen parameters are left out."""
+"""Entry in `contents` of a checkpoint that holds only the trained parameters of its model."""
 OWN_CONTENTS = frozenset({"model", TRAINED, "averages", "optimizer", "trainer", "rank"})
-"""What a checkpoint can hold besides companions, which are told by their names."""
+"""Entries of `contents` that are not names of companions."""
 
 Outline = dict[str, tuple[tuple[int, ...], str, bool]]
-"""Shape, dtype and trained flag of tensors, by name."""
+"""Shape, dtype and trained flag of each tensor by name."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class Snapshot:
     """One rank's part of a checkpoint."""
 
     tensors: Mapping[str, Tensor]
-    """Under their names in the DCP."""
+    """Tensors by their names in DCP."""
     trained: frozenset[str]
     """Names of parameters with gradients."""
     ties: Mapping[str, tuple[str, ...]]
     optimizer: OptimizerState | None
     rank_state: Mapping[str, Any]
-    """JSON-ready, this rank's own."""
+    """JSON values of this rank."""
     shared: Mapping[str, Any]
-    """JSON-ready, the same on every rank."""
+    """JSON values that are equal on all ranks."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
-    """Files to lay beside, rank 0's."""
+    """Further files by name, of which rank 0's are written."""
     contents: tuple[str, ...] = ("model",)
     companions: Mapping[str, OptimizerState] = field(default_factory=dict)
-    """Of models trained beside, by name; their tensors are among `tensors`: `checkpoint/loading/companions.py`."""
+    """Optimizer states of companions by name; their tensors are in `tensors` (`checkpoint/loading/companions.py`)."""
     coordinate: Mapping[str, int] = field(default_factory=dict)
-    """This rank's place on the mesh, by axis; empty on none."""
+    """This rank's mesh coordinate by axis; empty without a mesh."""
     readers: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
-    """What reads each tensor, where they are read as they are written; those in `tensors` have no memory then."""
+    """Functions that read each tensor when it is written; the entries of `tensors` are then meta tensors."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def optimizer_tensors(state: OptimizerState) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """Where a model's tensors are. FSDP2 keeps shards in the same memory for good, whatever its modules do."""
+    """References to a model's sharded tensors. They stay valid, since FSDP2 never moves the memory of shards."""
 
     parameters: Mapping[str, nn.Parameter]
     """One name of each tie."""
@@ -104,13 +104,13 @@ def hold(
     averages: Mapping[str, Tensor] | None = None,
     later: Collection[str] = (),
 ) -> LiveTensors:
-    """Find a model's tensors; modules that are gathered are resharded.
+    """Return references to a model's tensors, after resharding modules that are gathered.
 
     Args:
-        model: Sharded by FSDP2, or plain.
-        frozen: Also those that are not trained.
-        averages: Of trained parameters, to be saved beside them.
-        later: Frozen parameters that will be trained, and count as trained ones.
+        model: The model, sharded by FSDP2 or plain.
+        frozen: Whether to include parameters that are not trained.
+        averages: Averages of trained parameters, to be saved as well.
+        later: Frozen parameters that count as trained ones.
     """
     state = model.state_dict()
     refuse_extra_state(state)
@@ -138,19 +138,19 @@ def take(
     assets: Mapping[str, bytes] | None = None,
     random_then: RandomState | None = None,
 ) -> Snapshot:
-    """Look at a model and an optimizer; nothing is copied, and nothing in them changes.
+    """Take a snapshot of a model and an optimizer, which references their tensors and copies nothing.
 
     Args:
-        model: Sharded by FSDP2, or plain; or what `hold` found in it, and then no module is touched.
-        optimizer: Or a state to write in its place (a rehearsal's inert one).
-        shared: The same on every rank.
-        rank_state: This rank's own; random state is added.
-        assets: Files, rank 0's.
-        random_then: This rank's random state; default: as it is now.
+        model: The model, sharded by FSDP2 or plain; or the result of `hold`, so that no module is touched.
+        optimizer: The optimizer; or a state to write in its place, as in a rehearsal.
+        shared: JSON values that are equal on all ranks.
+        rank_state: JSON values of this rank; its random state is added.
+        assets: Further files by name.
+        random_then: Random state of this rank to save; default: the present one.
 
     Raises:
-        UnsavableOptimizer: The optimizer holds something that cannot be written down.
-        ModelError: A tensor of the model is of a class that holds more than its numbers.
+        UnsavableOptimizer: The optimizer holds a value of a type that cannot be written.
+        ModelError: A tensor of the model is a subclass that holds more than its values.
     """
     model_parts = model if isinstance(model, LiveTensors) else hold(model)
     parameters = model_parts.parameters
@@ -179,9 +179,9 @@ def take(
 
 
 def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
-    """Return the snapshot with tensors copied to the host; `buffers` is filled the first time and used again.
+    """Return a snapshot whose tensors are copies on the host.
 
-    This copy is all that training waits for in a save that goes on in the background.
+    Training waits only for this copy in a background save. `buffers` receives the copies, and is reused by later calls.
     """
     copies: dict[str, Tensor] = {}
     for name, tensor in snapshot.tensors.items():
@@ -194,12 +194,14 @@ def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
         buffer.copy_(local, non_blocking=True)
         copies[name] = like(tensor, buffer)
     if any(tensor.device.type == "cuda" for tensor in snapshot.tensors.values()):
+        # Copies to pinned memory return before they are done; the next optimizer step would overwrite what they still
+        # read.
         torch.cuda.synchronize()
     return replace(snapshot, tensors=copies)
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return other local memory in a tensor's sharding."""
+    """Return `local` as the shard of a DTensor that is sharded like `tensor`; plain if that is plain."""
     if not isinstance(tensor, DTensor):
         return local
     # from_local would move host memory back to the mesh's device; DCP reads only the placement.
@@ -207,7 +209,7 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def chunk_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (offsets, sizes) of this rank's part of a tensor."""
+    """Return (offsets, sizes) of this rank's shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -221,7 +223,7 @@ def mesh_of(model: nn.Module) -> dict[str, int]:
 
 
 def coordinate_of(model: nn.Module) -> dict[str, int]:
-    """Return this rank's place on the axes that a model is sharded over."""
+    """Return this rank's coordinate on the mesh that a model is sharded over, by axis."""
     mesh = _mesh(model)
     coordinate = None if mesh is None else mesh.get_coordinate()
     return {} if mesh is None or coordinate is None else dict(zip(_axes(mesh), coordinate, strict=True))
@@ -237,7 +239,7 @@ def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 class SnapshotDescription(NamedTuple):
-    """The entries of the tensors in one rank's part of a snapshot, and whether all numbers are finite."""
+    """Manifest entries of the tensors in one rank's snapshot, and whether all numbers are finite."""
 
     tensors: dict[str, TensorEntry]
     finite: bool
@@ -245,7 +247,7 @@ class SnapshotDescription(NamedTuple):
 
 
 def describe_snapshot(snapshot: Snapshot) -> SnapshotDescription:
-    """Hash this rank's part of every tensor, and look for NaN and infinity while it is in the processor's cache."""
+    """Hash this rank's shard of every tensor, and look for NaN and infinity while it is in the processor's cache."""
     entries: dict[str, TensorEntry] = {}
     finite = True
     for name, tensor in snapshot.tensors.items():
@@ -267,7 +269,7 @@ def outline(snapshot: Snapshot) -> Outline:
 
 
 class RandomState(NamedTuple):
-    """The state of every global random generator of a process, as the generators give it: cheap to take."""
+    """The states of all global random generators of a process, in the generators' own types; cheap to take."""
 
     python: Any
     numpy: Any
@@ -310,7 +312,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def check_random_state(state: Mapping[str, Any]) -> None:
-    """Put a state into generators that nobody uses; they raise their own errors if it is not one."""
+    """Check a random state by setting it on temporary generators, which raise their own errors if it is invalid."""
     decoded = _read(state)
     random.Random().setstate(decoded.python)  # noqa: S311 - no secret
     np.random.RandomState().set_state(decoded.numpy)

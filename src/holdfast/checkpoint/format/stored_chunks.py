@@ -1,4 +1,4 @@
-"""Single chunks of tensors as DCP's files hold them: each one is a zip archive that torch.save wrote."""
+"""Read single chunks of tensors from DCP's files, in which each chunk is a zip archive that torch.save wrote."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from holdfast.checkpoint.place.memory import is_out_of_memory, memory_for, no_me
 from holdfast.checkpoint.place.storage import Storage
 
 _TAIL = struct.Struct("<4sQ2H2L4Q4sLQL4s4H2LH")
-"""What an archive of torch.save ends with: the end of its list in 64 bits, where that is, and the end in 32 bits."""
+"""End of an archive of torch.save: zip64 end of central directory, its locator, end of central directory record."""
 _ENTRY = struct.Struct("<4s20xL3H12x")
-"""One file in the list: signature, unpacked size, and the lengths of the name, extra fields and comment behind it."""
+"""One file in the central directory: signature, unpacked size, lengths of the name, extra fields and comment."""
 _EXTRA, _SIZE = struct.Struct("<2H"), struct.Struct("<Q")
 """An extra field's kind and length, and a size of 64 bits."""
 _IN_64_BITS, _SIZES = 0xFFFFFFFF, 1
-"""A size that stands in an extra field, since 32 bits do not hold it, and the kind of that field."""
+"""Marker of a size that does not fit in 32 bits and is in an extra field, and the kind of that field."""
 
 
 class _Bytes(io.RawIOBase):
-    """A file over bytes that are somebody else's: io.BytesIO would copy what is no `bytes` object."""
+    """A readable file over a memoryview, which io.BytesIO would copy."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -64,11 +64,11 @@ class _Bytes(io.RawIOBase):
 
 
 def chunk_from(data: bytes | memoryview, path: str) -> Tensor | None:
-    """Return the tensor that DCP stored as these bytes, in memory of its own; None if they are none of its.
+    """Return the tensor that DCP stored as these bytes, in new memory; None if they are not such a chunk.
 
     Args:
-        data: The whole chunk.
-        path: The file they are from.
+        data: All bytes of the chunk.
+        path: File of the chunk, for messages.
 
     Raises:
         CheckpointUnreadable: This machine is short of memory.
@@ -87,10 +87,10 @@ def chunk_from(data: bytes | memoryview, path: str) -> Tensor | None:
 
 
 def _archive_is_modest(data: bytes | memoryview) -> bool:
-    """Return whether all files of an archive of torch.save are no larger together than the archive.
+    """Return whether the unpacked files of an archive of torch.save are together no larger than the archive.
 
-    Any other archive is not modest: readers differ in where they look for its list. How often the pickle in it asks for
-    a file, and for what else, is not known from the list.
+    False for any other archive, since readers differ in how they find its central directory. What the pickle inside
+    will request is not checked here.
     """
     try:
         size = _unpacked_size(data)

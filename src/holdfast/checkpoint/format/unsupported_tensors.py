@@ -1,4 +1,4 @@
-"""Tensors that are more, or less, than rows of numbers: refused by name before a byte is written or changed."""
+"""Refuse tensors that a checkpoint cannot hold exactly (subclasses, lazy ones), before any byte is written."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PIECE = 1 << 20
 
 
 def refuse_odd(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what cannot be written and read back number for number.
+    """Refuse tensors that cannot be written and read back exactly.
 
     Args:
-        tensors: By their names in the checkpoint.
+        tensors: Tensors by their names in the checkpoint.
 
     Raises:
         ModelError: The first such tensor, and what to do.

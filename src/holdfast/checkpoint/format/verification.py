@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Three levels, each trusting nothing that the one before did not check.
+"""Verify that a checkpoint holds what was written. There are three levels; each includes the previous ones.
 
 names    the manifest is whole, every listed file is there in its size, and no other
 files    every file's hash                               (before every resume)
@@ -83,9 +83,9 @@ def _parsed(storage: Storage, path: str, full_path: str) -> Manifest:
 
 
 def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -> bytes:
-    """Return the bytes of a small file once they have the hash of the manifest, read twice if need be.
+    """Return the bytes of a small file after comparing their hash with the manifest's, reading twice if they differ.
 
-    Who uses bytes compares these very bytes: others may come from the disk, or the network, than a moment ago.
+    The bytes that are returned are the bytes that were compared, since a second read may return others.
 
     Raises:
         CheckpointCorrupt: Two reads, with one from the disk itself between them, give the same wrong bytes.
@@ -105,7 +105,7 @@ def verified_bytes(storage: Storage, name: str, manifest: Manifest, file: str) -
 
 
 def patiently(full_path: str, ask: Callable[[], T]) -> T:
-    """Return what the file system answers, asking again while it says that it is only in trouble.
+    """Return the result of `ask`, retrying after errors that a file system may get over.
 
     Raises:
         CheckpointUnreadable: It gives no answer, also after some patience, or there is no memory for it.
@@ -118,10 +118,10 @@ def patiently(full_path: str, ask: Callable[[], T]) -> T:
 
 
 def _twice(full_path: str, look: Callable[[], str | None]) -> str | None:
-    """Return what two looks in a row find wrong, or None if one of them finds nothing.
+    """Return the fault that two checks in a row report, or None if one of them reports none.
 
     Raises:
-        CheckpointUnreadable: Nobody can look, or the two find different things.
+        CheckpointUnreadable: The check cannot read, or the two report different faults.
     """
     first = patiently(full_path, look)
     second = None if first is None else patiently(full_path, look)
@@ -141,7 +141,7 @@ def _unreadable(full_path: str, error: OSError) -> CheckpointUnreadable:
 
 
 def other_each_time(full_path: str) -> CheckpointUnreadable:
-    """Return the error for what differs from read to read."""
+    """Return the error for a file whose bytes differ from read to read."""
     return CheckpointUnreadable(
         f"{full_path} has other bytes each time it is read, so nothing is known of it. Look at the disk, its cables "
         "and this machine's memory."
@@ -149,7 +149,7 @@ def other_each_time(full_path: str) -> CheckpointUnreadable:
 
 
 def check_names(storage: Storage, name: str, manifest: Manifest) -> None:
-    """Compare the listed files with what is there; what is wrong was seen twice.
+    """Compare the listed files with those that exist; a fault is reported only after two checks have found it.
 
     Raises:
         CheckpointCorrupt: A file is missing, of another size, or not listed.
@@ -181,12 +181,12 @@ def _misnamed(storage: Storage, name: str, manifest: Manifest, full_path: str) -
 def damaged_files(
     storage: Storage, name: str, manifest: Manifest, files: Sequence[str], *, from_disk: bool = False
 ) -> list[str]:
-    """Return the files that two reads, the second from the disk itself, find to have the same wrong hash.
+    """Return the files for which two reads, the second bypassing the page cache, give the same wrong hash.
 
     Args:
         storage, name, manifest: The checkpoint.
-        files: Which of its files.
-        from_disk: The first read, too, passes the system's cache by: it still holds what was just written.
+        files: The files to check.
+        from_disk: Whether the first read bypasses the page cache too, which holds what was just written.
 
     Raises:
         CheckpointUnreadable: A file cannot be read, also after some patience, or every read gives other bytes.

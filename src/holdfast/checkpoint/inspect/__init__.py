@@ -1,1 +1,1 @@
-"""Looking into checkpoints without loading them."""
+"""Read and compare single tensors of checkpoints, without a model and without ranks."""

@@ -1,4 +1,4 @@
-"""Two checkpoints side by side: what differs, told from manifests and small files where chunks are the same."""
+"""Compare two checkpoints by the hashes in their manifests, reading tensors only where chunks differ in shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint, read and verified one at a time, without ranks and without a model."""
+"""Read and verify single tensors of a checkpoint in one process, without a model."""
 
 from __future__ import annotations
 

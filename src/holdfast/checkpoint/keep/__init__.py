@@ -1,1 +1,1 @@
-"""Which checkpoints are there, which one is chosen, which ones stay."""
+"""Find checkpoints, choose the one to resume from, and delete those that retention does not keep."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest whose every file is what was written."""
+"""Choose the checkpoint that a run resumes from: the newest whose files all have the recorded hashes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NEVERTHELESS = (
 
 @dataclass(frozen=True)
 class ResumeChoice:
-    """What a run continues from."""
+    """The checkpoint from which a run resumes."""
 
     name: str
     manifest: Manifest
@@ -45,27 +45,26 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
     check: Inspect = lambda _, __: None,
     use: Inspect = lambda _, __: None,
 ) -> ResumeChoice | None:
-    """Return the newest whole checkpoint, or None if there never was one.
+    """Return the newest intact checkpoint, or None if there never was one.
 
-    Rank 0 lists, since ranks may see a network file system at different times. A candidate that two reads agree is
-    damaged is put aside, and the next older one is tried. So is one with NaN or infinity in it, once an
-    older one was found. What has no manifest is none of ours: it is passed over, named, and left where it is.
+    Rank 0 lists the candidates, since ranks may see a network file system at different times. A candidate that two
+    reads find damaged is skipped, and so is one that holds NaN or infinity if there is an older one. A directory
+    without a manifest was not written by Holdfast: it is named in the message and left alone.
 
-    Nothing is put aside before the choice was used, and what is skipped was looked at: what `use` and `check` refuse
-    stays as it was.
+    Skipped checkpoints are renamed only after the choice has been used. If `use` or `check` raises, nothing is renamed.
 
     Args:
-        storage: Where checkpoints are.
-        ranks: A group of its own.
-        quarantine: Put aside what is skipped.
-        not_finite: Take one with NaN or infinity in it too.
-        check: Raises, on rank 0, if a checkpoint that would be put aside is none of this run's.
-        use: Takes the choice; all ranks call it together, and it raises on all of them. After TensorsDiffer it is asked
-            to take the next older one.
+        storage: Storage of the checkpoints.
+        ranks: A separate process group.
+        quarantine: Whether to rename skipped checkpoints, so that they are not tried again.
+        not_finite: Whether to accept a checkpoint that holds NaN or infinity.
+        check: Raises, on rank 0, if a checkpoint that would be renamed belongs to another run.
+        use: Loads the choice; all ranks call it together, and it raises on all of them. After `TensorsDiffer` it is
+            called with the next older candidate.
 
     Raises:
-        CheckpointUnreadable: The directory, or a file of a candidate, cannot be read: it may be whole.
-        NoCheckpoint: There were checkpoints and none is good: starting again at step 0 would be a silent loss.
+        CheckpointUnreadable: The directory, or a file of a candidate, cannot be read; the candidate may be intact.
+        NoCheckpoint: There were checkpoints and none is intact; to start again at step 0 would lose work silently.
     """
     candidates = list(reversed(_on_rank_0(ranks, storage, lambda: list(steps(storage).items()))))
     passed = _SkippedCheckpoints()
@@ -95,17 +94,17 @@ class _SkippedCheckpoints:
     """The candidates that were skipped, and why."""
 
     reasons: list[str] = field(default_factory=list)
-    """About what is damaged, or none of ours."""
+    """Sentences about checkpoints that are damaged or not Holdfast's."""
     damaged: list[str] = field(default_factory=list)
     """Names."""
     differing: list[str] = field(default_factory=list)
     """Names of checkpoints whose files have their hashes, and whose tensors differ from those that were saved."""
     spoiled: dict[int, str] = field(default_factory=dict)
-    """Names of what is whole and not finite, by step."""
+    """Names of intact checkpoints that hold NaN or infinity, by step."""
 
     @property
     def all_reasons(self) -> list[str]:
-        """Words about each of them."""
+        """A sentence about each skipped checkpoint."""
         return self.reasons + [f"step {step} ({_NOT_FINITE})" for step in self.spoiled]
 
 

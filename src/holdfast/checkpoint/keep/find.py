@@ -1,4 +1,4 @@
-"""From what a user types to checkpoints: a run, its folder of checkpoints, one of them, or a URL."""
+"""Find checkpoints by the path of a run, of its folder of checkpoints, of one checkpoint, or by a URL."""
 
 from __future__ import annotations
 

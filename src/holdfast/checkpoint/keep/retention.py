@@ -1,4 +1,4 @@
-"""Which checkpoints stay. Deleting comes after a verified commit, and never touches what may be needed."""
+"""Delete checkpoints that the retention rules do not keep, only after a newer checkpoint was committed and verified."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class BestRule:
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept; everything else is deleted."""
+    """Rules for which checkpoints are kept; all others are deleted."""
 
     last: int = 3
-    """At least 2: the newest may be damaged on the way to the disk."""
+    """Number of newest checkpoints to keep; at least 2, since the newest may be damaged on its way to the disk."""
     every: int | None = None
-    """Steps that are a multiple of this stay for good."""
+    """Checkpoints whose step is a multiple of this are kept for good."""
     best: Sequence[BestRule] = ()
 
 
@@ -56,10 +56,10 @@ class CheckpointRating(NamedTuple):
 
 
 _DELETING = "holdfast-delete"
-"""Name of the threads that delete."""
+"""Name of the threads that delete checkpoints."""
 
 _rated: dict[str, CheckpointRating] = {}
-"""By the hash of a manifest's bytes: parsing what stays would take longer with every checkpoint that does."""
+"""Cache of ratings by the hash of a manifest's bytes; parsing all kept manifests at every save would grow slower."""
 
 
 def kept_steps(

@@ -1,4 +1,4 @@
-"""Reads the retention rules of a run from its checkpoints, so that they also apply after the run has ended."""
+"""Read the retention rules of a run from its checkpoints, so that they can be applied after the run has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.metrics.sink import METRICS, last_rewind
 
 @dataclass(frozen=True)
 class RecordedRetention:
-    """The part of a run's configuration that says which checkpoints matter."""
+    """Retention rules, and the directions of metrics, as a run's configuration has them."""
 
     retention: Retention
     modes: Mapping[str, frozenset[Literal["max", "min"]]]

@@ -1,8 +1,8 @@
-"""Models beside the one a checkpoint is about: those with an optimizer of their own, such as a policy's critic, and
-those that follow its weights, such as a reference that is not for ever the model at start.
+"""Companions: further models in a checkpoint, such as a policy's critic or a reference that follows its weights.
 
-Their tensors are in the same DCP under names of their own: critic.model.<parameter>, critic.optim.<parameter>.<key>. So
-one commit, one verification and one comparison cover all of them, and whoever reads the model alone sees no difference.
+A critic has an optimizer; a following reference has none. Their tensors are in the same DCP directory under prefixed
+names: critic.model.<parameter>, critic.optim.<parameter>.<key>. One commit and one verification thus cover all of them,
+and code that reads only the main model needs no change.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ COMPANIONS = "companions"
 
 
 class Companion(NamedTuple):
-    """A model to be saved or read, and its optimizer."""
+    """A further model to save or load, and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer | None
-    """None of a frozen model that follows."""
+    """None for a frozen model that follows the trained one."""
     moved: Collection[str] = ()
-    """Parameters of such a one that change; the others are as the model came with them, and stay so."""
+    """Parameters of a following model that change; only these are saved."""
 
     def held(self) -> LiveTensors:
-        """Find what is saved of it."""
+        """Return the tensors of the companion that are saved."""
         return hold(self.model, frozen=self.optimizer is not None, later=self.moved)
 
 
 def part_of(manifest: Manifest, name: str) -> Manifest:
-    """Return the manifest as it would be if the checkpoint held this companion alone."""
+    """Return a manifest that describes only this companion, with its prefix removed from all names."""
     optimizers: Mapping[str, Any] = (manifest.optimizer or {}).get(COMPANIONS, {})
     return replace(
         manifest,
@@ -57,7 +57,7 @@ def part_of(manifest: Manifest, name: str) -> Manifest:
 
 
 def own_tensors(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return a companion's of all tensors that were read, under its own names."""
+    """Select a companion's tensors from all that were read, with its prefix removed."""
     return _stripped(tensors, name)
 
 
@@ -72,14 +72,17 @@ def plan_companions(
     declared: Declared,
     hyperparameters: Hyperparameters,
 ) -> dict[str, PlannedLoad]:
-    """Plan what companions take, and note in the model's plan what they refuse; those without a plan stay as they are.
+    """Plan the loads of companions; their mismatches are added to the plan of the main model.
 
     Args:
-        plan: Of the model.
-        companions: The live ones, by name.
-        manifest: The checkpoint's.
-        declared: What may differ; patterns are searched in a companion's own names.
-        hyperparameters: As in `reader.load`.
+        plan: Load plan of the main model.
+        companions: The live companions by name.
+        manifest: Manifest of the checkpoint.
+        declared: Allowed deviations; patterns match names without the companion's prefix.
+        hyperparameters: As in `reader.load_state`.
+
+    Returns:
+        Plans by name of the companion; companions without one stay as they are.
     """
     planned: dict[str, PlannedLoad] = {}
     for name in sorted({*companions, *manifest.contents} - OWN_CONTENTS):
@@ -105,7 +108,7 @@ def plan_companions(
 def companion_state(
     name: str, companion: Companion, planned: PlannedLoad, manifest: Manifest, tensors: Mapping[str, Tensor]
 ) -> OptimizerState | None:
-    """Return the state of a companion's optimizer, as `optimizer_state` does; None of one that has none."""
+    """Return the state of a companion's optimizer, as `optimizer_state` does; None if it has no optimizer."""
     model, optimizer, _ = companion
     if optimizer is None:
         return None
@@ -114,7 +117,7 @@ def companion_state(
 
 
 def targets_of(plans: Mapping[str, PlannedLoad]) -> dict[str, Target]:
-    """Return what companions take, under the names of the DCP."""
+    """Return all companions' targets under their prefixed names."""
     return {
         companion_key(name, key): target
         for name, planned in plans.items()
@@ -123,13 +126,13 @@ def targets_of(plans: Mapping[str, PlannedLoad]) -> dict[str, Target]:
 
 
 class AheadOfStep(Protocol):
-    """What a run has made of its next step already, and a checkpoint holds; JSON-ready."""
+    """Results for the next step that a run has computed ahead, such as rollouts; a checkpoint stores them as JSON."""
 
     def finished(self) -> Callable[[], list[dict[str, Any]]]:
-        """Return what tells this rank's part; it may be asked later, from any thread."""
+        """Return a function that yields this rank's results; it may be called later, from any thread."""
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a checkpoint has, of all ranks."""
+        """Take over the results of all ranks from a checkpoint."""
 
     def largest(self) -> list[dict[str, Any]]:
-        """Return as much as a checkpoint may have, of all ranks."""
+        """Return results of the largest size that a checkpoint may hold, of all ranks, for the rehearsal."""

@@ -1,7 +1,8 @@
-"""Parts of tensors read straight from their files, in the order they lie there: verifying and loading is one pass.
+"""Read shards directly from their files, in file order, so that loading and verifying is one pass.
 
-A rank that resumes in the sharding it was saved in wants exactly the chunks of one file. It reads that file once, from
-end to end, hashes every byte on the way, and keeps the chunks. Files that nobody wants are dealt out and hashed.
+A rank that resumes in the sharding in which the checkpoint was saved needs exactly the chunks of one file. It reads
+that file once from start to end, hashes every byte, and keeps the chunks. Files that no rank needs are distributed over
+the ranks and hashed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _StoredChunk(NamedTuple):
 
 
 class _ChunkDiffers(Exception):  # noqa: N818 - says what happened
-    """Bytes are not those that were saved, or could not be read."""
+    """A chunk could not be read, or its bytes are not those that were saved."""
 
 
 def read_parts(
@@ -48,17 +49,17 @@ def read_parts(
     *,
     verify: bool,
 ) -> dict[str, Tensor] | None:
-    """Return the parts that were saved as every rank wants them, in the live sharding; all ranks call this together.
+    """Read the tensors whose saved chunks equal the live shards on every rank; all ranks call this together.
 
     Args:
-        targets: What parts are read into; the same names on every rank.
-        storage, name, manifest: The checkpoint, its names verified.
-        ranks: A group of its own.
-        verify: Compare the hash of every file of the checkpoint too.
+        targets: The tensors to read, under the same names on every rank.
+        storage, name, manifest: The checkpoint, whose file names and sizes have been verified.
+        ranks: A separate process group.
+        verify: Whether to compare the hash of every file of the checkpoint too.
 
     Returns:
-        Parts by name, each compared with the hash of its chunk; None, on all ranks, if any byte of what was read is in
-        doubt. The caller then verifies every file, which names the fault.
+        This rank's shards by name, each compared with the hash of its chunk. None, on all ranks, if anything could not
+        be read or has another hash; the caller then verifies every file to name the fault.
     """
     resharded = [
         key for key, target in targets.items() if target.stored_hash is None and local_part(target.live).numel()
@@ -79,7 +80,7 @@ def read_parts(
 def _items(
     targets: Mapping[str, Target], storage: Storage, name: str, manifest: Manifest
 ) -> dict[str, list[_StoredChunk]]:
-    """Return where the chunks of targets lie, by file."""
+    """Return the stored chunks of the targets by file."""
     file = f"{DCP}/{METADATA}"
     try:
         data = storage.read(f"{name}/{file}")
@@ -110,7 +111,7 @@ def _items(
 
 
 def _dealt(manifest: Manifest, items: Mapping[str, Sequence[_StoredChunk]] | None, ranks: RankGroup) -> set[str]:
-    """Return the files that this rank hashes: those it wants most of, and its share of what nobody wants."""
+    """Return the files that this rank hashes: those of which it needs the most bytes, and a share of the unneeded."""
     needs = ranks.gather({file: sum(item.length for item in file_items) for file, file_items in (items or {}).items()})
     owned = set()
     for number, file in enumerate(sorted(manifest.files)):
@@ -179,7 +180,7 @@ def _filled(stream: IO[bytes], buffer: memoryview) -> int:
 
 
 def _pass(stream: IO[bytes], size: int | None, digest: Any) -> None:
-    """Hash the next bytes, or all that are left."""
+    """Read and hash the next `size` bytes, or all remaining ones."""
     while size is None or size > 0:
         data = stream.read(HASH_BLOCK if size is None else min(size, HASH_BLOCK))
         if not data:

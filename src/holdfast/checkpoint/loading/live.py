@@ -1,6 +1,6 @@
-"""What a checkpoint is read into: planned by its manifest, made whole of what was read, and only then set.
+"""The live side of a load: plan it by the manifest, build optimizer states from the tensors read, then set everything.
 
-Nothing here opens a file, so that a plan of a run executes a load with these functions on tensors without numbers.
+No function here opens a file, so that `holdfast plan` can execute a load with tensors that hold no numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 
 
 class LiveState(NamedTuple):
-    """What a checkpoint is read into."""
+    """The model, optimizer, averages and companions into which a checkpoint is loaded."""
 
     model: nn.Module
     parameters: Mapping[str, nn.Parameter]
@@ -45,28 +45,28 @@ class LiveState(NamedTuple):
 
 
 class LoadPlans(NamedTuple):
-    """What a model takes of a checkpoint, and what its companions take, by name."""
+    """The load plans of a model and of its companions by name."""
 
     model: PlannedLoad
     companions: Mapping[str, PlannedLoad]
 
     @property
     def targets(self) -> dict[str, Target]:
-        """What is read, under the names of the DCP."""
+        """All tensors to read, under their names in DCP."""
         return self.model.plan.targets | targets_of(self.companions)
 
 
 MAIN_OPTIMIZER = ""
-"""Key of the state of the model's optimizer; those of companions have the companions' names."""
+"""Key of the main optimizer's state in a mapping whose other keys are names of companions."""
 
 
 def plan_load(
     live: LiveState, manifest: Manifest, declared: Declared, hyperparameters: Hyperparameters, full_path: str
 ) -> LoadPlans:
-    """Return what the model takes, and what its companions do; all ranks call this together.
+    """Plan the loads of the model and its companions; all ranks call this together.
 
     Raises:
-        CheckpointMismatch: Something does not fit.
+        CheckpointMismatch: The checkpoint differs from the live state in a way that was not declared.
     """
     main, companions = PlannedLoad(), dict[str, PlannedLoad]()
     plan_trained(main, live.model, live.parameters, live.optimizer, manifest, declared, hyperparameters)
@@ -82,10 +82,10 @@ def plan_load(
 def states_read(
     live: LiveState, plans: LoadPlans, manifest: Manifest, tensors: Mapping[str, Tensor]
 ) -> dict[str, OptimizerState | None]:
-    """Return the state of every optimizer that is read, on the devices of its parameters; nothing live changes.
+    """Build the state of every optimizer that is loaded, on the devices of its parameters; nothing live changes.
 
     Raises:
-        CheckpointMismatch: A quantised state's class does not accept its parts.
+        CheckpointMismatch: A class of quantised state does not accept its inner tensors.
     """
     states: dict[str, OptimizerState | None] = {}
     if live.optimizer is not None:
@@ -103,7 +103,7 @@ def set_live(
     tensors: Mapping[str, Tensor],
     states: Mapping[str, OptimizerState | None],
 ) -> list[str]:
-    """Copy what was read into the model and its companions, and set their optimizers; return what differs, in words."""
+    """Copy tensors into the model and its companions, and set their optimizers; return notes about differences."""
     _fill(model_tensors(live.model), live.parameters, live.averages or {}, tensors)
     notes = list(plans.model.plan.deviations)
     if count := plans.model.plan.unsaved:
@@ -122,7 +122,7 @@ def _fill(
     averages: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Copy what was read; averages that the checkpoint does not have begin at their weights."""
+    """Copy tensors into the live ones; averages that the checkpoint lacks are set to their weights."""
     for key, staged in tensors.items():
         if key in live:
             local_part(live[key]).copy_(local_part(staged))

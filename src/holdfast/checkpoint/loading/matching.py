@@ -1,5 +1,8 @@
-"""What is in a checkpoint must match what it is loaded into: names, shapes, dtypes, which parameters are trained, the
-optimizer's class and the parameters it holds. Each deviation must be declared by pattern, and is recorded."""
+"""Match a checkpoint with the model and optimizer that it is loaded into.
+
+Names, shapes, dtypes, trained parameters, the optimizer's class and its parameters must agree. Each deviation must be
+declared by a pattern of names, and is recorded.
+"""
 
 from __future__ import annotations
 
@@ -39,45 +42,45 @@ from holdfast.parallel.shards import local_part
 
 @dataclass(frozen=True)
 class Declared:
-    """Deviations a user allows, as patterns of canonical parameter names."""
+    """Deviations that a user allows, as regular expressions that are searched in canonical parameter names."""
 
     add: Sequence[str] = ()
-    """In the model, not in the checkpoint: keep what they are."""
+    """Parameters that the checkpoint lacks; they keep their present values."""
     drop: Sequence[str] = ()
-    """In the checkpoint, not in the model: leave behind."""
+    """Parameters that the model lacks; they are not read."""
     cast: Sequence[str] = ()
-    """Stored in another dtype: convert."""
+    """Parameters stored in another dtype; they are converted."""
     freeze: Sequence[str] = ()
-    """Trained then, frozen now, or not in the optimizer any more: leave their optimizer state behind."""
+    """Parameters that were trained and are frozen now, or that left the optimizer; their optimizer state is dropped."""
     unfreeze: Sequence[str] = ()
-    """Frozen then, trained now, or new in the optimizer: start without optimizer state."""
+    """Parameters that were frozen and are trained now, or that are new in the optimizer; they start without state."""
 
 
 class Target(NamedTuple):
-    """One stored tensor, and the sharding in which this rank wants its part."""
+    """One stored tensor, and a live tensor with the sharding in which to read it."""
 
     live: Tensor
     entry: TensorEntry
 
     @property
     def dtype(self) -> torch.dtype:
-        """The stored one."""
+        """Stored dtype."""
         stored: torch.dtype = getattr(torch, self.entry.dtype)
         return stored
 
     @property
     def stored_hash(self) -> str | None:
-        """Hash of this rank's part, if this very part was saved as a chunk."""
+        """Hash of this rank's shard if it was saved as one chunk with the same bounds; else None."""
         if not self.entry.chunks:  # in a plan, whose tensors hold no numbers to compute a place from
             return None
         extent = chunk_of(self.live)
         return next((chunk.hash for chunk in self.entry.chunks if (chunk.offsets, chunk.sizes) == extent), None)
 
     def staging(self) -> Tensor:
-        """Return memory for this rank's part, in the live sharding.
+        """Return memory for this rank's shard, in the live sharding.
 
-        Where this very part was saved as a chunk, its hash will say whether all of it was read; elsewhere the memory
-        shows what was not.
+        If the shard was saved as one chunk, its hash shows whether all of it was read. Otherwise the memory is filled
+        with NaN, which shows elements that were not read.
         """
         shape = local_part(self.live).shape
         hashed = self.stored_hash is not None
@@ -86,24 +89,26 @@ class Target(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """The tensors that will be read, and the deviations that were allowed."""
+    """The tensors to read, and the deviations that were found."""
 
     targets: dict[str, Target] = field(default_factory=dict)
-    """By DCP name."""
+    """Tensors to read, by their names in DCP."""
     deviations: list[str] = field(default_factory=list)
+    """Sentences about deviations that were declared."""
     unsaved: int = 0
-    """How many frozen tensors the checkpoint leaves to the model."""
+    """Number of frozen tensors that the checkpoint does not hold."""
     refused: list[str] = field(default_factory=list)
+    """Sentences about deviations that were not declared."""
     hyperparameters: list[dict[str, Any]] | None = None
-    """What each param group takes from the checkpoint; None: nothing."""
+    """Values that each param group takes from the checkpoint; None: none."""
     changes: list[str] = field(default_factory=list)
-    """Hyper-parameters that differ."""
+    """Sentences about hyper-parameters that differ."""
 
 
 def plan_model(
     plan: LoadPlan, model: nn.Module, parameters: Mapping[str, nn.Parameter], manifest: Manifest, declared: Declared
 ) -> None:
-    """Plan what the model takes, and note what it refuses."""
+    """Add the model's tensors to the plan, and note deviations."""
     stored = {key: entry for key, entry in manifest.tensors.items() if key.startswith(MODEL)}
     live = model_tensors(model)
     refuse_odd(live)
@@ -126,7 +131,7 @@ def plan_model(
 
 
 def _plan_missing(plan: LoadPlan, name: str, parameter: nn.Parameter | None, partial: bool, declared: Declared) -> None:
-    """Plan a tensor that the checkpoint does not hold; frozen ones that it leaves out stay as they are."""
+    """Plan a tensor that the checkpoint lacks; a frozen one keeps its value if only trained ones were saved."""
     if partial and parameter is not None and not parameter.requires_grad:
         plan.unsaved += 1
     else:
@@ -147,7 +152,7 @@ def plan_averages(
     manifest: Manifest,
     declared: Declared,
 ) -> None:
-    """Plan the averages of weights that the run keeps, and note what it refuses; parameters are matched elsewhere."""
+    """Add the averages of weights to the plan, and note deviations that the parameters themselves do not have."""
     stored = {key for key in manifest.tensors if key.startswith(AVERAGE)}
     live = {AVERAGE + name: average for name, average in averages.items()}
     if bool(stored) != bool(live):
@@ -172,15 +177,15 @@ def plan_optimizer(
     *,
     hyperparameters: bool,
 ) -> None:
-    """Plan what the optimizer takes, and note what it refuses.
+    """Add the optimizer's state to the plan, and note deviations.
 
     Args:
-        plan: Of the model.
-        optimizer: The live one.
-        parameters: All of the model's, by canonical name.
-        manifest: The checkpoint's.
-        declared: What may differ.
-        hyperparameters: Take them from the checkpoint too.
+        plan: Load plan of the model.
+        optimizer: The live optimizer.
+        parameters: All parameters of the model by canonical name.
+        manifest: Manifest of the checkpoint.
+        declared: Allowed deviations.
+        hyperparameters: Whether to take hyper-parameters from the checkpoint too.
     """
     if manifest.optimizer is None:
         plan.refused.append(
@@ -215,14 +220,14 @@ def plan_optimizer(
 
 @dataclass
 class _StateLayouts:
-    """How this run's optimizer keeps its state."""
+    """Finds the sharding in which this run's optimizer keeps a state tensor."""
 
     optimizer: Optimizer
     parameters: Mapping[str, nn.Parameter]
     learned: Mapping[str, Mapping[str, Tensor]] | None = None
 
     def of(self, key: str, name: str, entry: TensorEntry) -> Tensor:
-        """Return the tensor whose sharding a stored one takes here: the parameter, or state the optimizer makes."""
+        """Return a tensor with the sharding for a stored one: the parameter, or state that the optimizer creates."""
         parameter, slot = self.parameters[name], key.rpartition(".")[2]
         if entry.shape == tuple(parameter.shape):
             return parameter.data
@@ -252,7 +257,7 @@ def _plan_members(
     manifest: Manifest,
     declared: Declared,
 ) -> None:
-    """Compare which parameters are updated, as far as the model's own comparison does not say it already."""
+    """Compare which parameters the optimizers update, unless the comparison of models has reported it already."""
     for name in sorted(live ^ saved):
         entry = manifest.tensors.get(MODEL + name)
         if name not in parameters or entry is None or parameters[name].requires_grad != entry.requires_grad:
@@ -266,14 +271,14 @@ def _plan_members(
 
 
 def poisoned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return memory that shows if it was not written: NaN, or zero for types that have none."""
+    """Return memory in which unwritten elements are recognisable: NaN, or zero for dtypes without NaN."""
     if dtype is torch.float4_e2m1fn_x2:  # nothing fills it
         return torch.zeros(shape, dtype=torch.uint8).view(dtype)
     return torch.full(shape, float("nan") if dtype.is_floating_point else (dtype == torch.bool), dtype=dtype)
 
 
 def allow(plan: LoadPlan, patterns: Sequence[str], name: str, difference: str, flag: str) -> None:
-    """Note a deviation, as one that was declared for this name or as one that is refused."""
+    """Record a deviation as declared if a pattern matches the name, else as refused."""
     if any(re.search(pattern, name) for pattern in patterns):
         plan.deviations.append(f"{difference} ({flag})")
     else:
@@ -281,6 +286,6 @@ def allow(plan: LoadPlan, patterns: Sequence[str], name: str, difference: str, f
 
 
 def refusal(path: str, refused: Sequence[str]) -> str:
-    """Return the paragraph about a checkpoint that does not fit."""
+    """Return the error message about a checkpoint that does not match."""
     more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
     return f"{path} does not fit this run: {'; '.join(refused[:4])}{more}. Nothing was changed."

@@ -1,7 +1,7 @@
-"""Read a checkpoint into a model and an optimizer; nothing live is touched until everything was read and verified.
+"""Load a checkpoint into a model and an optimizer; nothing live is changed until everything was read and verified.
 
-Parts that were saved as they are wanted come straight from their files, in the pass that verifies these; the rest, at
-another number of ranks, comes through DCP.
+Shards that were saved with the same bounds are read directly from their files, in the pass that verifies them
+(`direct.py`). All others, such as at another number of ranks, are read through DCP.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part, sharded_parameters
 
 StateCheck = Callable[[Mapping[str, Any], Mapping[str, Any] | None], object]
-"""Looks at the state of all and at this rank's own, if it has one, before anything live is touched."""
+"""Called with the shared state and this rank's own state (or None) before anything live is changed; may raise."""
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
-"""What a state of another shape than ours can raise."""
+"""Exceptions that reading a JSON state of an unexpected form may raise."""
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a checkpoint said besides tensors."""
+    """The contents of a loaded checkpoint besides tensors."""
 
     manifest: Manifest
     shared: dict[str, Any]
+    """State that is equal on all ranks."""
     rank_state: dict[str, Any] | None
-    """Of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
+    """State of this rank; None if the checkpoint was written by another number of ranks, or on another mesh."""
     notes: tuple[str, ...]
-    """What a user should read: deviations and changed hyper-parameters."""
+    """Notes for the user: deviations and changed hyper-parameters."""
     deviations: tuple[str, ...]
 
 
@@ -93,21 +94,21 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     """Load a checkpoint; every rank calls this.
 
     Args:
-        storage: Where checkpoints are.
-        name: Which one.
-        model: Sharded in any way, on any number of ranks.
-        optimizer: Built for it; None reads the model only. Live gradients do not matter.
-        ranks: A group of its own.
-        declared: What may differ.
-        hyperparameters: Whether rates, betas and the like stay as they are or come from the checkpoint. The schedule's
-            rate is a function of the step and never read.
-        verified: The manifest, if its files were verified a moment ago.
-        averages: Of trained parameters, to be read as well; None leaves those of the checkpoint alone.
-        companions: Models that are trained beside, by name, to be read as well; likewise.
-        check: Raises if the state beside the tensors is none that the caller can use.
+        storage: Storage of the checkpoints.
+        name: Name of the checkpoint in it.
+        model: The model, in any sharding, on any number of ranks.
+        optimizer: The model's optimizer; None to load only the model. Gradients do not matter.
+        ranks: A separate process group.
+        declared: Allowed deviations.
+        hyperparameters: Whether betas, epsilon and the like stay as they are or come from the checkpoint. The
+            scheduled learning rate is a function of the step and is never read.
+        verified: The manifest, if the hashes of its files have just been verified.
+        averages: Averages of trained parameters to load as well; None ignores those of the checkpoint.
+        companions: Further models to load, by name; None ignores those of the checkpoint.
+        check: Raises if the state besides tensors is not usable for the caller.
 
     Raises:
-        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable: On all ranks; nothing was touched.
+        NoCheckpoint, CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable: On all ranks; nothing was changed.
     """
     declared = declared or Declared()
     manifest = verified if verified is not None else named_manifest(storage, name, ranks)
@@ -127,7 +128,7 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
 
 
 def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:
-    """Return the manifest after names and sizes of all files were compared, on rank 0.
+    """Return the manifest after rank 0 has compared the names and sizes of all files with it.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
@@ -142,12 +143,12 @@ def named_manifest(storage: Storage, name: str, ranks: RankGroup) -> Manifest:
 
 
 def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_disk: bool = False) -> Manifest:
-    """Return the manifest after every file's hash was compared, the files dealt out over ranks.
+    """Return the manifest after the hash of every file was compared; files are distributed over the ranks.
 
     Args:
         storage, name: The checkpoint.
-        ranks: All of them call this.
-        from_disk: Read what lies on the disk, and not what the system still remembers.
+        ranks: The group of ranks, all of which call this.
+        from_disk: Whether to read the disk instead of the page cache.
 
     Raises:
         NoCheckpoint, CheckpointCorrupt, CheckpointUnreadable: On all ranks.
@@ -171,7 +172,7 @@ def _tensors(
     *,
     verify: bool,
 ) -> dict[str, Tensor]:
-    """Return this rank's part of every target, in its live sharding, verified."""
+    """Read and verify this rank's shard of every target."""
     shards = read_parts(targets, storage, name, manifest, ranks, verify=verify)
     if shards is None:  # in doubt: every file is asked twice, and says what is wrong with it
         verified_manifest(storage, name, ranks)
@@ -186,7 +187,7 @@ def _tensors(
 
 
 def check_read_back(storage: Storage, name: str, manifest: Manifest, snapshot: Snapshot, ranks: RankGroup) -> None:
-    """Read every tensor of a checkpoint into memory filled with NaN, and compare it with the live one it was made of.
+    """Read every tensor of a checkpoint into memory filled with NaN, and compare it with the live tensor.
 
     Raises:
         CheckpointCorrupt: Something was not read, or reads back differently; the tensor is named, on all ranks.
@@ -205,7 +206,7 @@ def check_read_back(storage: Storage, name: str, manifest: Manifest, snapshot: S
 
 
 def _read(tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: Manifest, ranks: RankGroup) -> None:
-    """Read into staging memory and compare each chunk; compare a rank's part again where it is exactly one chunk."""
+    """Read tensors through DCP, comparing the hash of each chunk, and again that of a shard that is one chunk."""
     if not tensors:
         return
     if ranks.size == 1:
@@ -239,9 +240,9 @@ def _read(tensors: Mapping[str, Tensor], storage: Storage, name: str, manifest: 
 def _small(
     storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, model: nn.Module
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return the state of the rank that stood where this one stands on the same mesh, and the state of all.
+    """Return the saved state of the rank at this rank's mesh coordinate (None on another mesh), and the shared state.
 
-    On other axes a rank is another one, even where their number is the same.
+    A mesh with other axes is another mesh, even where the number of ranks is equal.
     """
     written_by = sum(file.startswith(f"{RANK}/") for file in manifest.files)
     moved = bool(manifest.mesh) and _axes(mesh_of(model)) != _axes(manifest.mesh)
@@ -263,11 +264,11 @@ def _small(
 def _check_small(
     full_path: str, rank_state: dict[str, Any] | None, shared: dict[str, Any], manifest: Manifest, check: StateCheck
 ) -> None:
-    """Refuse a state that cannot be put back, which hashes say nothing about.
+    """Check that the state besides tensors can be restored; correct hashes do not imply that.
 
     Raises:
-        CheckpointCorrupt: What is wrong with it.
-        CheckpointUnreadable: There is no memory to look at it.
+        CheckpointCorrupt: It cannot.
+        CheckpointUnreadable: Memory ran out during the check.
     """
     whose = TRAINER
     try:
@@ -289,5 +290,5 @@ def _check_small(
 
 
 def _axes(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes that divide anything."""
+    """Return the axes of a mesh whose size is above 1."""
     return {axis: size for axis, size in mesh.items() if size > 1}

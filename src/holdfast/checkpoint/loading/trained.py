@@ -1,4 +1,4 @@
-"""A model and its optimizer as a checkpoint gives them: planned, read, made whole, and only then set."""
+"""Plan the load of a model and its optimizer, build the optimizer's state from the tensors read, and set it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from holdfast.optim.state import OptimizerState, names_of, restore
 from holdfast.parallel.shards import local_part
 
 Hyperparameters = Literal["live", "checkpoint"]
-"""Whose rates, betas and the like an optimizer goes on with."""
+"""Whether an optimizer continues with this run's betas, epsilon and the like, or with the checkpoint's."""
 
 
 @dataclass
 class PlannedLoad:
-    """What a model and its optimizer take of a checkpoint."""
+    """Load plan of a model and its optimizer, quantised state included."""
 
     plan: LoadPlan = field(default_factory=LoadPlan)
     wrapped: WrappedPlan = field(default_factory=WrappedPlan)
@@ -43,7 +43,7 @@ def plan_trained(  # noqa: PLR0913 - two things that are read, and how they may 
     declared: Declared,
     hyperparameters: Hyperparameters,
 ) -> None:
-    """Plan what a model and its optimizer take, and note what they refuse; all ranks call this together."""
+    """Plan the load of a model and its optimizer, and note deviations; all ranks call this together."""
     plan_model(planned.plan, model, parameters, manifest, declared)
     if optimizer is not None:
         taken = hyperparameters == "checkpoint"
@@ -58,10 +58,10 @@ def optimizer_state(
     manifest: Manifest,
     wrapped: WrappedPlan,
 ) -> OptimizerState:
-    """Return the state that was read, on the devices of its parameters; nothing live changes.
+    """Build an optimizer's state from the tensors read, on the devices of its parameters; nothing live changes.
 
     Raises:
-        CheckpointMismatch: A quantised state's class does not accept its parts.
+        CheckpointMismatch: A class of quantised state does not accept its inner tensors.
     """
     assert manifest.optimizer is not None
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -83,7 +83,7 @@ def optimizer_state(
 def set_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: OptimizerState, plan: LoadPlan
 ) -> list[str]:
-    """Set an optimizer's state, and the hyper-parameters that the plan takes; return what differs."""
+    """Set an optimizer's state, and the hyper-parameters that the plan takes; return notes about those that differ."""
     restore(optimizer, parameters, state)
     for group, taken in zip(optimizer.param_groups, plan.hyperparameters or (), strict=False):
         group.update(taken)

@@ -1,7 +1,8 @@
-"""Quantised optimizer state in a checkpoint: in which shards it comes back, and what a cast does.
+"""Load quantised optimizer state, also into another number of shards.
 
-Parts are read like all tensors. The same number of shards, or any other whose edges fall on blocks, gives every bit
-back. Elsewhere the state is refused, or, where `cast` is declared, made of plain numbers again and quantised anew.
+The inner tensors of quantised state are read like all tensors. With the same number of shards, or another one whose
+bounds coincide with those of blocks, the state is restored bit for bit. Otherwise it is refused, or, if `cast` is
+declared, dequantised and quantised again.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from holdfast.parallel.shards import local_part, local_rows
 
 @dataclass
 class WrappedPlan:
-    """Quantised state that will be made again."""
+    """Records of the quantised state that will be reconstructed."""
 
     exact: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
-    """Parameter name -> state key."""
+    """Parameter name -> state key -> record of state that is restored bit for bit."""
     cast: dict[str, dict[str, Wrapped]] = field(default_factory=dict)
-    """What is dequantised and quantised anew."""
+    """Parameter name -> state key -> record of state that is dequantised and quantised again."""
     made_here: OptimizerState | None = None
-    """What this run's optimizer makes itself, where something is cast."""
+    """State as this run's optimizer creates it, the template for `cast`; None if nothing is cast."""
 
 
 def records(manifest: Manifest) -> Mapping[str, Mapping[str, Any]]:
-    """Return what a manifest says of quantised state: parameter name -> state key -> plain record."""
+    """Return a manifest's records of quantised state: parameter name -> state key -> plain record."""
     by_name: Mapping[str, Mapping[str, Any]] = (manifest.optimizer or {}).get("wrapped", {})
     return by_name
 
@@ -59,7 +60,7 @@ def plan_wrapped(
     manifest: Manifest,
     declared: Declared,
 ) -> WrappedPlan:
-    """Plan what the optimizer takes of such state, and note what it refuses; all ranks call this together.
+    """Add quantised optimizer state to a load plan, and note deviations; all ranks call this together.
 
     Raises:
         CheckpointCorrupt: A record does not fit its tensors.
@@ -85,7 +86,7 @@ def plan_wrapped(
 def _wanted(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, str, Any]]:
-    """Return parameter, state key and record of what the optimizer updates."""
+    """Return parameter name, state key and record for the parameters that the optimizer updates."""
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = sorted(name for name in stored if name in parameters and id(parameters[name]) in updated)
     return [(name, slot, plain) for name in names for slot, plain in sorted(stored[name].items())]
@@ -145,7 +146,7 @@ def _plan_one(  # noqa: PLR0913 - one state of one parameter, and what is known 
 
 
 def _layout(how: InnerTensor, tensor: Tensor, parameter: Tensor, shards: int, record: Wrapped) -> Tensor:
-    """Return a part in the sharding in which this rank wants it; memory is made when it is read."""
+    """Return a meta tensor with the sharding in which this rank needs an inner tensor."""
     if not isinstance(parameter, DTensor) or record.shape != tuple(parameter.shape):
         return tensor
     if not how.every and shards != record.shards:
@@ -155,15 +156,15 @@ def _layout(how: InnerTensor, tensor: Tensor, parameter: Tensor, shards: int, re
 
 
 def made_again(saved: OptimizerState, planned: WrappedPlan, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-    """Return the state of a checkpoint with every tensor in its class; nothing live changes.
+    """Return optimizer state with every quantised tensor reconstructed in its class; nothing live changes.
 
     Args:
-        saved: As read, in which such tensors are parts.
-        planned: For this checkpoint.
-        parameters: The model's, by canonical name.
+        saved: State that was read, which has the inner tensors of quantised ones.
+        planned: Plan of this checkpoint's quantised state.
+        parameters: Parameters of the model by canonical name.
 
     Raises:
-        CheckpointMismatch: A class does not accept its parts, or does not quantise.
+        CheckpointMismatch: A class does not accept its inner tensors, or cannot quantise.
     """
     tensors = {name: dict(keys) for name, keys in saved.tensors.items()}
     state = OptimizerState(saved.kind, saved.groups, tensors, saved.values, planned.exact)
@@ -182,7 +183,7 @@ def made_again(saved: OptimizerState, planned: WrappedPlan, parameters: Mapping[
 
 
 def _template(planned: WrappedPlan, name: str, slot: str, parameter: Tensor) -> Tensor:
-    """Return memory as this run's optimizer keeps such state."""
+    """Return a state tensor of the class and shape that this run's optimizer creates."""
     assert planned.made_here is not None
     tensors = planned.made_here.tensors.get(name, {})
     record = planned.made_here.wrapped.get(name, {}).get(slot)
@@ -193,10 +194,10 @@ def _template(planned: WrappedPlan, name: str, slot: str, parameter: Tensor) -> 
 
 
 def _requantised(record: Wrapped, components: Mapping[str, Tensor], parameter: Tensor, template: Tensor) -> Tensor:
-    """Return the numbers that all old shards stand for, this rank's rows of them, in the template's class.
+    """Dequantise all saved shards, and quantise this rank's rows of the result into `template`.
 
     Raises:
-        NotSeparable: The class cannot be made.
+        NotSeparable: The saved class cannot be constructed.
     """
     components = {name: component.cpu() for name, component in components.items()}
     numbers = torch.empty(record.shape, dtype=torch.float64 if record.dtype == "float64" else torch.float32)

@@ -1,1 +1,1 @@
-"""Where checkpoints lie: storage, leases, hashes, names of files."""
+"""Storage of checkpoints on file systems and in object stores: file names, hashes, memory, leases."""

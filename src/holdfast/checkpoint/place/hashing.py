@@ -22,7 +22,7 @@ from holdfast.files import RegularFile
 HASH_BLOCK = 2**22
 
 Moved = Callable[[int], object]
-"""Told the bytes of each block that was written or hashed: who waits for a save sees that it goes on."""
+"""Called with the size of each block that was written or hashed, so that a waiting caller sees progress."""
 
 
 def hash_bytes(data: bytes | memoryview) -> str:
@@ -42,14 +42,16 @@ def hash_file(path: Path, *, from_disk: bool = False, moved: Moved = lambda _: N
 
     Args:
         path: The file.
-        moved: Told of every block.
-        from_disk: Drop the file's pages from the cache first, so that the disk answers and not the memory that was just
-            written. The kernel may refuse.
+        moved: Called with the size of every block.
+        from_disk: Whether to drop the file's pages from the page cache first, so that the bytes come from the disk. The
+            kernel may refuse.
     """
     digest = xxhash.xxh3_128()
     with RegularFile(path) as file:
         if from_disk:
             with contextlib.suppress(OSError, AttributeError):
+                # Only clean pages are dropped, so the file must have been fsynced. Without this, a read-back would
+                # compare the hash with memory, and a disk that stored other bytes would pass.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         buffer = bytearray(HASH_BLOCK)
         view = memoryview(buffer)
@@ -60,7 +62,7 @@ def hash_file(path: Path, *, from_disk: bool = False, moved: Moved = lambda _: N
 
 
 class HashingWriter(io.RawIOBase):
-    """Passes bytes on to a file and hashes them on the way."""
+    """A writable stream that hashes bytes and writes them to a file."""
 
     def __init__(self, file: IO[bytes], moved: Moved = lambda _: None) -> None:
         self._file = file
@@ -69,7 +71,7 @@ class HashingWriter(io.RawIOBase):
         self.bytes_written = 0
 
     def write(self, data: Any) -> int:
-        """Write all of it."""
+        """Write and hash all bytes; return how many."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), HASH_BLOCK):
             block = view[start : start + HASH_BLOCK]
@@ -80,11 +82,11 @@ class HashingWriter(io.RawIOBase):
         return len(view)
 
     def writable(self) -> bool:
-        """Say that one can write."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Return how much was written."""
+        """Return the number of bytes written."""
         return self.bytes_written
 
     def flush(self) -> None:

@@ -17,50 +17,50 @@ STEP = re.compile(r"^step-(\d{8,})$")
 FOLDER = "checkpoints"
 DCP, RANK, ASSETS = "dcp", "rank", "assets"
 METADATA = ".metadata"
-"""What torch calls the list of a DCP directory's contents."""
+"""File that lists the contents of a DCP directory; torch gives it this name."""
 TRAINER, PINS, LEASE = "trainer.json", "pins.json", ".lease.json"
 STAGING, QUARANTINE, TRASH, REHEARSAL = ".staging-", ".quarantine-", ".trash-", ".rehearsal-"
 LATER = ".later-"
-"""Of a checkpoint behind the step that a run went back to; under its own name it is one of the run's again."""
+"""Prefix of checkpoints of later steps after a run went back to an earlier one; renamed back, they count again."""
 NOT_FINITE = f"{QUARANTINE}not-finite-"
 
 
 def step_name(step: int) -> str:
-    """Return the directory of a step."""
+    """Return the directory name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a directory, or None for other names: one step has one name."""
+    """Return the step of a directory name; None for other names, such as those with another number of zeros."""
     match = STEP.match(name)
     step = int(match.group(1)) if match else None
     return step if step is not None and step_name(step) == name else None
 
 
 def renamed(name: str) -> bool:
-    """Return whether a name is one that people give to a checkpoint, and none that is looked for: step-12."""
+    """Return whether a name looks like a checkpoint's but is not the exact name of a step, such as step-12."""
     return name.startswith("step-") and step_of(name) is None
 
 
 def fresh(prefix: str, name: str) -> str:
-    """Return a name that nobody has used."""
+    """Return a new unique name."""
     return f"{prefix}{name}-{uuid.uuid4().hex[:8]}"
 
 
 def rank_file(rank: int) -> str:
-    """Return the file of one rank's own state where no mesh tells ranks apart, and everywhere in format 1."""
+    """Return the file for one rank's state where there is no mesh, and in format 1."""
     return f"{RANK}/rank-{rank:05d}.json"
 
 
 def place_file(mesh: Mapping[str, int], coordinate: Mapping[str, int]) -> str | None:
-    """Return the file of the own state of the rank at a coordinate, such as rank/replicate-0.shard-1.json.
+    """Return the file for the state of the rank at a mesh coordinate, such as rank/replicate-0.shard-1.json.
 
     Args:
-        mesh: Axis name to size, as the manifest has it.
-        coordinate: Of the rank; an axis of one rank may be left out.
+        mesh: Sizes by name of the axis, from the manifest.
+        coordinate: Coordinate of the rank by axis; axes of size 1 may be left out.
 
     Returns:
-        None where the mesh has no axis, or one whose name is not a word.
+        The file; None if the mesh has no axis, or one whose name is not a plain word.
     """
     if not mesh or not all(_AXIS.match(axis) for axis in mesh):
         return None

@@ -1,4 +1,4 @@
-"""A machine that is short of memory says nothing about a checkpoint; bytes that ask for more than they hold do."""
+"""Distinguish a lack of memory from a damaged checkpoint, and allocate memory for large reads."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from holdfast.checkpoint.errors import CheckpointUnreadable
 from holdfast.files import size_words
 
 _WORDS = ("DefaultCPUAllocator", "std::bad_alloc", "bad allocation", ": allocation failed")
-"""Of torch's allocator, of C++ below it, and of its reader of archives: a RuntimeError each."""
+"""Phrases of torch's CPU allocator, of C++ and of torch's archive reader, all of which raise a RuntimeError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory was not given, by Python or by torch."""
+    """Return whether an error of Python or torch means that memory could not be allocated."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _WORDS)
 
 
 def no_memory_for(path: str, size: int | None = None) -> CheckpointUnreadable:
-    """Return the error for what could not be read into memory.
+    """Return the error for data that could not be read for lack of memory.
 
     Args:
         path: The file or checkpoint.
-        size: Of what was to be read of it, in bytes, if that is known.
+        size: Number of bytes to be read, if known.
     """
     amount = "it" if size is None else f"{size_words(size)} of it"
     return CheckpointUnreadable(
@@ -45,9 +45,9 @@ _MADV_HUGEPAGE = 14
 
 
 def new_memory(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose numbers are still to be read, in large pages where the system has them.
+    """Return an uninitialised tensor to read a file into, backed by huge pages where the system has them.
 
-    Most of reading fresh memory is otherwise the system giving it out 4 KiB at a time.
+    With pages of 4 KiB, most of the time of a read into new memory is spent in page faults.
 
     Raises:
         CheckpointUnreadable: There is no memory; `path` is the file to be read.
@@ -76,8 +76,7 @@ def memory_for(path: str, size: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the collection of cycles where many small objects are made that all stay: it would visit them again and
-    again."""
+    """Disable the cyclic garbage collector while many long-lived objects are created; it would scan them repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

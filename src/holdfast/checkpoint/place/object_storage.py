@@ -20,7 +20,7 @@ from holdfast.checkpoint.place.hashing import HASH_BLOCK, HashingWriter
 from holdfast.errors import ConfigError
 
 _CLIENTS = {"aiobotocore", "aiohttp", "botocore"}
-"""Libraries below s3fs whose errors are not OSError: an address without a server, missing credentials."""
+"""Libraries below s3fs whose errors, such as for missing credentials, do not derive from OSError."""
 
 
 _TAKEN = "another job put this object, or a save that was killed"
@@ -39,7 +39,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 class _Object(io.RawIOBase):
-    """An object that is read; a store may fall silent in the middle of it."""
+    """A readable object of a store, whose errors in the middle of a read become OSErrors."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -75,6 +75,7 @@ class ObjectStorage:
 
     def __init__(self, url: str) -> None:
         try:
+            # fsspec caches listings by default, and would not see objects that other ranks and jobs have uploaded.
             self._fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"{url} cannot be opened: {error}. For s3:// install holdfast[s3].") from error
@@ -93,7 +94,7 @@ class ObjectStorage:
 
     @contextmanager
     def create(self, path: str) -> Iterator[HashingWriter]:
-        """Upload an object that must not exist; it does when the block ends without an error.
+        """Upload a new object; it exists once the block has ended without an error.
 
         Raises:
             FileExistsError: There is one, with other bytes.
@@ -117,7 +118,7 @@ class ObjectStorage:
                 self._made[path] = self._version(path)
 
     def _is_ours(self, path: str, size: int, digest: str) -> bool:
-        """Whether the object that is there has these bytes: an upload is repeated if the answer to it was lost."""
+        """Return whether the existing object has these bytes: clients repeat an upload whose response was lost."""
         return self.size(path) == size and self.hash(path) == digest
 
     @_as_os_errors()
@@ -151,7 +152,7 @@ class ObjectStorage:
 
     @_as_os_errors()
     def exists(self, path: str) -> bool:
-        """Return whether there is an object, or anything below."""
+        """Return whether there is an object of this name or below this prefix."""
         return bool(self._fs.exists(self._path(path)))
 
     @_as_os_errors()
@@ -163,7 +164,7 @@ class ObjectStorage:
             return False
 
     def kind(self, path: str) -> str:
-        """Return what is there."""
+        """Describe what exists under a name."""
         return "an object" if self.is_file(path) else "a prefix"
 
     @_as_os_errors()
@@ -183,7 +184,7 @@ class ObjectStorage:
         return sorted(str(entry).removeprefix(prefix) for entry in self._fs.find(prefix))
 
     def make(self, path: str) -> None:
-        """Do nothing: prefixes need no making."""
+        """Do nothing: a prefix exists with its first object."""
 
     def sync(self, path: str) -> None:
         """Do nothing: an uploaded object is durable."""
@@ -241,13 +242,13 @@ class ObjectStorage:
         self._made = {created: version for created, version in self._made.items() if not created.startswith(f"{path}/")}
 
     def _version(self, path: str) -> object:
-        """Return what tells an object from another one that was put under its name later."""
+        """Return attributes that change when another object is uploaded under the same name."""
         info = self._fs.info(self._path(path))
         return [info.get(key) for key in ("ETag", "LastModified", "generation", "mtime", "size")]
 
     @_as_os_errors()
     def age(self, path: str) -> float:
-        """Compare with an object that is made now."""
+        """Return the age of an object in seconds, compared with a probe that is uploaded now."""
         probe = f".now-{uuid.uuid4().hex}"
         self._fs.pipe_file(self._path(probe), b"now")
         try:
@@ -257,9 +258,9 @@ class ObjectStorage:
             self.remove(probe)
 
     def lacks(self, path: str, size: int) -> str | None:  # noqa: ARG002 - the interface's
-        """Return None: nobody knows."""
+        """Return None: object stores do not report free space."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Return None: nobody knows."""
+        """Return None: object stores do not report free space."""
         return None

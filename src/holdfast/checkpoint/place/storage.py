@@ -1,7 +1,7 @@
-"""Where checkpoints live: a directory, or a prefix of an object store. Paths are relative to the place's root.
+"""Storage of checkpoints: a directory, or a prefix of an object store. All paths are relative to its root.
 
-A local place commits by renaming a staging directory that is already on disk. An object store cannot rename; there the
-manifest, uploaded last and only if none is there yet, is the commit.
+In a directory, a checkpoint is committed by renaming a staging directory whose files are on disk. An object store
+cannot rename; there the commit is the upload of the manifest, which comes last and fails if one exists.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _SYNC_FILE_RANGE_WRITE = 2
 _BEGIN_BYTES = 2**23
-"""So much of a file is written before the disk begins with it."""
+"""Write-back to the disk is started each time so many bytes of a file have been written."""
 
 
 class Storage(Protocol):
-    """A tree of files."""
+    """The operations that checkpoints need of a tree of files."""
 
     @property
     def root(self) -> str:
-        """Where it is, as a user writes it."""
+        """Path or URL, as a user would write it."""
 
     @property
     def renames(self) -> bool:
@@ -51,7 +51,7 @@ class Storage(Protocol):
 
     @property
     def moved_bytes(self) -> int:
-        """How much was written and hashed here so far; a save that goes on moves it."""
+        """Bytes written and hashed so far, a sign of progress of a running save."""
 
     def create(self, path: str) -> contextlib.AbstractContextManager[HashingWriter]:
         """Open a new file for writing; it is durable when the block ends."""
@@ -72,10 +72,10 @@ class Storage(Protocol):
         """Return whether there is a file or directory."""
 
     def is_file(self, path: str) -> bool:
-        """Return whether there is something that has bytes: no directory, pipe, device or link out of its tree."""
+        """Return whether the path is a regular file, and no directory, pipe, device or link out of its tree."""
 
     def kind(self, path: str) -> str:
-        """Return what is there instead of a file, in words."""
+        """Describe what exists at a path, such as "a directory"."""
 
     def names(self, path: str = "") -> list[str]:
         """Return the names directly below a directory, none if it does not exist."""
@@ -105,19 +105,19 @@ class Storage(Protocol):
         """Remove a file or a tree; what is gone already is not an error."""
 
     def undo(self, path: str) -> None:
-        """Remove what this process made below a path, and nothing that another one put there."""
+        """Remove the files that this process created below a path, and no others."""
 
     def kept(self, path: str) -> None:
-        """Forget what this process made below a path: it stays."""
+        """Make the files that this process created below a path permanent: `undo` no longer removes them."""
 
     def age(self, path: str) -> float:
-        """Return the seconds since a file was written, by the place's own clock: those of machines differ."""
+        """Return the seconds since a file was written, by the storage's clock, from which a machine's may differ."""
 
     def free_bytes(self) -> int | None:
-        """Return what this user may still write; None where nobody can say."""
+        """Return the bytes that this user may still write; None if unknown."""
 
     def lacks(self, path: str, size: int) -> str | None:
-        """Return why so many bytes cannot be written, or None; `path` is a new file that may be used to find out."""
+        """Return why `size` bytes cannot be written, or None; `path` is a new file that may be created to find out."""
 
 
 def open_storage(path_or_url: str | Path) -> Storage:
@@ -150,9 +150,9 @@ class LocalStorage:
 
     @contextmanager
     def create(self, path: str, *, sync: bool = True) -> Iterator[HashingWriter]:
-        """Write a new file, then flush it, and fsync it unless the caller does that later.
+        """Write a new file, flush it, and fsync it unless the caller does so later.
 
-        The disk begins while the rest is still being made, so that the fsync finds most of it done.
+        Write-back is started while the file is being written, so that little is left for the fsync to wait for.
         """
         with RegularFile(self.path(path), "xb") as raw, io.BufferedWriter(raw) as file:
             begun = 0
@@ -191,7 +191,7 @@ class LocalStorage:
         return self.path(path).stat().st_size
 
     def exists(self, path: str) -> bool:
-        """Return whether it is there."""
+        """Return whether the path exists."""
         return is_there(self.path(path))
 
     def is_file(self, path: str) -> bool:
@@ -199,7 +199,7 @@ class LocalStorage:
         return self.kind(path) == REGULAR
 
     def kind(self, path: str) -> str:
-        """Return what is there."""
+        """Describe what exists at a path."""
         try:
             return file_kind(self.path(path), self.path(PurePath(path).parts[0]))
         except OSError as error:
@@ -230,6 +230,8 @@ class LocalStorage:
 
     def sync(self, path: str) -> None:
         """Fsync a directory."""
+        # fsync of a file does not write the entry of its name; only fsync of the directory makes a rename survive a
+        # power cut.
         descriptor = os.open(self.path(path), os.O_RDONLY)
         try:
             with naming(self.path(path)):
@@ -248,10 +250,11 @@ class LocalStorage:
             file.write(data)
 
     def replace(self, path: str, data: bytes) -> None:
-        """Write beside it, flush, rename, and make the name durable."""
+        """Write a temporary file, fsync it, rename it over the old one, and fsync the directory."""
         staging = f"{path}.{os.getpid()}"
         self.remove(staging)
         self.put_new(staging, data)
+        # Without the fsync before it, a power cut after the rename can leave the new name with an empty file.
         self.path(staging).replace(self.path(path))
         self.sync(str(PurePath(path).parent))
 
@@ -260,7 +263,7 @@ class LocalStorage:
         rename_new(self.path(old), self.path(new))
 
     def remove(self, path: str) -> None:
-        """Remove, tolerating what network file systems answer while others look at the tree."""
+        """Remove a file or tree, ignoring errors that network file systems return while others use the tree."""
         target = self.path(path)
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target, ignore_errors=True)
@@ -269,25 +272,26 @@ class LocalStorage:
                 target.unlink()
 
     def undo(self, path: str) -> None:
-        """Remove all of it: a staging directory has a name that nobody else uses."""
+        """Remove the whole tree: a staging directory has a unique name, so all of it is this process's."""
         self.remove(path)
 
     def kept(self, path: str) -> None:
-        """Do nothing: a place is named, and not remembered."""
+        """Do nothing: `undo` needs no record of what was created."""
 
     def age(self, path: str) -> float:
-        """Compare with a file that is made now."""
+        """Return the age of a file in seconds, compared with a temporary file that is created now."""
         written = self.path(path).stat().st_mtime
         with tempfile.TemporaryFile(dir=self.path(path).parent) as probe:
             return os.fstat(probe.fileno()).st_mtime - written
 
     def lacks(self, path: str, size: int) -> str | None:
-        """Ask the file system for the space, which also asks its quotas; only what it reports where it cannot say."""
+        """Try to reserve the space with fallocate, which also respects quotas; without it, compare the free space."""
         free = self.free_bytes()
         if free is not None and free < size:
             return f"{size_words(free)} are free"
         libc = ctypes.CDLL(None, use_errno=True)
         with self.path(path).open("wb") as file:
+            # Not os.posix_fallocate: where a file system cannot reserve, glibc emulates it by writing to every block.
             failed = libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0
             number = ctypes.get_errno() if failed else 0
         self.path(path).unlink()
@@ -295,7 +299,8 @@ class LocalStorage:
         return os.strerror(number) if number in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else None
 
     def free_bytes(self) -> int | None:
-        """Return what the file system reports for ordinary users."""
+        """Return the free space that the file system reports for ordinary users."""
+        # statvfs needs an existing path, and the root may not have been created yet.
         folder = self._root
         while not folder.exists():
             folder = folder.parent
@@ -304,7 +309,7 @@ class LocalStorage:
 
 
 def make_durably(directory: Path) -> None:
-    """Create a directory and what lacks above it, under names that outlive a power cut; one that is there is fine."""
+    """Create a directory and its missing parents, and fsync their parents, so that the names survive a power cut."""
     missing = [folder for folder in (directory, *directory.parents) if not is_there(folder)]
     directory.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -313,7 +318,7 @@ def make_durably(directory: Path) -> None:
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename, never onto anything: rename(2) alone replaces an empty directory.
+    """Rename to a name that must be free; rename(2) alone would replace an empty directory.
 
     Raises:
         FileExistsError: The new name is taken.
@@ -326,14 +331,14 @@ def rename_new(old: Path, new: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two names change places in one step; return False where the file system cannot."""
+    """Exchange two names atomically; return False where the file system cannot."""
     return _renameat2(first, second, _RENAME_EXCHANGE)
 
 
 def begin_writeback(descriptor: int, offset: int, count: int) -> None:
-    """Ask the system to begin writing a range to the disk, and do not wait; an fsync still has to follow.
+    """Start to write a range of a file to the disk without waiting; it is durable only after a later fsync.
 
-    Does nothing on a system without such a call, or a file system that refuses it: all of it is the fsync's then.
+    Does nothing on systems or file systems without sync_file_range; the fsync then writes everything.
     """
     call: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:

@@ -1,1 +1,1 @@
-"""From tensors to files: assembling, writing, agreeing, rehearsing."""
+"""Write a checkpoint: agreement between ranks, files, the commit, and the rehearsal before step 1."""

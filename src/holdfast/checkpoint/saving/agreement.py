@@ -1,7 +1,7 @@
-"""What ranks make sure of together before and during a save: that they save the same, and fail as one.
+"""Agreement of ranks during a save: they compare what they are about to save, and raise the same error if one fails.
 
-What they compare, and what the manifest says, of optimizers: their class, groups, plain values, and how quantised state
-is cut.
+It also describes optimizers, for this comparison and for the manifest: class, param groups, values that are not
+tensors, and the layout of quantised state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.parallel.collectives import RankGroup
 
 @contextmanager
 def together_in_phase(ranks: RankGroup, phase: str) -> Iterator[None]:
-    """Turn what goes wrong in a phase of a save, on any rank, into one SaveFailed on all."""
+    """Turn any exception in a phase of a save, on any rank, into the same `SaveFailed` on all ranks."""
     with ranks.together():
         try:
             yield
@@ -36,18 +36,18 @@ def together_in_phase(ranks: RankGroup, phase: str) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why something failed: in the words of the system where it has any, and with the file."""
+    """Describe an error; for an OSError, by the system's message and the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
     return f"{type(error).__name__}: {error}"
 
 
 class _SaveOutline(NamedTuple):
-    """What one rank is about to save, without the numbers; JSON where ranks compare it."""
+    """Names, shapes and plain values of what one rank is about to save; ranks compare it. Texts are JSON."""
 
     outline: Outline
     wrapped: str
-    """Of quantised state, as JSON, like what follows."""
+    """Records of quantised optimizer state."""
     optimizers: str
     shared: str
     contents: tuple[str, ...]
@@ -55,13 +55,13 @@ class _SaveOutline(NamedTuple):
 
 
 def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
-    """Compare what ranks want to save, before any of them waits in a collective for a tensor another does not have.
+    """Compare what ranks are about to save, before one waits in a collective for a tensor that another does not have.
 
     Returns:
-        The file of this rank's own state.
+        Name of the file for this rank's own state.
 
     Raises:
-        SaveFailed: They want to save something else, with the first difference; on all ranks.
+        SaveFailed: Ranks would save different things; the message has the first difference. On all ranks.
     """
     first, *later_ranks = ranks.gather(
         _SaveOutline(
@@ -93,7 +93,7 @@ def agree_on_save(snapshot: Snapshot, about: About, ranks: RankGroup) -> str:
 
 
 def _disagreement(first: Any, second: Any, rank: int) -> str:
-    """Return words about the first plain value of an optimizer that ranks hold differently: one would be lost."""
+    """Describe the first value in which ranks' optimizers differ; only one of the values would be saved."""
     path, first_value, second_value = first_difference(first, second) or ("", first, second)
     return (
         f"ranks 0 and {rank} disagree on the optimizer's {path}: {first_value!r} and {second_value!r}. Only one "
@@ -117,7 +117,7 @@ def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any], rank:
 
 
 def described_optimizers(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return a manifest's `optimizer`: of the model's, and of those of companions."""
+    """Return the field `optimizer` of a manifest, which describes the model's optimizer and those of companions."""
     if snapshot.optimizer is None:
         return None
     companions = {name: _described(state) for name, state in snapshot.companions.items()}

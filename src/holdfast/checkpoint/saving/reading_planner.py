@@ -1,4 +1,4 @@
-"""A save of tensors that lie in other files: each is read while the one before is written, and two are in memory."""
+"""Save tensors that are read from other files: one is read while the previous one is written, so two are in memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _ReadTensor(NamedTuple):
 
 
 class ReadingPlanner(DefaultSavePlanner):
-    """Reads tensors in the order in which DCP asks for them, and describes each while it is in memory.
+    """A DCP save planner for one process that reads each tensor when DCP asks for it, and describes it.
 
-    Of one process alone. A tensor is written by this thread while another reads, checks and hashes the next: all of
-    that lets go of the interpreter.
+    This thread writes a tensor while another thread reads, checks and hashes the next one; all of these release the
+    interpreter lock.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -39,10 +39,10 @@ class ReadingPlanner(DefaultSavePlanner):
         self._written: Tensor | None = None
 
     def resolve_data(self, write_item: Any) -> Tensor:
-        """Return a whole tensor; the one before is no more.
+        """Read and return a tensor, and free the memory of the previous one.
 
         Raises:
-            ValueError: It is another than was planned.
+            ValueError: Its shape or dtype differs from the plan.
         """
         name = write_item.index.fqn
         if self._written is not None:
@@ -60,7 +60,7 @@ class ReadingPlanner(DefaultSavePlanner):
         return tensor
 
     def _taken(self, name: str) -> _ReadTensor:
-        """Return what was read ahead, and have the next one read."""
+        """Return the tensor that was read ahead, and start to read the next one."""
         ahead, self._ahead = self._ahead, None
         read = ahead[1] if ahead is not None and ahead[0] == name else self._thread.submit(self._read, name)
         result = read.result()
@@ -74,5 +74,5 @@ class ReadingPlanner(DefaultSavePlanner):
 
     @property
     def described(self) -> SnapshotDescription:
-        """What was written."""
+        """Description of the tensors that were written."""
         return SnapshotDescription(dict(self._described), self._finite)

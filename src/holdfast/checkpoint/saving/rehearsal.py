@@ -1,8 +1,8 @@
-"""Everything a checkpoint needs, tried before the first step: on the real mesh, the real files, with the real names.
+"""Rehearse a checkpoint before the first step: save, verify and load once, with the real mesh, files and names.
 
-The optimizer has no state before its first step, and making it by a step changes training. The rehearsal saves the
-state that it will have instead, with zeros in it, reads it into memory that was filled with NaN, and compares hashes.
-Model, optimizer, gradients and random generators are left as they are.
+The optimizer has no state before its first step, and a step to create it would change training. The rehearsal instead
+saves the state that the optimizer will have, filled with zeros, reads it back into memory that was filled with NaN, and
+compares hashes. Model, optimizer, gradients and random generators are not changed.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from holdfast.optim.state_template import inert_state
 from holdfast.parallel.collectives import RankGroup
 
 TrainedState = tuple[LiveTensors, Optimizer | None]
-"""What of a model will be saved, and its optimizer if that will be."""
+"""The tensors of a model that will be saved, and its optimizer if it has one."""
 
 NONCE = "nonce"
 
 
 class RehearsalFailed(UserError):  # noqa: N818 - the name says what happened
-    """A checkpoint could not be saved, verified or read back, as a rule before step 1 and with nothing trained."""
+    """A checkpoint could not be saved, verified or read back; raised before step 1, and at later rehearsals."""
 
 
 @dataclass(frozen=True)
 class NonTensorState:
-    """What a checkpoint holds besides tensors, as `snapshot.take` has it."""
+    """What a checkpoint holds besides tensors; the fields are arguments of `snapshot.take`."""
 
     shared: Mapping[str, Any] = field(default_factory=lambda: {"rehearsal": True})
     rank_state: Mapping[str, Any] = field(default_factory=dict)
@@ -61,25 +61,25 @@ class NonTensorState:
 
 @dataclass(frozen=True)
 class CheckpointCounts:
-    """How many checkpoints there will be, besides one that is being written and one that is being deleted."""
+    """Number of checkpoints that need room, without the one being written and the one being deleted."""
 
     keep: int = 3
-    """As many as retention keeps."""
+    """Checkpoints that retention keeps."""
     replaced: int = 0
-    """Those that are there, and that newer ones will replace: their room is free for these."""
+    """Existing checkpoints that newer ones will replace, and whose room will become free."""
 
 
 @dataclass(frozen=True)
 class RehearsalReport:
-    """What the rehearsal measured."""
+    """Size and times of a checkpoint, as the rehearsal measured them."""
 
     bytes_: int
-    """Of one checkpoint, over all ranks."""
+    """Size of one checkpoint, over all ranks."""
     copy_seconds: float
-    """What training waits for in a save in the background."""
+    """Time of the copy, for which training waits in a background save."""
     save_seconds: float
     load_seconds: float
-    """Verification included."""
+    """Time of loading, verification included."""
     outline: Outline
     """Names, shapes and dtypes of the state that was saved."""
 
@@ -95,7 +95,7 @@ class RehearsalReport:
 
 
 def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the seconds between saves that lose least to saving and to failures together.
+    """Return the interval between saves, in seconds, that minimises the time lost to saves and to failures together.
 
     Daly (2006), "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37; its first
     term is Young's (1974).
@@ -127,14 +127,14 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
     """Save, verify and load once, and leave nothing behind.
 
     Args:
-        storage: Where checkpoints will be.
-        model: Sharded; or what of it will be saved.
-        optimizer: Built; it may have no state yet, for some parameters or all.
-        ranks: The group that saves use.
-        counts: Checkpoints that must fit.
-        trained_steps: Steps that were made before, for the user.
+        storage: Storage of the checkpoints to come.
+        model: The sharded model, or those of its tensors that will be saved.
+        optimizer: The optimizer, which may lack state for some parameters or all.
+        ranks: The process group that saves use.
+        counts: Number of checkpoints that must fit.
+        trained_steps: Number of steps made so far, for messages.
         state: What saves write besides tensors.
-        companions: Models that are trained beside, by name, with their optimizers.
+        companions: Further models that are trained, such as a critic, by name, with their optimizers.
 
     Raises:
         RehearsalFailed: On all ranks, with the parameter or file and what to do.

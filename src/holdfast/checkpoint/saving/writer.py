@@ -1,13 +1,14 @@
-"""The commit: stage, hash, flush, manifest, rename. A checkpoint appears whole or not at all.
+"""Commit a checkpoint atomically: stage, hash, flush, write the manifest, rename.
 
-    1  ranks agree on what is saved; rank 0 checks space and makes a staging directory with a new name
+    1  ranks agree on what is saved; rank 0 checks space and creates a staging directory with a new name
     2  every rank writes its shards (plain DCP) and its own state: hashed while written, flushed, fsynced
     3  rank 0 reads DCP's metadata back, checks that chunks tile every tensor, writes the manifest
     4  directories are fsynced, the staging directory is renamed, its parent is fsynced
     5  all ranks learn the outcome
 
 A failure at any point raises the same error on all ranks, removes the staging directory, and leaves earlier checkpoints
-alone. Nothing here is called on the training group: a save may run while a step does.
+alone. All collectives run over the group `ranks` and never over the training group, so that a save may run during a
+training step.
 """
 
 from __future__ import annotations
@@ -55,19 +56,19 @@ def assembled(
     everything: list[tuple[dict[str, FileEntry], SnapshotDescription]],
     seconds: float,
 ) -> Manifest:
-    """Return the manifest of a checkpoint that lies in its staging directory.
+    """Return the manifest of a checkpoint whose files are in the staging directory, after checking them.
 
     Args:
-        snapshot: Rank 0's part: what is the same on all ranks is taken from it.
-        about: What the manifest says besides files and tensors.
+        snapshot: Rank 0's snapshot, from which everything that is equal on all ranks is taken.
+        about: Fields of the manifest besides files and tensors.
         storage: The directory of checkpoints.
         staging: Name of the staging directory.
-        everything: By rank, the files it wrote and what is in them.
-        seconds: What the save took so far.
+        everything: For each rank, the files that it wrote and the description of its tensors.
+        seconds: Duration of the save so far.
 
     Raises:
-        SaveFailed: A file is shorter than it was written, DCP stored something else, ranks hold different copies of one
-            chunk, or a part of a tensor is nowhere.
+        SaveFailed: A file has another size than was written, DCP stored other tensors, ranks hold different copies of
+            one chunk, or chunks do not cover a tensor.
     """
     files = {name: entry for theirs, _ in everything for name, entry in theirs.items()}
     tensors = _merged([described.tensors for _, described in everything])
@@ -110,7 +111,7 @@ def _refuse_unwritten(
 
 
 def _merged(by_rank: list[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Join what ranks said of each tensor; copies of a chunk must be equal, and chunks must tile the tensor.
+    """Merge the chunks that ranks have of each tensor; copies of a chunk must be equal, and chunks must tile it.
 
     Raises:
         SaveFailed: A copy differs between ranks, or part of a tensor is on no rank.
@@ -141,16 +142,16 @@ def _refuse_gaps(name: str, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -
 
 
 def refuse_full_disk(snapshot: Snapshot, path: str, free: int | None, ranks: RankGroup) -> None:
-    """Compare what ranks will write with what is free; all ranks call this together.
+    """Compare the bytes that all ranks will write with the free space; all ranks call this together.
 
     Args:
-        snapshot: This rank's part.
-        path: Where to, for the message.
-        free: Bytes, the same on all ranks; None where nobody can say.
-        ranks: Who writes.
+        snapshot: This rank's snapshot.
+        path: The destination, for the message.
+        free: Free bytes, equal on all ranks; None if unknown.
+        ranks: The group of ranks that write.
 
     Raises:
-        SaveFailed: There is too little; on all ranks.
+        SaveFailed: There is too little space; on all ranks.
     """
     needed = sum(ranks.gather(_bytes_to_write(snapshot, first=ranks.rank == 0)))
     if free is not None and free < 1.2 * needed:
@@ -161,7 +162,7 @@ def refuse_full_disk(snapshot: Snapshot, path: str, free: int | None, ranks: Ran
 
 
 def _bytes_to_write(snapshot: Snapshot, *, first: bool) -> int:
-    """Return this rank's share; of copies on several ranks one is written."""
+    """Return the bytes that this rank writes; of copies on several ranks only one is written."""
     local = [local_part(tensor) for tensor in snapshot.tensors.values() if _counts_here(tensor, first=first)]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
@@ -176,7 +177,7 @@ def _counts_here(tensor: Tensor, *, first: bool) -> bool:
 
 
 Reached = Callable[[str], None]
-"""Called with the name of each phase as it begins; what crash tests stop at."""
+"""Called with the name of each phase as it begins; crash tests kill a rank there."""
 
 SAVE_PHASES = ("begin", "shards", "rank state", "collect", "manifest", "sync", "publish", "published")
 
@@ -194,13 +195,13 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
     """Write a checkpoint; every rank calls this.
 
     Args:
-        snapshot: This rank's part.
+        snapshot: This rank's snapshot.
         storage: The directory of checkpoints.
-        about: The rest of the manifest.
-        ranks: A group of its own, with its own timeout.
-        name: Of the checkpoint; default: step-<step>.
-        reached: Told each phase.
-        notify: Told, on every rank, of a rank that took much longer than the others.
+        about: Fields of the manifest besides files and tensors.
+        ranks: A separate process group, with its own time-out.
+        name: Name of the checkpoint; default: step-<step>.
+        reached: Called with the name of each phase.
+        notify: Called, on every rank, with a sentence about a rank that took much longer than the others.
 
     Raises:
         SaveFailed: On all ranks, with the first cause; nothing was left behind.
@@ -233,6 +234,7 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
             if ranks.rank == 0:
                 manifest = assembled(snapshot, about, storage, staging, everything, time.monotonic() - started)
                 _publish(storage, staging, final, manifest, reached)
+    # BaseException: DCP's CheckpointException derives from it, and Ctrl-C must not leave a staging directory behind.
     except BaseException as error:
         _take_back(storage, staging, error, first=ranks.rank == 0)
         raise
@@ -244,7 +246,7 @@ def commit(  # noqa: PLR0913 - what is committed, where, and who takes part
 
 
 def _take_back(storage: Storage, staging: str, error: BaseException, *, first: bool) -> None:
-    """Leave nothing of a save that failed, and everything that is somebody else's."""
+    """Remove the files of a failed save, and only those."""
     if storage.renames:
         if first:
             storage.undo(staging)
@@ -276,7 +278,7 @@ def _free_bytes(storage: Storage, ranks: RankGroup) -> int | None:
 
 
 class _TimedWriter(Writer):
-    """Knows how long this rank took to write, which its wait for the others hides."""
+    """A DCP writer that measures the time of this rank's writes, without the time it waits for other ranks."""
 
     seconds = 0.0
 
@@ -352,6 +354,8 @@ def _publish(storage: Storage, staging: str, final: str, manifest: Manifest, rea
         with storage.create(f"{staging}/{NAME}") as file:
             file.write(data)
         reached("sync")
+        # An fsync of a file makes its bytes durable, not its name: the entry is in the directory, which needs an fsync
+        # too.
         for folder in (DCP, RANK, ASSETS, ""):
             storage.sync(os.path.join(staging, folder) if folder else staging)  # noqa: PTH118 - storage paths are text
         reached("publish")

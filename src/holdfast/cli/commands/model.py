@@ -1,4 +1,4 @@
-"""`holdfast model`: look at a model."""
+"""`holdfast model`: shows what Holdfast knows of a model."""
 
 # As cli/main.py, without `from __future__ import annotations`.
 import logging

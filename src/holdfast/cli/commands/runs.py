@@ -1,4 +1,4 @@
-"""`holdfast runs`: what lies in a directory of runs, and how each of them stands.
+"""`holdfast runs`: lists the runs in a directory, with the state of each.
 
 Only small files are read and nothing is written. What a run recorded is believed: no checkpoint is hashed here, that is
 what `holdfast checkpoint verify` does.
@@ -35,7 +35,7 @@ _ABOUT, _RATING = "holdfast_export.json", "holdfast_rating.json"
 
 @dataclass(frozen=True)
 class RunLine:
-    """One line."""
+    """One line of the list: the state of a run."""
 
     name: str
     path: str

@@ -1,1 +1,1 @@
-"""From tokens to mini-batches, packed and exchanged between ranks."""
+"""Mini-batches: reading candidates, packing, exchange between ranks, and the resumable stream."""

@@ -1,7 +1,7 @@
-"""From accepted rows to the micro-batches of this rank: plan, move sequences once, pack.
+"""Assemble the micro-batches of this rank from sequences: plan packs, exchange sequences once, pack.
 
-The plan is a pure function of lengths. It has the same number of micro-batches on every rank, since a rank that stops
-early leaves the others waiting in FSDP's collectives. It affects memory and speed only, never the result.
+The plan is a pure function of lengths. It has the same number of micro-batches on every rank, since a rank with fewer
+would leave the others waiting in FSDP's collectives. It affects memory and speed only, never the result.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
 
 Packs = tuple[tuple[tuple[int, ...], ...], ...]
-"""[rank][micro-batch] -> indices of units, shortest first."""
+"""packs[rank][micro_batch] is a tuple of indices of units, shortest first."""
 
 
 class Unit(NamedTuple):
-    """Sequences that are packed together because they share their first tokens; mostly one alone."""
+    """Sequences that are packed together because they share their first tokens, or a single sequence."""
 
     members: tuple[int, ...]
-    """Indices into the mini-batch."""
+    """Indices of the sequences in the mini-batch."""
     head: int
-    """Tokens they share; 0 for one alone."""
+    """Number of shared first tokens; 0 for a single sequence."""
     tokens: int
-    """Tokens they take together."""
+    """Number of tokens of the unit, with the head counted once."""
 
 
 def plan_units(
@@ -209,7 +209,7 @@ def _deal(packs: Sequence[tuple[int, ...]], work: Sequence[float], ranks: int) -
 
 @dataclass(frozen=True)
 class Layout:
-    """How packs are built; memory and speed only."""
+    """Options of packing, which affect memory and speed only."""
 
     padded: bool = False
     pad_token: int = 0

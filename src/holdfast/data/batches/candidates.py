@@ -1,7 +1,7 @@
-"""Read candidate rows, each on one rank, and tell every rank what they hold.
+"""Read and tokenise candidate rows, each on one rank, and share their lengths with all ranks.
 
-Ranks gather small facts and swap sequences; the collectives stand above, over gloo. With `packing: wrapped` the stream
-of candidates is cut into windows of equal length; what is left over starts the next update.
+The collectives are passed in as `Ranks`, since this layer does not import torch.distributed. With `packing: wrapped`
+the stream of candidates is cut into windows of equal length; the remaining tokens start the next update.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class SequenceInfo(NamedTuple):
 
 @dataclass
 class Candidates(Generic[S]):
-    """The candidates of one mini-batch: what this rank holds, and what all ranks know."""
+    """The candidate sequences of one mini-batch: those read by this rank, and facts about all of them."""
 
     own_sequences: dict[tuple[int, int], S] = field(default_factory=dict)
     """(draw, index in its row) -> sequence, for the rows this rank read"""
     sequences: list[SequenceInfo] = field(default_factory=list)
     """All sequences in draw order, the same on every rank."""
     counted: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
-    """(draw, what was counted on it), where something was."""
+    """(draw, counts) of the rows for which something was counted, such as truncations."""
 
     @property
     def rows(self) -> int:
@@ -105,14 +105,14 @@ _Outcome = _RowSummary | UserError | EndOfStream
 
 
 class CandidateReader(Generic[S]):
-    """Rows by draw, shared out over the ranks.
+    """Reads and tokenises rows by draw, distributed over the ranks.
 
     Args:
-        reader: Rows by draw.
-        tokenise: Rows to sequences.
+        reader: Reads rows by draw.
+        tokenise: Turns a row into sequences.
         ranks: The ranks.
-        accept: Row filter; None takes every row.
-        skip: Told what is wrong with a bad row that is left out, on every rank; None: a bad row is an error.
+        accept: Row filter; None accepts every row.
+        skip: Called on every rank with the mistake of a bad row, which is then skipped; None: a bad row is an error.
     """
 
     def __init__(

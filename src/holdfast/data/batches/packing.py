@@ -1,4 +1,4 @@
-"""Lay sequences side by side without padding, and take them apart again.
+"""Pack sequences into rows without padding, and unpack them again.
 
 Only this file knows the shift between a token and the position that predicts it: it writes `predictor_index`, and
 everything else gathers by it. `unpack` is the exact inverse of `pack`.

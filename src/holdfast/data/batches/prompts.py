@@ -1,4 +1,4 @@
-"""Rows as prompts to continue, and the resumable stream of them."""
+"""Turn rows into prompts for sampling, and the resumable stream of them."""
 
 from __future__ import annotations
 

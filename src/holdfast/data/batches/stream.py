@@ -1,8 +1,8 @@
 """The resumable stream of mini-batches.
 
-A mini-batch is a fixed set of rows, a pure function of (seed, draw, configuration): the number of ranks and the token
-budgets never enter it. Each rank reads and tokenises its share, lengths are gathered, a pure planner assigns packs, and
-sequences move once. `state()` is a handful of integers and continues exactly at another number of ranks.
+A mini-batch is a fixed set of rows, a pure function of (seed, draw, configuration), at any number of ranks. Each rank
+reads and tokenises a share of the rows, lengths are gathered, a pure planner assigns packs, and each sequence is sent
+once. `state()` is a few integers, from which the stream continues exactly at any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COUNTED_AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where the stream stands. Defined by global draws, never by ranks."""
+    """The position of a stream, in global draws and independent of ranks."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -50,7 +50,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where a stream stands, as checkpoints hold it."""
+    """The state of a stream in a checkpoint."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -82,14 +82,14 @@ Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], NextToken | None]
 
 
 class BatchStream(ABC, Generic[S, T]):
-    """Batches of candidates, one after the other.
+    """A resumable stream of batches; a subclass turns the candidates of a batch into the batch.
 
     Args:
-        rows: Candidate rows, shared out over the ranks.
-        config: The data section.
+        rows: Reads candidate rows, distributed over the ranks.
+        config: The section `data`.
         ranks: The ranks.
         limits: How much of the data is served.
-        cut: Cuts the candidates of a batch into windows; without it, batches are made of whole rows.
+        cut: Cuts the candidates of a batch into windows; without it, batches consist of whole rows.
 
     Raises:
         DataError: The limits, or a batch size, cannot be kept with this data.

@@ -1,4 +1,4 @@
-"""Averages as weights and counts: the one place that knows what a loss averages over.
+"""Weights and counts, which define the average of a loss (`data.average`).
 
 A loss is `sum(token loss * weight) / sum(count)`, both sums over all ranks and micro-batches of an update. Each average
 below is a choice of the two numbers, so no result depends on how tokens were split over ranks, micro-batches or packs.
@@ -17,12 +17,12 @@ from holdfast.config.sections.data import Average, PairAverage
 
 @dataclass(frozen=True)
 class Share:
-    """What one sequence brings to the average."""
+    """The weight of a sequence's tokens and its contribution to the denominator."""
 
     weight: float
     """Factor of the loss of each of its trained tokens."""
     count: float
-    """Its part of the denominator."""
+    """Contribution to the denominator."""
 
 
 def shares(

@@ -1,1 +1,1 @@
-"""What the columns of a row mean: messages, pairs, images, videos."""
+"""The contents of rows: conversations, prompts and completions, preference pairs, images, videos."""

@@ -1,4 +1,4 @@
-"""What happened to rows on their way to tokens, in words: by the names that `Tokenised.counts` has."""
+"""Sentences about what happened to rows during tokenisation, by the names in `Tokenised.counts`."""
 
 from __future__ import annotations
 

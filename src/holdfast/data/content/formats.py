@@ -1,6 +1,7 @@
-"""The shapes of rows people keep, the three forms they all come down to, and the messages of conversations.
+"""Recognise the format of rows by their columns, and normalise them to one of three forms.
 
-A row is recognised by its columns. One that fits two shapes is refused, since training would silently ignore the other.
+The forms are a conversation, a prompt with a completion, and plain text. A row whose columns fit two formats is
+refused, since training would silently ignore one of them.
 """
 
 from __future__ import annotations
@@ -323,7 +324,7 @@ def from_sharegpt(turn: Any, row_name: str) -> Any:
     role = _SHAREGPT_ROLES.get(turn["from"])
     if role is None:
         names = ", ".join(_SHAREGPT_ROLES)
-        raise DataError(f"{row_name}: a turn is from {turn['from']!r}; we know {names}.")
+        raise DataError(f"{row_name}: a turn is from {turn['from']!r}; we know {names}. Rename the role.")
     if turn["from"] != "function_call":
         return {"role": role, "content": turn.get("value")}
     calls = _from_json(turn.get("value") or "", "function calls", row_name)

@@ -1,11 +1,11 @@
-"""Images and videos of rows: where they are named, how they are opened.
+"""Find and open the images and videos of rows.
 
-A row names its images in a column `images` (or `image`), with `<image>` in its text for each; or inside the parts of
-its messages. Videos are lists of frames in a column `videos`, with `<video>` in the text, or inside parts.
-Everything is brought to parts `{type: image}` and `{type: video}` and one list of what to open, in the parts' order.
+A row has its images in a column `images` (or `image`), with `<image>` in its text for each, or inside the parts of its
+messages. Videos are lists of frames in a column `videos`, with `<video>` in the text, or inside parts. Both forms are
+normalised to parts `{type: image}` and `{type: video}`, and a list of what to open in the order of the parts.
 
-Rows name files, and a file of the same name may hold another image. Reading all of them to tell would take as long as a
-pass over the data, so the fingerprint of a source's images is that of a sample, spread over the rows.
+Rows refer to files by name, and the contents of a file may change. To read all of them at a resume would take as long
+as a pass over the data, so that the fingerprint of a source's images covers only a sample, spread over the rows.
 """
 
 from __future__ import annotations

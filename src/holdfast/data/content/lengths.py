@@ -1,4 +1,4 @@
-"""Sequences before they are numbered: what happens to one longer than `data.max_length`. Every case is counted."""
+"""Handle sequences that are longer than `data.max_length` (`data.overlong`); every case is counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.types import Example
 
 
 class Grid(NamedTuple):
-    """Tokens of features that lie side by side, by frame, row and column."""
+    """Consecutive feature tokens of an image or of frames, arranged by frame, row and column."""
 
     offset: int
     """Offset of its first token from the beginning of its image or video."""
@@ -29,7 +29,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """The tokens of one image or video, and what the model gets of it. It is kept whole or left out."""
+    """The tokens of one image or video and its model inputs; it is kept completely or dropped."""
 
     start: int
     end: int
@@ -40,7 +40,7 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens, and which of them are trained; nothing predicts the first one, so it is not."""
+    """A token sequence with its loss mask; the first token is never trained, since nothing predicts it."""
 
     tokens: list[int]
     trained: list[bool]

@@ -1,7 +1,7 @@
-"""Videos as lists of frames: how rows hold them, and how frames become patches.
+"""Videos as lists of frames in rows, and their conversion to patches.
 
-A family's video processor of transformers wants torchvision. What it does to frames is little: one size for all of
-them, by bounds of its own, and patches that reach over neighbouring frames. Here the image processor does the rest.
+transformers' video processors need torchvision. They resize all frames to one size within bounds, and cut patches that
+extend over neighbouring frames; this module does the same with the family's image processor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Video:
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """What a run and a model's files say of videos."""
+    """Options for videos from the run's configuration and the model's files."""
 
     fps: float = 2.0
     min_pixels: int | None = None

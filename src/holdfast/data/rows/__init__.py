@@ -1,1 +1,1 @@
-"""Rows from files, in an order."""
+"""Rows from files, saved data sets, the hub and live objects, and their order."""

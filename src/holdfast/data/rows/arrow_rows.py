@@ -1,7 +1,7 @@
-"""Rows that the `datasets` library keeps in Arrow tables: parquet and arrow files, saved data sets, the hub.
+"""Rows in Arrow tables of the `datasets` library: parquet and arrow files, saved data sets, the hub.
 
-Arrow gives every struct of a column the same keys, so a key that a row's file lacks comes back as a null. Nulls inside
-a column are therefore dropped; a column that is null as a whole stays, so that it can be reported.
+In Arrow, all structs of a column have the same keys, so that a key that a row lacks becomes null. Nulls inside of a
+column are therefore dropped; a column whose value is null is kept, so that it can be reported.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def scan_parquet(files: Sequence[Path], start: int) -> Iterator[dict[str, Any]]:
                     to_skip = max(0, to_skip - batch.num_rows)
                     yield from map(without_inner_nulls, Dataset(Table.from_batches([remaining])))
         except (ArrowException, OSError, ValueError, MemoryError) as error:
-            raise DataError(f"{path}: cannot be read as parquet ({error}).") from None
+            raise DataError(f"{path}: cannot be read as parquet ({error}). Fetch or write it again.") from None
 
 
 def open_arrow(files: Sequence[Path]) -> ArrowRows:

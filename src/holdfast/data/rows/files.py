@@ -1,4 +1,4 @@
-"""Which files a `path` means: where they are looked for, and which split each belongs to."""
+"""Find the data files that a `path` means, and assign them to splits."""
 
 from __future__ import annotations
 

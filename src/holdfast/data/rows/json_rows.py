@@ -58,6 +58,7 @@ class JsonRows:
         self._rows_before = [0]
         for path in files:
             opened = _seekable_lines(path)
+            # `__del__` may run when modules are gone already, at the interpreter's exit; a finalizer runs before.
             weakref.finalize(self, opened.close)
             starts = _index(path, opened, digest, keep_bad=keep_bad)
             self._files.append(opened)
@@ -336,7 +337,9 @@ class _JsonWindow:
             except json.JSONDecodeError as error:
                 cut_off = error.msg.startswith("Unterminated") or error.pos >= len(self._window) - _LONGEST_CUT_TOKEN
                 if self._ended or not cut_off:
-                    raise DataError(f"{self._path}, element {element}: not valid JSON ({error.msg}).") from None
+                    raise DataError(
+                        f"{self._path}, element {element}: not valid JSON ({error.msg}). Correct it, or remove it."
+                    ) from None
                 self._grow()
             else:
                 self._position = end

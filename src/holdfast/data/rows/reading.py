@@ -1,8 +1,8 @@
-"""Which row comes next, and reading it, from sources with an index and from streams alike.
+"""The order of rows, and reading them by draw, from sources with an index and from streams.
 
-A draw is a position in the endless sequence of candidates. Everything about it (source, pass, row) is a pure function
-of its number, the seed and the sizes of the sources, so a run continues exactly on any number of ranks; the size of a
-stream joins them when its end is met.
+A draw is a position in the endless sequence of candidates. Its source, pass and row are a pure function of its number,
+the seed and the sizes of the sources, so that a run continues exactly on any number of ranks. The size of a stream is
+learned when its end is reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PERMUTATIONS_KEPT = 2
 
 @dataclass(frozen=True)
 class DrawPlace:
-    """Where a draw leads."""
+    """The source, pass and row of a draw."""
 
     source: int
     turn: int
@@ -43,11 +43,11 @@ class DrawOrder:
     """Maps draws to rows.
 
     Args:
-        sizes: Rows of each source; None for a stream whose end nobody has seen yet.
-        weights: Relative share of draws of each source, or None to take every row once per epoch.
-        seed: Of every shuffle.
-        shuffle: Permute rows, anew in each pass, and sources among each other.
-        block: Rows of a stream that are shuffled together.
+        sizes: Number of rows of each source; None for a stream whose end is not known yet.
+        weights: Relative share of draws of each source; None to take every row once per epoch.
+        seed: Seed of all shuffles.
+        shuffle: Whether to permute rows, differently in each pass, and to interleave sources at random.
+        block: Number of rows of a stream that are shuffled together.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Where rows come from: files, saved data sets, the hub, generated tasks, live objects.
+"""Sources of rows: files, saved data sets, the hub, generated tasks, live objects.
 
-A source numbers its rows from 0, and its fingerprint says what they are: a run that resumes on other rows is found out.
+A source numbers its rows from 0 and has a fingerprint of them, by which a resume detects other rows.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Skippable(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """What all rows of one source have in common."""
+    """The name, path and column names of a source."""
 
     name: str
     path: str
@@ -205,7 +205,7 @@ def columns_of(source: Source) -> tuple[str, ...]:
     """
     for row in source.scan(0):
         return tuple(row)
-    raise DataError(f"{source.name} has no rows.")
+    raise DataError(f"{source.name} has no rows. Name a file with rows, or remove the source.")
 
 
 def open_source(

@@ -73,7 +73,7 @@ _TRIES = 32
 
 
 class Draws:
-    """Uniform integers that depend on a key alone."""
+    """A generator of uniform integers that depend on a key alone."""
 
     def __init__(self, *key: object) -> None:
         self._key = ":".join(map(str, key))
@@ -107,7 +107,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with its right answer, one wrong draw at a time, and what a verifier needs."""
+    """A prompt with its right answer, a function that draws plausible wrong answers, and columns for a verifier."""
 
     prompt: str
     answer: str

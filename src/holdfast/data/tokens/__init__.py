@@ -1,1 +1,1 @@
-"""From rows to tokens and masks."""
+"""Tokenisation of rows: chat templates, loss masks, preference pairs, images."""

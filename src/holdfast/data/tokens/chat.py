@@ -1,4 +1,4 @@
-"""From a row to token sequences with the tokens to train marked."""
+"""Turn rows into token sequences with loss masks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ S = TypeVar("S", Example, Prompt)
 
 @dataclass(frozen=True)
 class Tokenised(Generic[S]):
-    """What one row gives."""
+    """The sequences of one row, and counts of what happened to it."""
 
     examples: tuple[S, ...]
     """Several for a row that is split, or that a template writes as one sequence per turn; none if it was dropped."""

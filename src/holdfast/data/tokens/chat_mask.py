@@ -1,16 +1,16 @@
-"""Which tokens of a conversation the assistant chose.
+"""Compute the loss mask of a conversation: the tokens that the assistant wrote.
 
-Three ways, in this order: the template's own generation block; rendering turn by turn, accepted only where every
-rendered prefix is a token prefix of the whole; a known family's template that writes the same text. Whatever a way
-finds is checked against the messages, so a conversation is never silently trained on everything, or on nothing. White
-space does not count in that check, since templates trim it, nor do tool results, which templates quote in their way.
+Three methods are tried in this order: the template's own generation block; rendering turn by turn, accepted only if
+every rendered prefix is a token prefix of the whole; a known family's template that renders the same text. The result
+is compared with the messages, so that a conversation is never silently trained completely or not at all. White space is
+ignored in this comparison, since templates trim it, and so are tool results, which templates quote in various ways.
 
-A template that drops earlier reasoning writes an answer differently once another question follows. Its conversations
-become one sequence per assistant turn, each as the policy will see it when it answers.
+A template that drops earlier reasoning renders an answer differently once another question follows. Such conversations
+become one sequence per assistant turn, each rendered as the policy will see it when it answers.
 
-Templates of known families stand here with the assistant's words marked. Each is used for its marks alone, and
-only where it writes a conversation exactly as the tokenizer's own template does: for a template that has neither a
-generation block nor an `add_generation_prompt`.
+This file contains templates of known families with generation blocks added. They are used only to find the assistant's
+tokens, for templates that have neither a generation block nor `add_generation_prompt`, and only where they render a
+conversation exactly as the tokenizer's own template does.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MaskedConversation:
 
 
 class _NoMask(Exception):  # noqa: N818  # one way failed; the next is tried
-    """This way cannot tell the assistant's tokens; the message says why."""
+    """A method cannot determine the assistant's tokens; the message says why."""
 
 
 Way = Callable[[ChatTemplate, Conversation, Sequence[int]], Masked]

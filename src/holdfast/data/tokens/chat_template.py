@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: what it writes for a conversation, as text and as tokens."""
+"""Render conversations with a tokenizer's chat template, as text and as tokens, and detect the template's habits."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Rows that say which answers are preferred, as sequences whose answers alone are trained.
+"""Tokenise rows with preferences: pairs of answers, or single answers with a label; only answers are trained.
 
-Two answers to one prompt become two sequences that begin alike and stay in one forward pass. Templates, masks and
-special tokens are those of supervised rows: an answer is tokenised as the completion of its prompt.
+Two answers to a prompt become two sequences with equal first tokens, which stay in one forward pass. Templates, masks
+and special tokens are those of supervised rows: an answer is tokenised as the completion of its prompt.
 
-A pair has `prompt`, `chosen` and `rejected`, each text or messages. Without a prompt, or where both answers are whole
-conversations, the messages that both begin with are the prompt. A labelled row has `prompt`, `completion`, `label`.
-An `instruction` in the place of the prompt is a user's message, as it is in rows of one answer.
+A pair has `prompt`, `chosen` and `rejected`, each text or messages. Without a prompt, or if both answers are complete
+conversations, their common first messages are the prompt. A labelled row has `prompt`, `completion` and `label`. An
+`instruction` instead of the prompt is a user's message, as in supervised rows.
 """
 
 from __future__ import annotations

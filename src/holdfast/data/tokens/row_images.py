@@ -1,4 +1,4 @@
-"""The images of one row on their way to the model: placed, opened, prepared, and laid into its tokens."""
+"""Process the images of a row: find their positions, open and prepare them, and insert their tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""From an image to the tokens that stand for it, for each family that sees: an image processor, a tokenizer, and data.
+"""Turn images into tokens and model inputs, for each supported family of vision models.
 
-transformers' own processors need torchvision for most families. Here their image processor (the one that needs PIL
-alone), the tokenizer and a family's few rules are put together, and what the model will compute is checked first: the
-tokens that stand for an image must be as many as the features the tower gives for it.
+transformers' own processors need torchvision for most families. This module combines their image processor (the version
+that needs only PIL), the tokenizer and the family's rules. It also checks that the number of image tokens equals the
+number of features that the vision tower will compute.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RayOptions:
     ranks: int
     gpus_per_rank: int
     address: str | None
-    """Of a cluster; "auto": the one that runs here; None: as Ray decides, which may start one for this run."""
+    """Address of a cluster; "auto" is the one that runs here, and with None Ray decides and may start its own."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class _Rank:
     tail: bytes = b""
     code: int | None = None
     gone: str = ""
-    """Why Ray says that its actor is gone."""
+    """The reason that Ray gives for the end of the rank's actor; empty while the actor lives."""
     pending: list[Any] = field(default_factory=list)
 
     @property

@@ -1,4 +1,5 @@
-"""Whether a job that has ended goes on: decided by what the run's first rank wrote, never by an exit code alone.
+"""Decides whether Slurm requeues a job that has ended. The decision rests on what rank 0 wrote, never on an exit code
+alone.
 
 The batch script of `holdfast launch slurm` runs it as `python -m holdfast.features.cluster.requeue RUN_DIR JOB`;
 exit code 0 requeues.

@@ -1,4 +1,4 @@
-"""Slurm: the text of a batch job, and what `srun` makes of one command on several nodes.
+"""Writes batch jobs for Slurm, and turns each task that `srun` starts on a node into the ranks of that node.
 
 A job is one step of one task a node; each task is torchrun with the ranks of its node. Slurm places and requeues,
 torchrun lets the nodes meet, and whether a job goes on is decided by what the run's first rank wrote
@@ -37,18 +37,18 @@ class Job:
     """What a batch job asks for."""
 
     command: Sequence[str]
-    """A verb, a run's file and overrides."""
+    """Arguments of `holdfast`: a verb, the YAML file of a run, and overrides."""
     run_directory: Path
     nodes: int
     ranks_per_node: int
     gpus_per_node: int
     time: str | None
-    """As Slurm writes a limit, such as 12:00:00; None: the partition's."""
+    """Time limit as Slurm writes it, such as 12:00:00; None leaves the partition's limit."""
     interface: str | None
-    """Network interface over which the nodes talk; None: what gloo and NCCL choose."""
+    """Network interface over which the nodes communicate; with None, gloo and NCCL choose one."""
     grace_seconds: float
     elastic: bool = False
-    """The loss of a node does not end the job."""
+    """Whether the job goes on with fewer nodes when it loses one."""
 
 
 def batch_script(job: Job) -> str:
@@ -292,6 +292,8 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
     command = [sys.executable, "-m", "holdfast.cli.main", *sys.argv[1:]]
     variables = {
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
+        # torchrun kills ranks 30 seconds after SIGTERM unless this says otherwise, which may be shorter than a save
+        # takes.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_seconds) + _AGENT_SECONDS),
         "PYTHONUNBUFFERED": "1",
     }

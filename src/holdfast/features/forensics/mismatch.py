@@ -1,4 +1,4 @@
-"""Why an engine's log-probabilities differ from the trainer's: causes tried one by one on completions of one step.
+"""Explains why an engine's log-probabilities differ from the trainer's, by trying causes on completions of one step.
 
 Most causes say what the log-probabilities would be if they were at work: at another temperature, renormalised over
 fewer tokens, of the step before, behind keys and values of older weights, in bfloat16, by another kernel. Others say
@@ -42,11 +42,11 @@ CauseTried = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Fit:
-    """How near a cause comes to what the engine told."""
+    """The distance between the log-probabilities that a cause predicts and those that the engine returned."""
 
     cause: str
     mean: float
-    """Of the absolute differences, in nats."""
+    """Mean absolute difference, in nats."""
     largest: float
 
 

@@ -1,4 +1,4 @@
-"""What log-probabilities an engine would tell that computes otherwise: causes for `holdfast explain-mismatch`.
+"""Computes the log-probabilities of an engine with other kernels or dtypes, as causes for `holdfast explain-mismatch`.
 
 A plain transformers model with the policy's weights stands in for the engine: with another kernel, in bfloat16, or
 behind keys and values that an earlier step's weights left in a cache. Where there are experts, tokens whose experts

@@ -1,4 +1,4 @@
-"""Completions that an earlier run sampled and kept (`rollout.record`), in the place of sampling.
+"""Replaces sampling by the completions that an earlier run recorded (`rollout.record`).
 
 Whatever a server computed together depended on the clock, so no run repeats its samples; from recorded ones updates
 are repeated bit by bit. A completion is known by its prompt and its seed, which follow from the run's seed and step.
@@ -29,13 +29,13 @@ _Completions = Mapping[tuple[int, int], Mapping[str, Any]]
 
 
 class RecordedEngine:
-    """Answers with what was recorded; behind `rollout/engine.py: RolloutEngine` and `AheadEngine`.
+    """An engine that returns recorded completions; implements `RolloutEngine` and `AheadEngine` of `rollout/engine.py`.
 
     Args:
-        directory: The run that recorded.
+        directory: Directory of the run that recorded its rollouts.
 
     Raises:
-        ConfigError: It recorded nothing.
+        ConfigError: The run recorded no rollouts.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -124,7 +124,7 @@ class RecordedEngine:
 
 
 class _RecordedFlight:
-    """Behind `rollout/engine.py: Flight`."""
+    """A request that recorded completions answer; implements `Flight` of `rollout/engine.py`."""
 
     def __init__(self, completions: list[Sampled]) -> None:
         self._completions = completions

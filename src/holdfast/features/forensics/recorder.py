@@ -34,7 +34,7 @@ REPLAYED_METRICS = ("loss", "grad_norm")
 
 @dataclass(frozen=True)
 class Record:
-    """One step as it was made."""
+    """Everything between sampling and the update of one step, from which the step can be repeated."""
 
     step: int
     """Counted from 1, as in metrics.jsonl."""
@@ -43,7 +43,7 @@ class Record:
     metrics: Mapping[str, float]
     rollout: Rollout
     compute_dtype: str | None
-    """What the run computed in; None in records of earlier versions."""
+    """Dtype in which the run computed; None in records of earlier versions."""
 
 
 def record_path(directory: Path, step: int) -> Path:

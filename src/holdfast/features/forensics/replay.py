@@ -1,4 +1,4 @@
-"""Look at a recorded step in one process, from the checkpoint before it: make it again, or explain a mismatch."""
+"""Repeats a recorded step in one process from the checkpoint before it, or explains its mismatch with the engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
 
 
 class Explanation(NamedTuple):
-    """Why an engine's log-probabilities of a step differ from the trainer's."""
+    """The result of `holdfast explain-mismatch` for one recorded step."""
 
     sentence: str
     """The sentence that a user reads first."""
@@ -131,7 +131,7 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
 
 @dataclass(frozen=True)
 class _Rebuilt:
-    """A run in one process, at whichever step a checkpoint holds."""
+    """A run rebuilt in one process, with the state that a checkpoint holds."""
 
     run: PolicyRun
     storage: Storage

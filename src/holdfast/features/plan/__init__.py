@@ -1,1 +1,1 @@
-"""What a run will take before it starts: its own step, executed on devices that compute nothing."""
+"""Estimates the memory and time of a run before it starts, by executing its step on devices that compute nothing."""

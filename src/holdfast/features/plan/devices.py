@@ -1,4 +1,4 @@
-"""What devices can do at most, as their makers state it; nothing here was measured."""
+"""Peak rates and memory of devices, taken from data sheets; nothing here was measured."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BETWEEN_NODES = 50e9
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device."""
+    """The data sheet of one kind of device."""
 
     name: str
     memory: int
-    """Bytes that a process finds on it."""
+    """Bytes of device memory that a process can use."""
     bytes_per_second: float
-    """Of its memory."""
+    """Bandwidth of the device's memory."""
     link: float
     """Bytes per second to another GPU of the same machine, one way."""
 

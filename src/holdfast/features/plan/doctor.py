@@ -1,4 +1,4 @@
-"""`holdfast doctor` and `holdfast env`: what is looked at before a run, and what a bug report needs."""
+"""Runs the checks of `holdfast doctor`, and prints the facts for a bug report (`holdfast env`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execute steps of a run as one of its ranks, on devices that compute nothing, and note what they take."""
+"""Executes steps of a run as one of its ranks, on devices that compute nothing, and records memory and traffic."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class _Phases(PhaseClock):
-    """Tells the ledger which phase a step is in."""
+    """A phase clock that tells the memory ledger which phase of a step has begun."""
 
     def __init__(self, ledger: Ledger, traffic: Traffic) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
 
 
 class _AlikeRanks(RankGroup):
-    """A group in which every other rank does and says what this one does."""
+    """A group of ranks in which all other ranks are assumed to send what this rank sends."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -140,7 +140,7 @@ class _AlikeRanks(RankGroup):
 
 
 class _NoFailureChannel:
-    """Stands for the channel by which ranks learn of failures."""
+    """Replaces the channel through which ranks learn of failures; a plan has no other ranks that could fail."""
 
     @contextlib.contextmanager
     def phase(self, _: str) -> Iterator[None]:

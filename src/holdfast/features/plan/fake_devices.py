@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class FakeStream:
-    """Stands for a stream, an event and a device context: nothing is ever waited for."""
+    """Replaces CUDA streams, events and device contexts; every wait returns at once."""
 
     device, priority, cuda_stream, stream_id = torch.device("cuda:0"), 0, 0, 0
 
@@ -39,7 +39,7 @@ class FakeStream:
 
 
 class AnyGenerator(torch.Generator):
-    """A generator of any device, made on the CPU: no numbers are drawn."""
+    """A generator that accepts any device and lives on the CPU, since fake tensors draw no numbers."""
 
     def __new__(cls, _: object = None) -> AnyGenerator:
         """Create a generator on the CPU, whatever the device."""

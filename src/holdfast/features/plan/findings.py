@@ -1,4 +1,4 @@
-"""What `holdfast doctor` says of one thing it looked at."""
+"""The findings that the checks of `holdfast doctor` return."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from holdfast.text.escaping import error_words, escaped_paragraph
 
 
 class Grade(StrEnum):
-    """How a thing stands.
+    """The grade of a finding.
 
-    One that fails would stop the run, or make it another than is asked for; of what is unknown nothing was looked at.
+    `fail` means that the run would stop, or would not be the run that was asked for. `unknown` means that a check did
+    not run.
     """
 
     ok = "Ok"
@@ -27,7 +28,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence on one thing, and what mends it."""
+    """The result of one check: a grade, a sentence, and advice on how to fix a problem."""
 
     grade: Grade
     name: str

@@ -1,4 +1,4 @@
-"""What `holdfast doctor` looks at of a run: tokenizer, rows, batches, rewards, endpoints, what lies in its place."""
+"""The checks of `holdfast doctor` on a run's inputs: tokenizer, rows, batches, rewards, endpoints, existing files."""
 
 from __future__ import annotations
 

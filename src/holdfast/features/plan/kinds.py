@@ -1,4 +1,4 @@
-"""What a plan counts: kinds of bytes, and phases of a step. Imports nothing heavy."""
+"""The kinds of bytes and the phases of a step that a plan counts. This module imports nothing heavy."""
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered", "gradients", "optimizer"
 ACTIVATIONS, HEAD, TEMPORARY = "activations", "head", "temporary"

@@ -1,4 +1,4 @@
-"""What `holdfast doctor` looks at of a machine: versions, devices, ranks that meet, the place of a run.
+"""The checks of `holdfast doctor` on a machine: versions, devices, a rendezvous of the ranks, the run's storage.
 
 The ranks are processes that meet and do nothing else, started as a run's are:
 `python -m holdfast.features.plan.machine`.
@@ -262,7 +262,7 @@ class RankTask:
 
     launch: Mapping[str, Any]
     place: str | None
-    """A directory that all of them shall see."""
+    """A directory that every rank must see; None skips this check."""
 
     def write(self, folder: Path) -> None:
         """Write the task to a folder, where the ranks read it."""

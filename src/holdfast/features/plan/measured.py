@@ -1,4 +1,4 @@
-"""A plan that was left in a run's directory, beside what the run measured: the same phases, under the same names."""
+"""Compares the plan saved in a run's directory with the memory that the run measured, phase by phase."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MORE = 1.1
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What of a saved plan a measurement is compared with."""
+    """The numbers of a saved plan that can be compared with measurements."""
 
     device: str
-    """Of the ranks: cuda or cpu."""
+    """Device type of the ranks: cuda or cpu."""
     peaks: Mapping[str, int]
     """Phase of a run's clock -> bytes of tensors on rank 0's device."""
 
@@ -52,7 +52,7 @@ class SavedPlan:
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """What a phase was to take, and took."""
+    """The planned and the measured peak memory of one phase, in bytes."""
 
     phase: str
     planned: int

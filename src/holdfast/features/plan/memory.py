@@ -1,4 +1,4 @@
-"""Bytes of tensors by kind and phase, counted while a step runs; the tensors may hold numbers or not.
+"""Counts the bytes of tensors by kind and phase while a step runs, on real devices or on fake ones.
 
 What a tensor is counted as follows from where it was made: gathered by FSDP2, in the head, in a forward or a backward
 pass; parameters, gradients and optimizer states are named when they are known. A tensor's memory is its storage's, so
@@ -31,7 +31,7 @@ _LARGE = 2**16
 
 @dataclass
 class Peak:
-    """The most that was allocated at one moment of a phase."""
+    """The largest number of bytes that was allocated at one moment of a phase, and its parts by kind."""
 
     total: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
@@ -46,7 +46,10 @@ class _Storage:
 
 
 class Ledger:
-    """Counts storages. `rounding` is how many bytes an allocation is a multiple of, by device type."""
+    """Counts the bytes of live storages.
+
+    `rounding` maps a device type to the number of bytes that its allocator rounds each allocation up to.
+    """
 
     def __init__(self, rounding: Mapping[str, int] | None = None) -> None:
         self._rounding = {"cuda": 512} if rounding is None else dict(rounding)
@@ -67,6 +70,8 @@ class Ledger:
     def moment(self) -> str:
         """The current phase; within a training pass, `forward` or `backward`."""
         if self.phase in {"forward_backward", "critic"}:
+            # autograd numbers the backward pass that is running; -1 means that none is. torch has no public name for
+            # this.
             return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
         return self.phase
 
@@ -82,6 +87,8 @@ class Ledger:
     def see(self, tensor: Tensor) -> None:
         """Count a tensor's storage, if it is a new one."""
         storage = tensor.untyped_storage()
+        # `untyped_storage` returns a new Python object at each call; `_cdata`, the address of the C++ storage,
+        # identifies it.
         key = storage._cdata
         if key in self._storages:
             return
@@ -109,6 +116,7 @@ class Ledger:
         entry = self._storages.get(storage._cdata)
         if entry is None:
             return
+        # FSDP2 frees gathered parameters by resizing their storage to 0, and gathers into the same storage later.
         if entry.size == 0 and self._scopes:
             entry.kind = self._scopes[-1]
         self._resize(entry, storage.nbytes())
@@ -152,6 +160,7 @@ class Ledger:
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
     """Yield what really has memory: the local part of a DTensor, the parts of a quantised tensor."""
     if isinstance(tensor, DTensor):
+        # `to_local` makes a view through autograd, which the dispatch mode would count as an operation of the step.
         yield from plain_tensors(tensor._local_tensor)
     elif isinstance(tensor, Tensor) and hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
@@ -186,6 +195,7 @@ def watched_storages(ledger: Ledger) -> Iterator[None]:
             return before["post_backward"](group, *args, **kwargs)
 
     hooked = {"unshard": gathering("unshard"), "wait_for_unshard": gathering("wait_for_unshard")}
+    # A resize is no operator, so that the dispatch mode does not see it; the method itself has to be replaced.
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
     for name, call in (hooked | {"post_backward": reducing}).items():
         setattr(FSDPParamGroup, name, call)
@@ -220,4 +230,5 @@ def follow_model(ledger: Ledger, model: nn.Module, kind: str = PARAMETERS) -> No
             with ledger.scope(HEAD):
                 return scored(*args, **kwargs)
 
+        # nn.Module's own `__setattr__` would register modules and parameters; a plain attribute must shadow the method.
         object.__setattr__(model, "_scored", in_scope)

@@ -1,4 +1,4 @@
-"""What `holdfast doctor` looks at of weights: headers of their files against sizes, index and configuration."""
+"""The checks of `holdfast doctor` on weights: file headers are compared with sizes, index and configuration."""
 
 from __future__ import annotations
 

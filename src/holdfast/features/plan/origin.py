@@ -1,4 +1,4 @@
-"""A run's configuration as a plan builds it: the shape of each model, and none of its files."""
+"""Replaces the model files in a run's configuration by the shapes of the models, which is all that a plan needs."""
 
 from __future__ import annotations
 

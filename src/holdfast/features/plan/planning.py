@@ -1,4 +1,4 @@
-"""Say before the queue whether a run fits, and what to turn: its step is executed on devices that compute nothing."""
+"""`holdfast plan`: predicts whether a run fits its devices, and which keys to change if it does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.training.directory import check_writable, run_directory, save_plan
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command was asked besides the run."""
+    """The options of the command, besides the run itself."""
 
     ranks: int | None = None
     device: str | None = None
@@ -32,7 +32,7 @@ class PlanOptions:
 
 
 class NoPlan(UserError):
-    """A plan could not be made, which says nothing of the run."""
+    """A plan could not be made; whether the run would fit remains unknown."""
 
 
 def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json: bool, save: bool) -> int:

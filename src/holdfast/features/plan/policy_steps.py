@@ -1,4 +1,4 @@
-"""The step of a policy: completions are decoded a few tokens at a time at their largest, and trained at full length."""
+"""Plans the step of a policy. A few tokens are decoded with the largest cache, and training has full-length rows."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def sampling_of(
 
 
 class _ExternalEngine:
-    """Stands for an engine outside of the ranks; behind `rollout/engine.py: RolloutEngine`."""
+    """Replaces an engine that runs outside of the ranks; implements `RolloutEngine` of `rollout/engine.py`."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Ignore the weights."""
@@ -221,12 +221,12 @@ last one."""
 
 
 class PlannedEngine:
-    """An engine whose completions are decoded at the lengths at which they take most.
+    """An engine that decodes only at the lengths at which a completion takes the most memory.
 
     Args:
-        engine: The run's own.
-        ledger, traffic: What counts.
-        section: How it samples.
+        engine: The engine of the run.
+        ledger, traffic: Counters of memory and of messages.
+        section: The `rollout` section of the run.
     """
 
     def __init__(self, engine: InProcessEngine, ledger: Ledger, traffic: Traffic, section: EngineConfig) -> None:

@@ -28,7 +28,7 @@ _OWN_GUARD_REFUSES = (2, 14)
 
 
 class NoGuard(UserError):
-    """Nothing can be executed on fake devices here; the message says why."""
+    """Fake CUDA devices cannot be used on this machine; the message gives the reason."""
 
 
 def load_guard(cache: Path | None = None) -> Path | None:
@@ -49,6 +49,7 @@ def load_guard(cache: Path | None = None) -> Path | None:
     if any((torch / "lib").glob("libtorch_cuda.*")) and _version() < _OWN_GUARD_REFUSES:
         return None
     library = guard_library(torch, cache)
+    # RTLD_GLOBAL: torch's libraries resolve symbols among those that are loaded already, and so find the guard's first.
     ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     return library
 

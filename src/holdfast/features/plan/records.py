@@ -1,4 +1,4 @@
-"""What a plan is asked for, what an execution says, and the same as numbers for scripts."""
+"""The request for a plan, the measurements of an execution, and their JSON form for scripts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ and the share of the peak that the allocator cannot use. Stated, since no GPU of
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Which rank of how many is executed, and on what."""
+    """The rank that is executed, the number of ranks, and the device."""
 
     ranks: int = 1
     rank: int = 0
     device: str = "cuda"
     memory: int = 80 * 2**30
-    """Bytes of a device, from which a run that may choose decides what rests where."""
+    """Bytes of device memory, by which a run decides which of its tensors it offloads."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -37,39 +37,39 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class HostValue:
-    """A value that the host waited for."""
+    """A transfer from a device to the host for which the host waited."""
 
     phase: str
     reason: str
     numbers: int
-    """How many it has."""
+    """Number of elements that were copied."""
 
 
 @dataclass
 class Execution:
-    """What two steps took on one rank."""
+    """The measurements of two executed steps on one rank."""
 
     spec: RankSpec
     plan: ShardPlan
     loaded: dict[tuple[str, str], Peak] = field(default_factory=dict)
     """(phase, device type) -> peak, until models and optimizers are built"""
     resumed: dict[tuple[str, str], Peak] = field(default_factory=dict)
-    """Likewise of the load of a checkpoint and the first step after it; empty where checkpoints hold weights alone."""
+    """(phase, device type) -> peak of the load of a checkpoint and the next step; empty if it holds weights alone."""
     steady: dict[tuple[str, str], Peak] = field(default_factory=dict)
-    """Likewise of a step that comes after others, and of a save."""
+    """(phase, device type) -> peak of a later step and of a save."""
     host_values: list[HostValue] = field(default_factory=list)
-    """Of the later step."""
+    """Transfers of the later step for which the host waited."""
     messages: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """(phase, kind) -> number and bytes that this rank sends, of the later step"""
     flops: dict[str, float] = field(default_factory=dict)
     checkpoint_bytes: int = 0
-    """Of all ranks together, in the files of a checkpoint."""
+    """Bytes that all ranks together write into the files of a checkpoint."""
     export_bytes: int = 0
-    """In the files of everything that is written at the end of the run."""
+    """Bytes of all files that are exported at the end of the run."""
     micro_batches: int = 1
-    """Of this rank, in one update."""
+    """Micro-batches of this rank in one update."""
     tokens: int = 0
-    """Of this rank, in its largest micro-batch."""
+    """Tokens in the largest micro-batch of this rank."""
     parameters: int = 0
     read: dict[str, float] = field(default_factory=dict)
     """Phase -> bytes that it reads and writes at least"""
@@ -78,7 +78,7 @@ class Execution:
     executed: bool = True
     """Whether these are numbers of an execution, and not of formulas."""
     uncounted: str = ""
-    """What formulas leave out of this run."""
+    """A sentence on the parts of this run that the formulas do not count."""
     notes: list[str] = field(default_factory=list)
 
 

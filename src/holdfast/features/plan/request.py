@@ -1,4 +1,5 @@
-"""From a request to a plan, in a process that has the guard: executed, or by formulas where that cannot be.
+"""Turns a request into a plan, in a process that has the device guard. Where a step cannot be executed, formulas
+estimate it.
 
 Formulas hold to a tenth or so for language models of blocks; a plan says when it is made of them. Where the run does
 not fit, it says what to turn: a closed list, the cheapest first, each tried on top of those before it. None of them
@@ -98,13 +99,13 @@ def _turns(
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """One key that takes less memory."""
+    """A change of one key that saves memory."""
 
     key: str
     value: str
     cost: str
     config: TrainingConfig
-    """With it, and with those before."""
+    """The configuration with this change and all changes before it in the list."""
 
 
 def turns(config: TrainingConfig, spec: RankSpec) -> Iterator[MemorySaving]:

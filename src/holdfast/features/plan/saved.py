@@ -1,4 +1,4 @@
-"""Bytes that a run writes, counted with the functions that write them: what a checkpoint and an export hold."""
+"""Counts the bytes of a run's checkpoints and exports, using the same functions that write them."""
 
 from __future__ import annotations
 

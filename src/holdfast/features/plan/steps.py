@@ -1,4 +1,4 @@
-"""The step of every verb, made of the largest batches that its configuration allows: each row as long as it may be."""
+"""Builds the step of every verb from the largest batches that a configuration allows; each row has its full length."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PlannedStep:
     traffic: Traffic
     trained: Trained
     companions: dict[str, Trained] = field(default_factory=dict)
-    """Models that are trained beside it, by what goes before the names of their tensors in checkpoints."""
+    """Further trained models, by the prefix of their tensors' names in checkpoints."""
     make: Callable[[], object] = lambda: None
     repeats: dict[str, int] = field(default_factory=dict)
     """Phase -> how often a step goes through what was executed once."""

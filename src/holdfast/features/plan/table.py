@@ -1,4 +1,4 @@
-"""A plan as the table that people read. Imports nothing heavy."""
+"""Formats a plan as a table for people. This module imports nothing heavy."""
 
 from __future__ import annotations
 

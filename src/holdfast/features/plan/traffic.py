@@ -1,4 +1,4 @@
-"""Sees every operation of a step: what it allocates, the messages between ranks by kind, floating-point operations."""
+"""Observes every operation of a step, and counts its allocations, messages between ranks and floating-point work."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _NOT_SENT = {"wait_tensor", "barrier", "monitored_barrier_"}
 
 @dataclass
 class Messages:
-    """Collectives of one kind."""
+    """Number and bytes of the collectives of one kind."""
 
     count: int = 0
     bytes: int = 0
-    """That this rank sends, with the algorithm of a ring."""
+    """Bytes that this rank sends, assuming ring algorithms."""
 
 
 class Traffic:
-    """Counts; `moment` says which phase it is."""
+    """Counters of messages and floating-point operations; `moment` returns the present phase of the step."""
 
     def __init__(self, moment: Callable[[], str]) -> None:
         self._moment = moment
@@ -216,7 +216,7 @@ def _asked_by_transformers() -> str | None:
 
 
 class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Tells a ledger of tensors, and counts work and messages."""
+    """A dispatch mode that reports new tensors to a memory ledger, and counts floating-point work and messages."""
 
     def __init__(self, ledger: Ledger, traffic: Traffic, answer: Callable[[Tensor, str], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's

@@ -1,1 +1,3 @@
-"""What happened in a run, for people: a page, a live view, a comparison. Reads run directories and writes none."""
+"""Shows people what happened in a run, as a page, a live view or a comparison. Apart from the page,
+it writes nothing.
+"""

@@ -1,4 +1,4 @@
-"""What the page's scripts draw: curves, marks, phases and completions of runs as plain JSON."""
+"""Collects the JSON that the page's scripts draw: curves, marks, phases and completions of runs."""
 
 from __future__ import annotations
 

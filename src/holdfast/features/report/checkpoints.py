@@ -1,4 +1,4 @@
-"""The checkpoints of a run as a table: what is on the disk, what its manifest says, and what was deleted."""
+"""Lists the checkpoints of a run from the manifests on the disk and the record of deletions."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MEASURED = (TIMING, "throughput/", "memory/", "step_time", "ranks/")
 
 @dataclass(frozen=True)
 class DivergencePoint:
-    """The first step at which two runs have another number."""
+    """The first step at which the metrics of two runs differ."""
 
     step: int
     metrics: tuple[str, ...]

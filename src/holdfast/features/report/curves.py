@@ -1,4 +1,4 @@
-"""The numbers of a run as columns: of its effective log, and of the steps that resumes went back behind.
+"""Reads the metrics of a run as columns: of the effective log, and of steps that were repeated after a resume.
 
 A run of 100,000 steps has gigabytes as dictionaries and tens of megabytes as columns, which is why this does not use
 `metrics.sink.read_metrics`; both leave out the same lines. A reader may follow the file while it grows.
@@ -26,7 +26,7 @@ def do_nothing() -> None:
 
 @dataclass
 class Column:
-    """A metric by step, in the order of the log; what was no finite number is NaN."""
+    """The values of one metric by step, in the order of the log; a value that is not a finite number is NaN."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -48,17 +48,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Rewind:
-    """A start of the run that continued it."""
+    """A start of the run that continued from a checkpoint."""
 
     last: int
-    """The last step that had a line before."""
+    """The last step in the log before this start."""
     to: int
-    """The step that it went on from; the steps between are lost, and were made again."""
+    """The step of the checkpoint. The steps between `to` and `last` were lost and made again."""
 
 
 @dataclass
 class Curves:
-    """All columns of a run, and what else its metrics.jsonl says."""
+    """All metrics of a run, and the other facts in its metrics.jsonl."""
 
     columns: dict[str, Column] = field(default_factory=dict)
     lost: dict[str, list[Column]] = field(default_factory=dict)
@@ -116,11 +116,11 @@ def _is_step(value: Any) -> bool:
 
 
 class LineReader:
-    """Reads the lines that a file of JSON got since the last look; a torn last line waits for its end.
+    """Reads the lines that were appended to a file of JSON lines since the last read. An incomplete last line waits.
 
     Args:
-        path: Of the file.
-        last_bytes: Of a longer file the first look reads only so much, from its end; None: all of it.
+        path: Path of the file.
+        last_bytes: Number of bytes at the end of the file that the first read is limited to; None reads all of it.
     """
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Follow a run while it goes on: what its files got since the last look, and what its ranks leave beside it.
+"""Follows a run while it goes on, by the lines appended to its logs and the status files of its ranks.
 
-Looks are cheap: of a long log only the end is read at first, and files that did not change are not read again.
+Each read is cheap: of a long log only the end is read at first, and unchanged files are not read again.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class RunStatus:
 
 
 class Follower:
-    """Reads what a run has written since the last look.
+    """Reads what a run has written since the last read.
 
     Args:
-        directory: Of the run.
+        directory: Directory of the run.
 
     Raises:
-        UserError: It is not the directory of a run.
+        UserError: The directory is not that of a run.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Text becomes markup here alone: it is made printable, then escaped."""
+"""Builds HTML elements. No other module turns text into markup; text is made printable and then escaped."""
 
 from __future__ import annotations
 

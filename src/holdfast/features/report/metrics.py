@@ -1,4 +1,4 @@
-"""What metrics are called on a page, in which unit, and which of them come first."""
+"""The titles, units and order of metrics on a page."""
 
 from __future__ import annotations
 

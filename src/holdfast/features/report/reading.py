@@ -1,4 +1,4 @@
-"""Read a run directory into one record, whatever state it is in: half written, damaged, of an earlier version, running.
+"""Reads a run's directory into one record. The run may still go on, and its files may be incomplete or damaged.
 
 What cannot be read is left out and named in `notes`; nothing is written.
 """
@@ -30,7 +30,7 @@ MEASURED_MEMORY = ("memory/peak_gib", "memory/resident_gib")
 
 
 class PlannedPeaks(NamedTuple):
-    """What of plan.json a measurement stands beside; nothing where there is no plan."""
+    """The planned peaks in plan.json that measurements are shown beside; empty where there is no plan."""
 
     bytes_: float | None = None
     """Peak memory of a rank's device, of the host where the plan is of CPUs."""
@@ -42,7 +42,7 @@ class PlannedPeaks(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says."""
+    """Everything that a report shows of one run's directory."""
 
     directory: Path
     name: str
@@ -62,7 +62,7 @@ class RunRecord:
     versions: Mapping[str, str]
     planned: PlannedPeaks
     notes: list[str] = field(default_factory=list)
-    """What could not be read, in sentences."""
+    """Sentences on the files that could not be read."""
 
     @property
     def total(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The page that every run ends with: written by the command after the last save, in time or not at all."""
+"""Writes the page of a run after its last save. If this takes too long, the page is left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.training.directory import IDENTITY, count_starts
 
 
 class _PageTimeout(BaseException):
-    """The time is over, or a signal asks the command to end. No `except Exception` catches it."""
+    """Raised when the time for the page is over, or a signal ends the command. No `except Exception` catches it."""
 
 
 def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
@@ -50,6 +50,7 @@ def _giving_up_after(seconds: float) -> Iterator[None]:
 
     numbers = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    # A signal that is ignored, as nohup ignores SIGHUP, stays ignored.
     before = {number: signal.signal(number, give_up) for number in caught}
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

@@ -1,4 +1,4 @@
-"""Completions of a run: which of them a page shows, and of which all of the text and the tokens.
+"""Chooses the completions of a run that a page shows, and those that it shows with all text and tokens.
 
 Every completion of the steps that are shown is there with its first characters. Files are read once from front to back;
 the texts that are shown whole are read a second time, so that no run is too long to be looked at.
@@ -31,7 +31,7 @@ SAMPLE_RULE = (
 
 @dataclass
 class ShownSample:
-    """A completion."""
+    """One completion on a page."""
 
     step: int
     sample_id: int
@@ -54,7 +54,7 @@ class ShownSample:
 
 @dataclass
 class Samples:
-    """Completions of the effective run."""
+    """The completions of a run, without those of steps that were made again."""
 
     items: list[ShownSample] = field(default_factory=list)
     total: int = 0

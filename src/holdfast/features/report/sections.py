@@ -1,4 +1,4 @@
-"""The sections of the page that need no script: numbers, tables and sentences."""
+"""Writes the sections of the page that need no script: numbers, tables and sentences."""
 
 from __future__ import annotations
 

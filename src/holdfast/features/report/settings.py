@@ -1,4 +1,4 @@
-"""A run's configuration for people, without what could be secret, and in which keys two of them differ.
+"""Shows a run's configuration without anything that could be secret, and compares two configurations by key.
 
 Nothing is validated: a configuration of an earlier version has other keys, which are shown as they stand.
 """
@@ -25,7 +25,7 @@ _OF_THE_PLACE = ("run.name", "run.dir")
 
 @dataclass(frozen=True)
 class Parent:
-    """What a run started from."""
+    """The run or checkpoint that a run started from."""
 
     description: str
     configuration: Mapping[str, str] | None

@@ -1,4 +1,4 @@
-"""What happened in a run, in order: starts, ends, saves, evaluations, alarms, each with its step and a sentence.
+"""Lists the events of a run in order (starts, ends, saves, evaluations, alarms), each with its step and a sentence.
 
 `metrics.jsonl` says where a resume went back to, `events.jsonl` what ended the start before. A start leaves an event of
 its own; in runs of earlier versions, which lack it, an end belongs to the first resume that its step allows.

@@ -1,4 +1,4 @@
-"""Fewer points of a long curve, by a rule that a reader can be told.
+"""Thins the points of a long curve by a rule that keeps every extreme.
 
 Of more than `MOST_POINTS` points the curve is cut into `BUCKETS` parts with equally many points, and of each the
 first, the lowest, the highest and the last are drawn, so that no extreme is lost. Points without a finite value are

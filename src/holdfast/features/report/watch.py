@@ -1,4 +1,4 @@
-"""`holdfast watch`: a run in the terminal while it goes on, from 60 to 200 columns; it only reads.
+"""`holdfast watch`: shows a run in a terminal of 60 to 200 columns while it goes on. It never writes to the run.
 
 A frame is drawn when a file of the run grew, at most every `_FRAME_SECONDS`; without a terminal one frame is printed.
 """

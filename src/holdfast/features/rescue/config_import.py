@@ -1,4 +1,4 @@
-"""`holdfast config import`: a file of another system as one of ours.
+"""`holdfast config import`: converts the configuration of another system to a Holdfast configuration.
 
 A conversion becomes text: our YAML, with the origin of each key and what differs, and what came of all other keys.
 """

@@ -1,4 +1,4 @@
-"""A model directory from another system's checkpoint, one tensor in memory at a time."""
+"""Writes a model directory from another system's checkpoint, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def finite(name: str, tensor: Tensor) -> Tensor:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, read when they are asked for."""
+    """A mapping from names to tensors of a checkpoint that reads each tensor when it is looked up."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored

@@ -1,4 +1,4 @@
-"""What `holdfast checkpoint check` says of another system's checkpoint: for a person, and for a script."""
+"""Prints the result of `holdfast checkpoint check` on another system's checkpoint, for people or as JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The trackers: files of ours, libraries, and the one that a user wrote. Each is opened in a process of its own.
+"""The trackers: files that Holdfast writes, tracking libraries, and classes of users. Each opens in its own process.
 
-Each library collects what we send and nothing else; the settings that see to it are spelt out.
+Every library is set up to collect only what Holdfast sends, by the settings below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REWIND = "event/rewind"
 
 
 class Backend(Protocol):
-    """Where one tracker writes. The last value that it is given for a step and a name counts."""
+    """One tracker. Of several values that are logged for the same step and name, the last counts."""
 
     settle_seconds: float
     """After so long, what was written survives a kill of the process."""

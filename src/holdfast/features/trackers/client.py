@@ -1,4 +1,4 @@
-"""The run's side of its trackers: it starts their processes, hears whether they live, and ends them.
+"""Starts the processes of a run's trackers, checks that they live, and ends them.
 
 Nothing here waits, but for `close`, which waits `tracker_close_seconds` of patience.py in all.
 """
@@ -102,6 +102,7 @@ class _Process:
                 stderr=log,
                 bufsize=0,
                 env=tracker_environment(kind, folder),
+                # Ctrl-C must not reach the tracker, which has to send the end of the run after the run has ended.
                 start_new_session=True,
             )
         assert self._process.stdout is not None

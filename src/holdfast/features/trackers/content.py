@@ -1,4 +1,4 @@
-"""What a tracker is told: an allow-list of facts about a run, and completions as rows of a table."""
+"""Selects the data that trackers receive: an allow-list of facts about a run, and completions as table rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = ("step", "prompt", "completion", "reward")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about a run when it opens."""
+    """The facts about a run that a tracker receives when it opens."""
 
     run_id: str
     """The same after every resume."""

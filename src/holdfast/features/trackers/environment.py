@@ -1,4 +1,4 @@
-"""What a tracker's process sees of the environment: no more than the library needs."""
+"""Selects the environment variables that a tracker's process inherits: no more than its library needs."""
 
 from __future__ import annotations
 

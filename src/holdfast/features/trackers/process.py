@@ -1,4 +1,4 @@
-"""A tracker's process: reads what the run writes, and hands on what is allowed.
+"""The process of one tracker: it reads the files that the run writes, and passes on what is allowed.
 
     python -m holdfast.features.trackers.process RUN_DIRECTORY LABEL [FOLDER_OF_THE_YAML]
 
@@ -45,7 +45,7 @@ _KINDS: Mapping[str, Callable[..., Backend]] = {
 
 
 class RunEnd:
-    """The end of the run, as standard input tells it."""
+    """The end of the run, as the run reports it on standard input."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -53,6 +53,7 @@ class RunEnd:
 
     def watch(self) -> None:
         """Wait in a thread for the run to say how it ended, or to die."""
+        # A daemon thread: it blocks in a read of standard input, and must not keep a finished process alive.
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:

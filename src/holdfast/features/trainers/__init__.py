@@ -1,1 +1,1 @@
-"""Holdfast's checkpoints inside other trainers: one file and one extra each, and two checks for any script."""
+"""Saves and resumes other trainers through Holdfast (one module per trainer), and offers two checks for any script."""

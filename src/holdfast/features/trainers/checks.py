@@ -1,4 +1,4 @@
-"""Two checks for any script: that a reference model is sharded, and that activation checkpointing computes the same."""
+"""Two checks for any script: whether a reference model is sharded, and whether activation checkpointing is exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check says; true if all is well."""
+    """The result of a check; it is true if the check found no problem."""
 
     well: bool
     message: str

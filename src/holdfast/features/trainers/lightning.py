@@ -1,4 +1,4 @@
-"""Lightning: strategies that save and resume through Holdfast, under the names of those that they replace.
+"""Strategies for Lightning that save and resume through Holdfast; each has the name of the strategy that it replaces.
 
     from holdfast.features.trainers.lightning import ModelParallelStrategy
     trainer = Trainer(strategy=ModelParallelStrategy(), callbacks=[ModelCheckpoint(...)])
@@ -40,7 +40,7 @@ _WRAPPER = "_fsdp_wrapped_module."
 
 
 class _CheckpointMixin:
-    """The methods that both strategies have in the place of Lightning's own."""
+    """The methods of Lightning's strategies that both strategies here override."""
 
     _rehearse = True
 
@@ -175,7 +175,7 @@ def _load(strategy: Any, checkpoint_path: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _StandIn:
-    """A model and its optimizer, by name."""
+    """A model and its optimizer with the interface that Holdfast's snapshots expect."""
 
     model: nn.Module
     optimizer: Optimizer | None

@@ -1,4 +1,4 @@
-"""What saves inside somebody else's trainer have in common: names that are written again, and which save is whole."""
+"""Shared parts of saves inside other trainers: rewriting an existing name, and finding the newest complete save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.parallel.collectives import RankGroup
 
 
 class UnsuitableTrainer(UserError):  # noqa: N818 - the name says what is wrong
-    """A trainer is set up in a way whose state cannot be saved here; said before anything is trained."""
+    """The state of a trainer cannot be saved by Holdfast; raised before anything is trained."""
 
 
 def is_first() -> bool:

@@ -1,4 +1,4 @@
-"""transformers' Trainer, and so TRL's trainers: saves that are verified, and a resume from the newest whole one.
+"""Verified saves and resumes for transformers' Trainer, and so for TRL's trainers.
 
     from holdfast.features.trainers.trl import protect
     protect(trainer)
@@ -85,7 +85,7 @@ class _Rehearsal(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
 
 class _Saves:
-    """The methods that take the place of a trainer's own."""
+    """The methods that replace those of a trainer."""
 
     def __init__(self, trainer: Trainer, train: Any) -> None:
         self._trainer, self._train = trainer, train

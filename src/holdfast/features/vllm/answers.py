@@ -1,4 +1,4 @@
-"""Read what a server of vLLM answers, field by field: what is needed has its type and range, or the answer is refused.
+"""Reads the answers of vLLM servers field by field. An answer is refused if a field has a wrong type or range.
 
 A server that another version, a proxy or a mistake stands behind answers 200 with whatever it has. Nothing is converted
 on the way: `"3"` is no token, `true` is no number, and what is refused is named by its route and its place.
@@ -32,7 +32,7 @@ _ABSENT = object()
 
 
 class Field(NamedTuple):
-    """A value somewhere in an answer; what reads it raises EndpointMistaken where it is something else."""
+    """A value in an answer, with its path. Its methods raise EndpointMistaken for a value of another type."""
 
     route: str
     value: Any
@@ -140,7 +140,7 @@ def _shown(value: Any) -> str:
 
 
 class Reply(NamedTuple):
-    """One completion, as a server told it."""
+    """One completion that a server returned."""
 
     tokens: NDArray[np.int64]
     """[C]"""
@@ -148,17 +148,17 @@ class Reply(NamedTuple):
     """[C], NaN where the server told none"""
     finish: Finish
     spans: tuple[tuple[int, str], ...]
-    """First token and weights of each part."""
+    """(index of the first token, name of the weights) of each part of the completion."""
 
 
 class ServerState(NamedTuple):
-    """What a server says of itself."""
+    """The state that a server reports of itself."""
 
     model: str
     longest: int
-    """Tokens of its context."""
+    """Length of its context, in tokens."""
     identity: str
-    """Of its process."""
+    """An identifier of its process, which a restart changes."""
     facts: Mapping[str, Any]
     """As `extension.py: Extension.holdfast_identity` returns them."""
 

@@ -1,4 +1,4 @@
-"""Push weights to servers of vLLM: whole tensors in buckets, each a file that both sides see, every byte hashed.
+"""Pushes weights to vLLM servers. Whole tensors travel in buckets, which are shared files, and every byte is hashed.
 
 A push is: pause, begin, buckets, end with the name of the weights, caches reset, resume. The name is stamped last, and
 a server that refuses anything stays paused: nobody samples from half a model. A server that is found dead on the way is
@@ -48,12 +48,12 @@ def digest(tensor: Tensor) -> str:
 
 @dataclass
 class Inspection:
-    """What a server says of the tensors that it computes with."""
+    """The answer of a server that was asked to compare its tensors with those that were sent."""
 
     differences: dict[str, float | None] = field(default_factory=dict)
     """By name, how far from what was sent, relative to it; None where no layer of the server can say."""
     why_not: str = ""
-    """Its address and what it answered instead; "" if it said."""
+    """The server's address and its answer, if it could not compare; otherwise empty."""
 
 
 class Leases:
@@ -130,7 +130,7 @@ class Publisher:
     """Pushes to servers from one process of a run.
 
     Args:
-        folder: Where buckets are laid.
+        folder: Folder in which buckets are written.
         bucket_mib: Size of a bucket.
     """
 
@@ -214,7 +214,7 @@ class Publisher:
 
 
 class _Push:
-    """Servers while they take a push."""
+    """The state of one push: the servers that take part, and those that failed."""
 
     def __init__(self, servers: Sequence[VLLMServer]) -> None:
         self._servers = list(servers)

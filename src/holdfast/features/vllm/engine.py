@@ -1,4 +1,4 @@
-"""Sample from servers of vLLM over HTTP, without importing vLLM.
+"""Samples from vLLM servers over HTTP, without importing vLLM.
 
 Each completion is a request of its own with its own seed, so it does not matter which server answers it. A server that
 dies in the middle is noticed by its silence, and its requests are asked of the others with the same seeds; where none
@@ -38,7 +38,7 @@ _LARGEST_SEED = 2**63 - 1
 
 
 class _PendingCompletion(NamedTuple):
-    """One completion that is asked for."""
+    """One completion that was requested and has not arrived."""
 
     name: str
     request: Request
@@ -46,15 +46,15 @@ class _PendingCompletion(NamedTuple):
 
 
 class VLLMFlight:
-    """Requests to servers, on threads of their own; behind `rollout/engine.py: Flight`.
+    """Requests to servers on separate threads; implements `Flight` of `rollout/engine.py`.
 
     Args:
         fleet: The servers.
-        section: How they are asked.
-        items: What is asked for.
-        sampling: How all of them are sampled.
-        stops: What ends a completion.
-        done: Completions that need not be asked for.
+        section: The `rollout.engine` section of the run.
+        items: The completions that are requested.
+        sampling: Temperature and support of all requests.
+        stops: The conditions that end a completion.
+        done: Completions that exist already and are not requested.
     """
 
     def __init__(  # noqa: PLR0913 - what is asked, of whom, and how
@@ -242,12 +242,12 @@ class VLLMFlight:
 
 
 class VLLMEngine:
-    """Samples from servers; behind `rollout/engine.py: RolloutEngine` and `AheadEngine`.
+    """Samples from servers; implements `RolloutEngine` and `AheadEngine` of `rollout/engine.py`.
 
     Args:
-        section: The servers, and how they are asked.
-        servers: The same, reached and checked.
-        stops: What ends a completion.
+        section: The `rollout.engine` section of the run.
+        servers: The servers of the section, reached and checked.
+        stops: The conditions that end a completion.
     """
 
     def __init__(self, section: VLLMEngineConfig, servers: Sequence[VLLMServer], stops: Stops) -> None:

@@ -54,7 +54,7 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Buckets(WeightTransferEngine):  # type: ignore[misc]
-    """Takes whole tensors out of buckets, and lets the model load them."""
+    """The receiving engine: it reads whole tensors from buckets and passes them to the model's loader."""
 
     init_info_cls, update_info_cls = Init, Update
     declared: Init | None = None
@@ -215,11 +215,11 @@ def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float |
 
 @dataclass
 class Lease:
-    """Which run may push to this server, and until when."""
+    """The run that may push to this server, and the time until which it may."""
 
     holder: dict[str, Any] | None = None
     until: float = 0.0
-    """On the monotonic clock."""
+    """Time on the monotonic clock at which the lease ends."""
 
     def living(self, clock: float) -> dict[str, Any] | None:
         """Return who has the server; None if nobody does, or has not renewed it in time."""
@@ -240,7 +240,7 @@ _LEASE = Lease()
 
 
 class Extension:
-    """What /collective_rpc may call by name, beside the worker's own methods."""
+    """Methods that vLLM adds to its workers, so that /collective_rpc can call them by name."""
 
     def holdfast_inspect(self, file: str) -> dict[str, float | None]:
         """Return the difference of every tensor of a bucket from what the model computes with."""

@@ -1,4 +1,4 @@
-"""Prove a push: log-probabilities of fixed sequences, engine against trainer.
+"""Proves a push by comparing the engine's log-probabilities of fixed sequences with the trainer's.
 
 Equality of sampled tokens would show little, and what a server tells of a prompt never reads its cache of keys and
 values; so the 20 most probable tokens of every place are compared, and one generated token behind a prompt that is
@@ -62,24 +62,24 @@ ServerAnswers = Mapping[str, Sequence[Sequence[TopRow]]]
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proof measured on one server."""
+    """The differences that a proof measured on one server, in nats."""
 
     url: str
     difference: float
-    """Largest in nats; in bfloat16 their mean."""
+    """Largest difference of log-probabilities, in nats; in bfloat16 the mean difference."""
     of_prompts: float
-    """The same without tokens that were generated, which alone read the cache."""
+    """The difference on prompts alone; only generated tokens read the cache of keys and values."""
     from_before: float
     """Largest difference from what the server said after the push before; infinite at the first."""
 
 
 class Prover:
-    """Compares servers with the trainer after a push; all ranks have one.
+    """Compares servers with the trainer after a push. Every rank has a prover, since the forward pass is collective.
 
     Args:
-        tolerance: Largest difference in nats; None: it is measured.
-        block: TokenIds of a block of the servers' caches.
-        longest: TokenIds of their contexts.
+        tolerance: Largest permitted difference in nats; with None, the trainer's own rounding decides.
+        block: Number of tokens in a block of the servers' caches.
+        longest: Number of tokens in the servers' contexts.
     """
 
     def __init__(self, tolerance: float | None, block: int, longest: int) -> None:

@@ -1,4 +1,4 @@
-"""Publish the policy's weights to servers of vLLM, and open the engine that samples from them.
+"""Publishes the policy's weights to vLLM servers, and opens the engine that samples from them.
 
 Before a sample is drawn every server that lives has the present weights: their bytes are compared by hash on arrival,
 and what the engine makes of them by a proof (`proof.py`). Before a run and before each push it is seen whether servers
@@ -36,7 +36,7 @@ from holdfast.training.run import ShardedModel
 
 
 class Outgoing(NamedTuple):
-    """What a push holds."""
+    """The names, shapes and dtypes of the tensors in a push."""
 
     conversions: tuple[Conversion, ...]
     headers: Mapping[str, Header]
@@ -80,14 +80,14 @@ def _dtype(sharded: ShardedModel) -> torch.dtype:
 
 
 class ServedEngine(VLLMEngine, PublishedEngine):
-    """Servers that sample from a policy; all ranks build it, and rank 0 pushes.
+    """An engine of vLLM servers that receive the policy's weights. Every rank builds it, and rank 0 pushes.
 
     Args:
-        section: The servers, and how they are asked.
-        servers: The same, reached and checked.
-        stops: What ends a completion.
-        mark: Drawn anew at each start of a run, the same on all ranks: no two pushes have one name.
-        prover: Compares them with the trainer.
+        section: The `rollout.engine` section of the run.
+        servers: The servers of the section, reached and checked.
+        stops: The conditions that end a completion.
+        mark: A random text that all ranks share and each start draws anew, so that no two pushes have one name.
+        prover: Compares the servers with the trainer after each push.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Write what a server needs of a run's model: configuration and tokenizer, and no weights.
+"""Writes the configuration and the tokenizer of a run's model for a server, without weights.
 
     python -m holdfast.features.vllm.server_files CONFIG.json BASE DIRECTORY
 
-A process of its own, since it imports torch and whoever starts servers does not.
+It runs in its own process, since it imports torch and the process that starts servers does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Servers of vLLM, and what is asked of one: token ids in and out, its state, and what it takes in a push.
+"""Clients of vLLM servers. They request completions as token ids, read a server's state, and send pushes.
 
 Nothing here imports vLLM. One request is one completion, with its own seed. What a server answers is checked before it
 counts (`answers.py`): 200 with fewer tokens than were asked for, tokens of weights that nobody pushed, and tokens
@@ -56,16 +56,16 @@ PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
 
 @dataclass(frozen=True)
 class VLLMServer:
-    """Asks one server; safe to share between threads."""
+    """The client of one server; threads may share it."""
 
     url: str
     endpoint: Endpoint
-    """For what may be asked twice; its connections stay open."""
+    """The endpoint for requests that may be repeated; its connections stay open."""
     control: Endpoint
-    """For pushes."""
+    """The endpoint for pushes and probes; a request is repeated only while the server is busy."""
     model: str = ""
     vocabulary: int = LARGEST_VOCABULARY
-    """Tokens that there are; a completion with another one is none."""
+    """Size of the vocabulary; a completion with a token beyond it is refused."""
 
     @classmethod
     def of(cls, url: str, section: VLLMEngineConfig, name: str = "rollout.engine") -> VLLMServer:
@@ -211,11 +211,11 @@ def sampling_words(sampling: SamplingConfig, stops: Sequence[int]) -> dict[str, 
 
 
 class UnexpectedWeights(Exception):  # noqa: N818 - the name says what happened
-    """A completion of weights that were not pushed."""
+    """A server answered with weights that were not pushed."""
 
 
 class _PushedWeights(NamedTuple):
-    """Weights that servers have, or had."""
+    """The weights of one push."""
 
     order: int
     """Of pushes; averages and weights of one version are two."""
@@ -224,15 +224,15 @@ class _PushedWeights(NamedTuple):
 
 @dataclass
 class Fleet:
-    """The servers that have the present weights; safe to share between threads."""
+    """The servers that have the present weights; threads may share it."""
 
     servers: list[VLLMServer] = field(default_factory=list)
     dead: dict[str, str] = field(default_factory=dict)
-    """Address -> what was seen."""
+    """Address -> the reason why the server counts as dead."""
     pushes: dict[str, _PushedWeights] = field(default_factory=dict)
     """By the name of the weights; those that nothing on its way may be of are dropped."""
     newest: int = 0
-    """Order of the last push."""
+    """The number of the last push."""
     warned: set[str] = field(default_factory=set)
     """Addresses that answered what is no answer."""
     busy: dict[str, int] = field(default_factory=dict)

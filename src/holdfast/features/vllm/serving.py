@@ -1,4 +1,4 @@
-"""`holdfast serve`: servers of vLLM for a run, with its flags; `rollout.engine.start` has them beside the ranks."""
+"""`holdfast serve`: starts vLLM servers with the flags that a run needs. `rollout.engine.start` starts them with it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def serve(path: Path, overrides: Sequence[str]) -> int:
     loaded = load_run(path, [*overrides, "rollout.engine.start=true"])
     section = engine_of(loaded.config)
     assert section is not None
+    # SIGTERM would end Python at once and leave the servers running; as KeyboardInterrupt it leaves the `with` block.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with servers_of(loaded):

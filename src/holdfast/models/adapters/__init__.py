@@ -1,1 +1,1 @@
-"""LoRA adapters: their targets, files, and merging them into the weights."""
+"""LoRA adapters: add them to a model (`lora.py`), find and merge them (`live.py`), peft's files (`files.py`)."""

@@ -1,4 +1,4 @@
-"""Adapters in peft's format, and where a model's own start: at random, from the matrices beside them, or from files."""
+"""Adapters in peft's file format, and the initial values of adapters: random, derived from the base, or from files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-"""What peft calls its two files."""
+"""Names of peft's two files."""
 
 PEFT_PREFIX = "base_model.model."
-"""What peft's files put before a name."""
+"""Prefix of names in peft's files."""
 
 BASE = "holdfast_base"
-"""In the header of our files: the mark of the weights that the adapters were trained beside."""
+"""Key in the header of our files; its value is the fingerprint of the base weights of the adapters."""
 
 
 def names_in_file(model: nn.Module) -> list[str]:
@@ -81,7 +81,7 @@ class AdapterFile:
     stored_names: Mapping[str, str]
     """Canonical name -> that in the file."""
     base: str | None
-    """The mark of their base; None if whoever wrote them left none."""
+    """Fingerprint of their base weights; None in files of other programs."""
 
     @classmethod
     def at(cls, directory: Path) -> AdapterFile:
@@ -120,15 +120,15 @@ class AdapterFile:
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """A model's tensors, packed where it keeps 4 bits, and behind them its adapters.
+    """A source of a model's tensors (packed where they are stored in 4 bits) and of its adapters.
 
-    A starts uniform within 1 / sqrt(in), B at zero, a magnitude at the length of each row of the matrix beside it; or
-    all of them, and the modules that are trained whole, as in a directory.
+    A is initialised uniformly within 1 / sqrt(in), B with zeros, and a DoRA magnitude with the norms of the rows of its
+    matrix. If a directory is given, adapters and fully trained modules are read from it instead.
     """
 
     base: WeightSource
     headers: Mapping[str, Header]
-    """Headers of the tensors that are not made of the base's."""
+    """Headers of the tensors that are not derived from the base."""
     seed: int
     stored: AdapterFile | None
     lengths_of: Mapping[str, Adapter]
@@ -266,6 +266,7 @@ def _start(name: str, header: Header, seed: int, stored: AdapterFile | None) -> 
         if ".lora_B." in name:
             return {name: torch.zeros(header.shape)[row_slice]}
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        # A generator per name: every rank draws the same matrix and takes its rows, whichever tensors it loads before.
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         bound = 1.0 / math.sqrt(header.shape[1])
         return {name: torch.empty(header.shape).uniform_(-bound, bound, generator=generator)[row_slice]}

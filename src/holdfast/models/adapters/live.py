@@ -1,6 +1,6 @@
-"""The adapters that lie in a model, what a layer's matrix is with its own, and modules trained whole beside them.
+"""Find the adapters in a model, merge them into their matrices, and list the modules that are trained without LoRA.
 
-peft's modules hold the parameters. A matrix keeps the name it has without an adapter (`canonical_name`).
+Parameters are held by peft's modules. A matrix keeps the canonical name that it has without an adapter.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from holdfast.models.files.four_bit import FourBitLinear, four_bit_layers, unpac
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 
 ADAPTER_NAME = "default"
-"""What peft calls our one adapter."""
+"""Name of our only adapter in peft's modules."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One matrix's adapter, or that of a stack of matrices; parts by canonical names."""
+    """The adapter of a matrix or of a stack of matrices; factors are given by canonical name."""
 
     a: str
     """[rank, in]; of a stack, [experts * rank, in], the experts one after the other."""
@@ -118,6 +118,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let the model compute as if it had no adapters: the frozen model, bit for bit."""
     layers = [layer for _, layer in layers_of(model)]
     for layer in layers:
+        # peft reads this attribute in each forward pass.
         layer._disable_adapters = True  # noqa: SLF001 - its public form also changes requires_grad
     try:
         yield
@@ -167,7 +168,7 @@ def _stored_buffers(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Join:
-    """Computes one matrix, or a stack of them, from a model's parameters."""
+    """How a matrix, or a stack of them, is computed from several parameters: unpacked from 4 bits, LoRA merged."""
 
     inputs: tuple[str, ...]
     """Canonical names of its parameters; first the matrix as it is stored."""

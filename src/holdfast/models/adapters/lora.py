@@ -1,7 +1,7 @@
-"""Low-rank adapters: where they sit.
+"""Add low-rank adapters to a model on the meta device.
 
-peft lays the modules in; names, values and files are ours. A layer's matrix keeps the name it has without an adapter
-(`canonical_name`), and its adapter stands beside it as `LAYER.lora_A.weight` and `LAYER.lora_B.weight`, with DoRA also
+peft inserts its modules; names, initial values and files are ours. A layer's matrix keeps the canonical name that it
+has without an adapter. Its adapter's factors are named `LAYER.lora_A.weight` and `LAYER.lora_B.weight`, with DoRA also
 `LAYER.lora_magnitude_vector.weight`.
 """
 

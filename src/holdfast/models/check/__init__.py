@@ -1,1 +1,1 @@
-"""The check before step 1: a model's numbers beside those that its files promise."""
+"""The check before step 1: compare our forward pass with transformers' own on a model built from the files."""

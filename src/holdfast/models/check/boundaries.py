@@ -1,4 +1,4 @@
-"""Lengths at which a model begins to compute otherwise, and the part of it that shows what it does there."""
+"""Sequence lengths at which a model's computation changes (windows, chunks, rotary scaling), and how to test them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from holdfast.models.names import POLICY_PREFIX, canonical_name
 
 _WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|sliding_window_size|attention_chunk_size")
 _LONGEST = 16_384
-"""Tokens of a document that is still looked at."""
+"""Longest document that the check computes, in tokens."""
 _PRODUCTS = {"cpu": 2e11, "cuda": 2e13}
-"""Numbers multiplied with a weight in one pass: some ten seconds of one core, or of a device."""
+"""Largest number of multiplications with weights in one pass: about ten seconds of one core or one device."""
 _WRITTEN_OUT_BYTES = 2**31
-"""Most bytes of attention weights, in models whose attention forms them all."""
+"""Largest size of an attention matrix, in models whose attention materialises it."""
 
 
 class LengthBoundaries(NamedTuple):
-    """Boundaries of a model; texts of so many tokens and of one more are computed differently."""
+    """Boundary lengths of a model: texts of exactly this length and of one token more are computed differently."""
 
     checked: tuple[int, ...]
-    """Those that the check before a run computes."""
+    """Boundaries that the check computes."""
     too_long: tuple[int, ...]
+    """Boundaries that would take too much time or memory."""
     layers: int
-    """How many of the first layers that check computes."""
+    """Number of first layers that the check computes."""
 
 
 def boundaries_of(config: Any) -> tuple[int, ...]:
@@ -88,9 +89,10 @@ def _lengths_for(model: Any, device: torch.device, layers: int) -> LengthBoundar
 
 @contextmanager
 def shortened(count: int, *models: nn.Module) -> Iterator[None]:
-    """Let models run so many of their first layers alone within the block.
+    """Let models run only their first `count` layers within the block.
 
-    The lists of blocks are cut, not the number in the configuration: Gemma 4 lays out its embeddings by that.
+    Blocks are removed from the module lists, and the configuration is not changed, since Gemma 4 splits its embeddings
+    by the number of layers in it.
     """
     before: list[tuple[nn.ModuleList, dict[str, Any]]] = []
     try:

@@ -1,12 +1,12 @@
-"""Before step 1: our path through the model against what transformers makes of its files, on a few tokens.
+"""Compare our forward pass with that of transformers on a few tokens, before step 1.
 
-A soft cap we do not know of, a logit scale under a new name, an attention that sees across documents, angles that
-depend on what else is in a pack: each would train on wrong numbers without an error. Two short documents show most of
-it; a document beyond each length at which the model changes, beside a short one, shows the rest.
+An unknown soft cap, a logit scale under a new name, attention across documents, or rotary angles that depend on the
+rest of a pack would all train on wrong numbers without an error. Two short documents detect most of these. A document
+longer than each boundary length of the model, packed with a short one, detects the others.
 
-How logits follow from hidden states is measured: `PolicyModel.upstream_head` compares what enters the output layer with
-what the backbone returned, and sends a ramp through the model's own head, on which a scale, a soft cap and an addition
-each leave their mark, whatever the weights are; names of fields say none of that for sure.
+The rule by which logits follow from hidden states is measured, since names of configuration fields are no proof of it.
+`PolicyModel.upstream_head` compares the input of the output layer with what the backbone returned, and sends a ramp
+through the model's own head; a scale, a soft cap and an offset each show on the ramp, whatever the weights are.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class CheckResult:
     leak: float
     """Change of one document's log-probabilities when the other document changes."""
     spread: float
-    """Of a token's logits: their standard deviation over the vocabulary. The limits are parts of it."""
+    """Standard deviation of a token's logits over the vocabulary; differences and limits are shares of it."""
     beyond: float
-    """Between hidden states of documents on both sides of the model's boundaries, as a part of their size."""
+    """Difference of hidden states for documents on both sides of the model's boundaries, as a share of their norm."""
     lengths: LengthBoundaries
-    """The boundaries of `beyond`."""
+    """The boundaries at which `beyond` was measured."""
     head_seen: bool
-    """Whether the rule could be seen by which logits follow from hidden states; else log-probabilities tell alone."""
+    """Whether the rule of the head could be measured; if not, only log-probabilities were compared."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What is compared, and where."""
+    """The policy, the model that its files describe, and the dtype and device of the comparison."""
 
     policy: PolicyModel
     witness: Any
@@ -73,7 +73,7 @@ class Sides:
     """Dtype of the computation."""
     device: torch.device
     images: ImageSide | None = None
-    """Then one of the documents has an image."""
+    """If given, one of the documents contains an image."""
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""What rounding alone makes of a model's numbers, measured: every module's output is moved by about as much.
+"""Measure how much rounding errors change a model's results, by perturbing each module's output by about as much.
 
-It depends on depth, weights and the input, so no limit for it can be written down; it is found as Monte Carlo
-arithmetic does (Parker, Monte Carlo arithmetic, UCLA CSD-970002, 1997).
+The effect depends on depth, weights and the input, so that no fixed limit would do. The method is Monte Carlo
+arithmetic (Parker, "Monte Carlo arithmetic", UCLA CSD-970002, 1997).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class _Perturb(torch.autograd.Function):
-    """Move values forwards, and their gradient backwards, each by random parts of at most `relative_change`."""
+    """Perturb values in the forward pass and gradients in the backward pass, each by at most `relative_change`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, relative_change: float) -> Tensor:

@@ -1,8 +1,7 @@
-"""The same architecture, small: what a model does, on a processor, without its weights.
+"""Shrink a configuration to a small model of the same architecture, which can be tested on a CPU without weights.
 
-Layers are left out but for one of each kind, and there are fewer heads, experts and tokens. What decides how numbers
-follow from numbers stays: the sizes of heads, rotary angles, windows, chunks, caps, scales, and every length at which
-one of them changes.
+One layer of each kind remains, with fewer heads, experts and tokens. Everything that determines the computation is
+kept: head sizes, rotary angles, windows, chunks, caps, scales, and every length at which one of them changes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from holdfast.models.layers.family import blocks_of
 LAYER_COUNTS = (
     *("num_hidden_layers", "n_layers", "n_layer", "decoder_layers", "num_decoder_layers", "num_layers", "depth"),
 )
-"""Names of the field that counts layers; an encoder's, which some decoders' files have too, is none of them."""
+"""Names of the field that counts the decoder's layers. Fields for encoders, which some decoders have, are left out."""
 _PERIODS = (
     *("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "full_attention_interval"),
     *("attn_layer_period", "expert_layer_period", "sliding_window_pattern"),
 )
-"""Fields of a configuration that say after how many layers kinds come again."""
+"""Fields that give the period with which kinds of layers repeat."""
 
 
 class CannotShrink(ModelError):
-    """There is no small model of an architecture to look at; nothing is wrong with the architecture."""
+    """No small model of an architecture can be built; this says nothing against the architecture."""
 
 
 def one_of_each(text: Mapping[str, Any]) -> list[int]:

@@ -1,9 +1,9 @@
-"""What transformers makes of a model's files, over the tensors that a run has already.
+"""The witness: a model that transformers builds from the files' own configuration, run with the tensors of a run.
 
-A run changes the configuration that its model is built from, and the attention, perhaps more. A check against that same
-configuration would find nothing, whatever was changed. So the yardstick is a second model of the configuration as the
-files have it, without parameters: for the length of a comparison each of its modules lends its attributes and its
-computed buffers to the module of the same name that has the shards. Hooks, shards and adapters stay where they are.
+A run changes the configuration of its model, its attention and perhaps more; a check against that changed configuration
+would find nothing. The witness is a second model, built from the configuration in the files and without parameters.
+During a comparison, each module of the run's model takes over the attributes and the computed buffers of the witness's
+module with the same name. Hooks, shards and adapters stay in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.names import canonical_name
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Parameters, buffers, sub-modules, hooks, and whether a module is in training."""
+"""Attributes of every nn.Module: parameters, buffers, sub-modules, hooks, the training flag."""
 
 
 def witness_of(kind: Any, files: Any) -> Any:

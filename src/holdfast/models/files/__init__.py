@@ -1,1 +1,1 @@
-"""Where a model comes from: its directory or hub name, configuration, processor, and its modules on meta."""
+"""The files of a model: finding its directory, its configuration, conversion of weights, processors, 4-bit storage."""

@@ -1,6 +1,6 @@
-"""The transformers configuration of a run: from values or a file, with the user's overrides, made fit for training.
+"""The transformers configuration of a run: built from values or a file, with overrides, and prepared for training.
 
-transformers takes a misspelt field without a word and keeps it where nothing reads it; here it is refused.
+transformers accepts a misspelt field silently and stores it as an attribute that nothing reads; here it is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 
 _MOVED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters.rope_theta"}
-"""Fields of many a config.json that transformers 5 keeps elsewhere."""
+"""Fields of older config.json files, and where transformers 5 stores them."""
 
 _PART_OF_THE_MODEL = {("phimoe", "router_jitter_noise")}
-"""Fields that sound like noise in training and act in evaluation too: PhiMoE leaves experts out by it."""
+"""Fields that are named like training noise and also act in evaluation: PhiMoE excludes experts by it."""
 
 _DRAW_EXPERTS = {"PhimoeTopKRouter"}
 """Routers that send tokens to experts at random in training (SparseMixer, arXiv:2409.12136)."""
@@ -53,6 +53,7 @@ def config_from_values(values: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         raise ModelError(f"transformers knows no model_type {kind!r}.{_nearest(kind, CONFIG_MAPPING.keys())}")
     with refusals(f"model.config does not make a {kind} configuration"):
+        # A copy: configuration classes keep and change the nested dictionaries that they are given.
         config = AutoConfig.for_model(**copy.deepcopy(dict(values)))
     _refuse_unknown(config, values, "model.config")
     return config
@@ -143,6 +144,7 @@ def make_trainable(config: Any, *, keep_dropout: bool) -> None:
         sub_config.use_cache = False
         if keep_dropout:
             continue
+        # A list, since `setattr` on a configuration of transformers may add attributes while they are iterated.
         for name, value in list(vars(sub_config).items()):
             noise = ("drop" in name or "jitter" in name) and isinstance(value, float)
             if noise and (sub_config.model_type, name) not in _PART_OF_THE_MODEL:
@@ -165,7 +167,7 @@ def _stay_in_evaluation(module: Any, mode: bool = True) -> Any:  # noqa: FBT001,
 
 
 Make = Callable[[Any], Any]
-"""A transformers configuration -> a model of random weights."""
+"""A function from a transformers configuration to a model with random weights."""
 
 
 def maker(config: Any, trust_remote_code: bool, scorer: bool, live: Any = None) -> Make:
@@ -202,7 +204,7 @@ def on_meta(make: Make, config: Any) -> Any:
 
 def _made(make: Make, config: Any) -> Any:
     config = copy.deepcopy(config)
-    config.dtype = torch.float32  # of the skeleton; storage is decided when tensors are placed
+    config.dtype = torch.float32  # only for the skeleton; `set_storage` chooses the dtypes that are stored
     return make(config)
 
 
@@ -230,6 +232,8 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         original(module, name, parameter)
 
+    # A patch of the class, undone at the end of the block: `torch.device("meta")` as a context would move buffers too,
+    # and these must be computed.
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield

@@ -1,9 +1,9 @@
-"""Between the tensors of a file and the tensors of a model: transformers' own mapping, one group at a time.
+"""Convert between the tensors of a file and those of a model by transformers' own mapping, one group at a time.
 
 transformers 5 renames, stacks and splits weights when it loads a directory (Mixtral's experts become one tensor) and
-undoes it when it saves. We ask it for that mapping and apply it to the few tensors that belong together, so that no
-rank ever holds more than one converted tensor. A plan is made from shapes alone, on the meta device: missing, unknown
-and misshapen tensors are known before a byte of data is read.
+reverses this when it saves. This module applies the same mapping to one group of related tensors at a time, so that no
+rank holds more than one converted tensor. Plans are made from shapes alone, on the meta device: missing, unknown and
+misshapen tensors are found before any data is read.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Conversion:
     run: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     """Sources by name -> targets by name. The dictionary is emptied, so that sources can be freed on the way."""
     renames_only: bool = False
-    """One source becomes one target, unchanged."""
+    """Whether a single source becomes a single target without a change of its values."""
     rows: tuple[tuple[str, ...], ...] | None = None
-    """Where each row of the one target follows from sources of its own (stacked experts): these, by row."""
+    """For stacked experts, the sources of each row of the single target; None if rows do not have separate sources."""
 
 
 @dataclass(frozen=True)
 class WeightsConversion:
-    """How a directory becomes a model's tensors."""
+    """The conversions from the tensors of a directory to those of a model."""
 
     conversions: tuple[Conversion, ...]
     used: tuple[Any, ...]
-    """transformers' transforms that matched: an export undoes just these."""
+    """transformers' transforms that matched a tensor; an export reverses only these."""
 
 
 def plan_incoming(
@@ -142,6 +142,8 @@ class _Group:
             return Conversion(sources, target, lambda tensors: {self.target: tensors[sources[0]]}, renames_only=True)
 
         def run(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            # A copy: a transform collects the tensors that it was given, and each group runs several times (on meta, by
+            # rows).
             transform = copy.deepcopy(self.transform)
             assert transform is not None
             for name, pattern in self.members:

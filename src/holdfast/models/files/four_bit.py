@@ -1,9 +1,10 @@
-"""Frozen matrices in 4 bits (QLoRA, Dettmers et al., arXiv:2305.14314): how rows are packed, and how a layer computes.
+"""Frozen matrices in 4 bits (QLoRA, Dettmers et al., arXiv:2305.14314): the layout of packed rows, and a linear layer.
 
-bitsandbytes rounds and expands; the form is ours. Its own parameter class keeps scales beside the tensor, where FSDP2,
-a checkpoint and a rank that holds a part cannot see them. Here a row of the matrix is a row of bytes: codes, and then
-the scales of its blocks. No block crosses a row, so rows are sharded, gathered, hashed and saved like any other tensor.
-Second quantisation of the scales would join rows; they stay float32, 4.5 bits per number in all.
+bitsandbytes quantises and dequantises; the layout is ours. Its own parameter class stores scales outside of the tensor,
+where neither FSDP2 nor a checkpoint sees them. Here each row of the matrix is a row of bytes: its codes, followed by
+the scales of its blocks. No block crosses a row, so rows can be sharded, gathered, hashed and saved like any other
+tensor. Deviation: the scales are not quantised a second time, which would join rows; with float32 scales a number
+takes 4.5 bits.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def unpacked(rows: Tensor, columns: int, kind: FourBitKind, dtype: torch.dtype) 
 
 
 class _Product(torch.autograd.Function):
-    """x W^T, which keeps the packed W for the backward pass and expands it there again."""
+    """x W^T; saves the packed W for the backward pass and dequantises it again there, to save memory."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, rows: Tensor, columns: int, kind: FourBitKind) -> Tensor:
@@ -88,9 +89,9 @@ class FourBitLinear(nn.Linear):
     """A linear layer whose `weight` is packed, [out, row_bytes(in)] uint8.
 
     Args:
-        layer: On the meta device; its bias is kept.
-        kind: How it is rounded.
-        dtype: Of the matrix where it is written out.
+        layer: The layer to replace, on the meta device; its bias is kept.
+        kind: The 4-bit data type.
+        dtype: Dtype of the matrix in exports.
     """
 
     def __init__(self, layer: nn.Linear, kind: FourBitKind, dtype: torch.dtype) -> None:

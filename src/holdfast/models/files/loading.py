@@ -1,10 +1,12 @@
-"""Where a model's tensors come from: files, a live module or a random start; handed out group by group.
+"""Sources of a model's tensors: files, a live module, or random initialisation. Each yields groups of tensors.
 
-Each group yields only the rows that are asked for, so a rank reads its shards and holds at most one converted tensor.
+A group loads only the rows that are requested, so that a rank reads its own shards and holds at most one converted
+tensor.
 
-A random start is the same for every number of ranks: each part of the model (a block, an embedding) is drawn whole,
-from a seed of its own, by transformers' initialisers. A part holds everything below it, since some initialisers draw
-the tensors of the modules inside theirs (GPT-2 scales its output projections, Mamba sets its time steps).
+Random initialisation gives the same weights on any number of ranks: each part of the model (a block, an embedding) is
+drawn completely, from a seed derived from its path, by transformers' initialisers. A part includes all modules below
+it, since some initialisers also set the tensors of inner modules (GPT-2 scales its output projections, Mamba sets its
+time steps).
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from holdfast.models.files.safetensors_files import StoredTensors
 from holdfast.models.names import canonical_name
 
 RowSlices = Mapping[str, slice]
-"""Tensor name to the rows (of dimension 0) that are wanted."""
+"""Requested rows (of dimension 0) by name of the tensor."""
 
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Tensors that come into being together."""
+    """Tensors that are loaded together."""
 
     targets: Mapping[str, Header]
     """Headers of the whole tensors that the group yields."""
@@ -52,7 +54,7 @@ class StoredSource:
     stored: StoredTensors
     conversions: tuple[Conversion, ...]
     grow_rows: Mapping[str, int]
-    """Names of embeddings to the rows they shall have (resize_vocab)."""
+    """New numbers of rows by name of the embedding (`model.resize_vocab`)."""
 
     def groups(self) -> Iterator[WeightGroup]:
         """Yield conversions file by file as far as their order allows."""
@@ -110,7 +112,7 @@ def _live_rows(tensor: Tensor, rows: RowSlices) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class RandomSource:
-    """The tensors of a random start."""
+    """Tensors of a randomly initialised model."""
 
     model: Any
     """A transformers model on the meta device."""
@@ -174,6 +176,8 @@ class _RandomModule:
         for module in twin.modules() if self.recursive else [twin]:
             _empty(module)
         digest = hashlib.sha256(f"{self.seed}:{self.path}".encode()).digest()
+        # `devices=[]`: by default fork_rng also saves and restores the generators of all GPUs, and thereby initialises
+        # CUDA.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest[:7], "little"))
             _initialise(twin, self.owner, below=self.recursive)
@@ -199,6 +203,7 @@ def _initialise(module: nn.Module, owner: Any, *, below: bool) -> None:
 
 def _empty(module: nn.Module) -> None:
     """Give a copied module parameters of its own: NaN on the CPU, so that one that is left undrawn shows."""
+    # Assigned past `register_parameter`, so that the copy shares no dictionary with the module it was copied from.
     module._parameters = {
         name: None if value is None else nn.Parameter(torch.full(value.shape, float("nan")), requires_grad=False)
         for name, value in module._parameters.items()

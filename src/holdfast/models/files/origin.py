@@ -1,4 +1,4 @@
-"""Find a model's files: a local directory, or a hub name that is downloaded into the hub's own cache."""
+"""Find a model's files, downloading a hub name into the hub's own cache, and read its configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.models.files.places import local_directory
 
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 TOKENIZER_PROBE = "Sort 3187= into 1378, please!\n\tÜber naïve 你好 (x + 1) <b>bold</b>"
-"""Words, digits, signs, spaces and other scripts: tokenizers that agree on it split text alike."""
+"""A text with words, digits, punctuation, spaces and other scripts; tokenizers that agree on it count as equal."""
 
 _ENDINGS = {".json", ".jinja", ".model", ".safetensors", ".txt"}
 """Suffixes of names that are opened as files."""
@@ -25,16 +25,16 @@ _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merg
 
 
 _EDGE = 2**20
-"""Bytes at either end of a weights file that stood for all of it in marks of earlier versions."""
+"""Bytes at either end of a weights file that enter the first half of its fingerprint."""
 
 _READ: dict[tuple[tuple[str, int, int, int], ...], str] = {}
-"""Marks of files that this process read or was told of, by path, size, time of change and inode."""
+"""Cache of fingerprints by path, size, modification time and inode of the files."""
 
 
 def files_fingerprint(directory: Path) -> str:
-    """Return what tells the weights in a directory from all others: EDGES-WHOLE, of every byte.
+    """Return a fingerprint of the weights in a directory, "EDGES-WHOLE".
 
-    Files that did not change since they were last read are not read again.
+    EDGES hashes the sizes and ends of the files, WHOLE hashes every byte. Unchanged files are not read again.
     """
     files = sorted(directory.glob("*.safetensors"))
     state = _state_of(files)
@@ -45,14 +45,14 @@ def files_fingerprint(directory: Path) -> str:
 
 
 def remember_fingerprint(directory: Path, mark: str) -> None:
-    """Take over another rank's mark of the same files, unless a look at their ends says that they are others."""
+    """Cache another rank's fingerprint of the same files, unless their ends show that they are different files."""
     files = sorted(directory.glob("*.safetensors"))
     if mark.startswith(f"{_edges_fingerprint(files)}-"):
         _READ[_state_of(files)] = mark
 
 
 def same_files(recorded: str, current: str) -> bool:
-    """Compare a mark, which an earlier version may have made, with a new one; an early one knows the EDGES alone."""
+    """Compare a recorded fingerprint with a current one; earlier versions recorded EDGES alone."""
     early = re.fullmatch(r"([0-9a-f]{32})-[0-9a-f]{32}", current)
     return recorded == current or (early is not None and recorded == early[1])
 
@@ -170,7 +170,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     try:
         raw = read_json(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not JSON: {error}.") from error
+        raise ModelError(f"{path} is not JSON: {error}. Fetch the file again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} is not a JSON object, so it describes no model.")
     if "auto_map" in raw and not trust_remote_code:

@@ -1,4 +1,4 @@
-"""Where a model's name leads on this machine. Imports nothing heavy, so that a misspelt path is told at once."""
+"""Find the local directory of a model by its name. Imports nothing heavy, so that a wrong path is reported at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Read and write safetensors files tensor by tensor.
 
 The format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON header with
-dtype, shape and byte range of every tensor, then the bytes. The library writes a file from a dictionary that holds all
-its tensors at once; ours writes each piece of a tensor as it comes, while the next one is on its way.
+dtype, shape and byte range of every tensor, then the bytes. The library's writer needs all tensors of a file in memory
+at once; `write_file` writes each piece of a tensor as it arrives, while the next one is being gathered.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _LONGEST_HEADER = 100_000_000
-"""The format's own bound."""
+"""Largest header that the format allows, in bytes."""
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -64,7 +64,10 @@ def read_header(path: Path) -> dict[str, Header]:
     except ValueError as error:
         raise ModelError(f"{path} has a damaged header: {error}. Copy it again.") from error
     if unknown := sorted({entry.code for entry in entries.values()} - set(_DTYPES)):
-        raise ModelError(f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported.")
+        raise ModelError(
+            f"{path} holds tensors of dtype {', '.join(unknown)}, which cannot be trained or exported. Convert them to "
+            "bfloat16 or float32."
+        )
     headers = {name: Header(entry.shape, _DTYPES[entry.code]) for name, entry in entries.items()}
     for name, entry in entries.items():
         if entry.end - entry.start != tensor_bytes(headers[name]):

@@ -1,4 +1,4 @@
-"""The parts of a model that sees: which modules are its tower, and what turns images into its inputs."""
+"""Vision models: the modules of the vision tower, attention settings, and the image processor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FREEZE_PRESETS: Mapping[str, str] = {
     r"embed_vision\.|language_projection\.|qformer\.|query_tokens$)",
     "language_model": r"^((model\.)?(language_model|text_model)\.|lm_head\.)",
 }
-"""Words for `model.freeze`, as patterns of canonical names. `embeddings` is one more: it is found in the model."""
+"""Presets of `model.freeze` as patterns of canonical names. The preset `embeddings` is resolved in the model itself."""
 
 _PROCESSORS = {
     "llava": "CLIPImageProcessor",
@@ -36,10 +36,10 @@ _PROCESSORS = {
     "idefics3": "Idefics3ImageProcessor",
     "smolvlm": "SmolVLMImageProcessor",
 }
-"""Image processors of files that do not name theirs."""
+"""Image processor classes by family, for files that do not name one."""
 
 _CAST_TO_STORAGE = ("idefics3", "smolvlm")
-"""Families whose model casts what it sees to the dtype it is stored in."""
+"""Families whose model casts pixel values to the storage dtype of its parameters."""
 
 _TOWER = re.compile(r"(model\.)?(visual|vision_tower|vision_model|audio_tower|qformer)")
 
@@ -51,10 +51,11 @@ def towers_of(model: nn.Module) -> list[str]:
 
 
 def follow_compute_dtype(model: Any) -> None:
-    """Let Idefics3 and SmolVLM compute in another dtype than they are stored in, as FSDP2 has it.
+    """Let Idefics3 and SmolVLM compute in another dtype than the storage dtype, as mixed precision of FSDP2 needs.
 
-    They cast pixels, and the features that are laid among embeddings, to `dtype`: that of the first parameter, a shard
-    in storage. While the root runs, its embeddings are gathered in the dtype of the computation.
+    These models cast pixel values and image features to `model.dtype`, which is the dtype of the first parameter: a
+    shard in storage dtype. The property is replaced by the dtype of the input embeddings, which are gathered in the
+    compute dtype while the root runs.
     """
     if model.config.model_type not in _CAST_TO_STORAGE:
         return

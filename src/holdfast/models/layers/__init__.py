@@ -1,1 +1,1 @@
-"""What Holdfast does inside a model's layers: attention over packs, rotary angles, routers, noise on embeddings."""
+"""Changes inside a model's layers: attention over packed rows, rotary angles, routers, and facts of architectures."""

@@ -1,12 +1,12 @@
-"""Routing replay: train with the experts that sampled, whatever the routers would choose now.
+"""Routing replay: in training, send each token to the experts that it was sent to in sampling.
 
-A router near a tie may send a token elsewhere in training than in sampling, and the ratio then compares two different
-networks. Replayed, each token meets the experts that it met when it was sampled, while the weights that mix them are
-still the trained router's own, so gradients reach it (R3, arXiv:2510.11370, section 4).
+A router near a tie may send a token to other experts in training than in sampling; the importance ratio then compares
+two different networks. With replay, the choice of experts is fixed, while the weights that mix their outputs are still
+computed by the trained router, so that it receives gradients (R3, arXiv:2510.11370, section 4).
 
-A router of transformers chooses by one `topk` over its experts, whatever it makes of the winners; that call is
-answered with the choices to follow. Hooks do so, not a wrapper around the forward pass: a block that is recomputed in
-the backward pass runs its router again, and must choose again alike.
+Routers of transformers choose by a single `topk` over their experts, whose result is replaced by the recorded choices.
+The replacement is installed by hooks on the routers and not around the forward pass, since a block that is recomputed
+in the backward pass runs its router again and must choose alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TopK(NamedTuple):
 
 
 class ChoicesToFollow:
-    """Makes routers choose what they are told to.
+    """Makes routers choose recorded experts, by hooks that stay on them.
 
     Args:
         routers: In the order they run; hooks stay on them.
@@ -105,7 +105,7 @@ class ChoicesToFollow:
 
 
 class _ForcedTopK(TorchFunctionMode):
-    """Answers the `topk` that chooses experts."""
+    """A torch function mode that replaces the result of the `topk` over experts."""
 
     def __init__(self, choices: Tensor, experts: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""What sets one architecture apart from the next, as data.
+"""The particulars of an architecture as data: scale and cap of logits, image tokens, whether packing is exact.
 
-The generic family serves any causal language model of transformers: a backbone that returns hidden states, and an
-output layer. Exceptions are fields, read from the model's own configuration where it states them. A check at start
-(`models/check/forward.py`) compares our path with transformers' own forward, so a missing exception stops the run
-instead of training on wrong numbers.
+The defaults serve any causal language model of transformers that has a backbone and an output layer. Exceptions are
+read from the model's own configuration where it states them. The check before step 1 (`models/check/forward.py`)
+compares our forward pass with transformers', so that an unknown exception stops the run instead of training on wrong
+numbers.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class HeadSpec:
     compiled: bool = False
     """Sweep a chunk's logits with kernels that torch.compile fuses."""
     support: Support | None = None
-    """Renormalise log-probabilities over these tokens, and each one's own."""
+    """Renormalise log-probabilities over these tokens and the drawn one; None: over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture's particulars."""
+    """The particulars of one architecture."""
 
     name: str
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     why_not_packed: str = ""
-    """Why its layers cannot be told where documents end, as recurrent and convolutional ones cannot; "" if they can."""
+    """Why packed rows would not be exact, such as recurrent or convolutional layers; "" if they are."""
     image_token_id: int | None = None
-    """The token that features of images take the place of, where images of the family are known."""
+    """The token whose embeddings are replaced by image features; None if images of the family are not supported."""
     video_token_id: int | None = None
-    """The token that features of videos take the place of."""
+    """The token whose embeddings are replaced by video features."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 
@@ -233,11 +233,11 @@ _OFFSET = 2
 
 @dataclass(frozen=True)
 class Positions:
-    """What `max_position_embeddings` means in a model."""
+    """The number of positions that a model's configuration names, and whether it is a hard limit."""
 
     count: int
     in_a_table: bool
-    """Whether there is nothing behind the last one; else angles, or a bias of distances, go on beyond."""
+    """Whether positions are rows of a table, so that longer texts fail; rotary angles continue beyond `count`."""
 
 
 def positions_of(model: Any) -> Positions | None:

@@ -1,1 +1,1 @@
-"""From a configuration to a model whose parameters are sharded and filled."""
+"""Build a model from its configuration section, and freeze parameters."""

@@ -1,8 +1,8 @@
-"""A model on the meta device, and all that is needed to fill, train and export it.
+"""Build a model on the meta device, with everything that is needed to fill, train and export it.
 
-Nothing here allocates a parameter. Buffers that no checkpoint holds (rotary frequencies, for one) are garbage after a
-model leaves the meta device and no loader mends them, so they are computed once on the CPU and kept as the reference
-that every materialised model is filled from and compared with.
+No parameter is allocated here. Buffers that no file holds, such as rotary frequencies, are uninitialised memory after a
+model leaves the meta device, and no loader fills them. They are therefore computed once on the CPU; every materialised
+model is filled from these values and compared with them.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from holdfast.models.setup.freezing import Stage, freeze, timetable
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model before it has weights."""
+    """A model on the meta device, the source of its weights, and what an export needs."""
 
     model: Any
     """The transformers model on the meta device, to be sharded and filled."""
     skeleton: Any
-    """A second one that stays on meta: names and shapes for conversions, whatever wraps the first."""
+    """A second model that stays on the meta device and is never wrapped: names and shapes for conversions."""
     original_config: Any
-    """The configuration as it came, for exports."""
+    """The configuration of the files with the user's overrides, for exports."""
     family: Family
     tokenizer: Any
     source: WeightSource
     buffers: dict[str, Tensor]
     """Every buffer, computed on the CPU, by canonical name."""
     used_conversions: tuple[Any, ...] | None
-    """Transforms that the weights came through; None for a random start."""
+    """transformers' transforms that were applied to the weights; None for a random start."""
     directory: Path | None
-    """Where weights and assets came from."""
+    """Directory of the weights and assets; None for a random start or a live model."""
     packed: bool
     """Whether attention is computed per document."""
     notes: tuple[str, ...] = field(default=())
-    """What a user should read at start."""
+    """Notes for the user, printed at the start of a run."""
     image_processor: Any = None
     """transformers' image processor; None for a model that reads text alone."""
     stages: tuple[Stage, ...] = ()
@@ -143,7 +143,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
 
 
 def _follow_settings(model: Any, config: ModelConfig) -> None:
-    """Let a model compute as its section says, where transformers has no field for it."""
+    """Apply settings of `model` for which transformers' configuration has no field."""
     follow_compute_dtype(model)
     if not config.dropout:
         keep_routers_still(model)
@@ -152,9 +152,9 @@ def _follow_settings(model: Any, config: ModelConfig) -> None:
 
 
 def _end_as_its_origin(skeleton: Any, live: Any, directory: Path | None) -> None:
-    """Note the tokens that end a text where the origin's generation settings name them.
+    """Set the end-of-text tokens from the generation settings of the model's origin, if it has any.
 
-    A configuration has one such token, and of chat models often not the one that ends a turn.
+    The configuration names only one such token, which for many chat models is not the one that ends a turn.
     """
     if not hasattr(skeleton, "generation_config"):
         return  # a scorer writes nothing
@@ -198,7 +198,7 @@ def _notes_of_adapters(config: ModelConfig, source: AdapterSource, directory: Pa
 
 
 def _meet_tokenizer(config: ModelConfig, raw_config: Any, tokenizer: Any, live: Any) -> tuple[int, int]:
-    """Set what of the configuration follows from the tokenizer; return the sizes of the vocabulary before and after."""
+    """Adapt the configuration to the tokenizer; return the vocabulary's size before and after."""
     if live is None and config.config is not None:
         follow_tokenizer(raw_config, tokenizer, config.config)
     text_config = raw_config.get_text_config()
@@ -210,9 +210,9 @@ def _meet_tokenizer(config: ModelConfig, raw_config: Any, tokenizer: Any, live: 
 def _processor_directories(
     config: ModelConfig, raw_config: Any, directory: Path | None, base: Path, *, has_tokenizer: bool
 ) -> list[Path]:
-    """Return where the model's image processor may lie: beside its weights, else beside a random start's tokenizer.
+    """Return the directories in which to look for the image processor.
 
-    With `has_tokenizer` the caller has a tokenizer in memory, which has no directory.
+    They hold the weights, or for a random start the tokenizer, unless that is an object (`has_tokenizer`).
     """
     if directory is not None:
         return [directory]
@@ -391,7 +391,7 @@ def choose_attention(model: Any, family: Family, implementation: str, notes: lis
 
 
 def cost_of(model: PolicyModel, origin: Blueprint) -> ModelCost:
-    """Return what a token costs with the parameters that are trained now."""
+    """Return the cost of a token in floating-point operations, by the present numbers of trained and frozen weights."""
     text = origin.skeleton.config.get_text_config()
     sizes = {True: 0.0, False: 0.0}
     for name, value in named_parameters(model).items():

@@ -1,1 +1,1 @@
-"""How ranks learn of each other's failures."""
+"""Failure reports, heartbeats and time-outs, by which ranks learn of each other's failures."""

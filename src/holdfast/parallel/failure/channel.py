@@ -1,14 +1,15 @@
-"""The first cause of a failure reaches every rank: which rank, in which phase, of what.
+"""Tell every rank the first cause of a failure: which rank failed, in which phase, and with which error.
 
-A rank that fails leaves a report before its sockets close (`parallel/failure/reports.py`); a rank whose collective
-breaks looks for a report of another one and raises `RankFailed` with it instead of "connection closed by peer".
+A rank that fails writes a report before its sockets close (`parallel/failure/reports.py`). A rank whose collective
+breaks looks for another rank's report and raises `RankFailed` with it instead of "connection closed by peer".
 
-Invariant: no survivor waits more than 10 s for news of a failure, not even one that is in no collective (a long
-rollout) or in one that cannot notice (NCCL between GPUs of one machine): a thread looks, and ends such a rank.
+Invariant: no survivor waits more than 10 s to learn of a failure. A survivor may be in no collective (during a long
+rollout), or in one that cannot notice (NCCL between GPUs of one machine); a thread therefore polls for reports, and
+ends such a rank.
 
-A save's collectives are not those of training, so each rank also leaves a note of the phase its save is in. A rank
-that has stopped answering altogether is distinguished from one whose thread alone is late, because training can wait
-for the latter.
+Background saves run collectives of their own, so each rank also writes a note of the phase that its save is in. A
+process that has stopped answering is distinguished from one whose save thread alone is late: training can wait for the
+latter.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # public as torch.distributed.Store, where type checkers do not see it
 
 Listener = Callable[[str, Failure], None]
-"""Takes "silent" or "failed", and who with which words."""
+"""Called with "silent" or "failed" and a description of the rank that it happened to."""
 
 _PHASE_BYTES = 64
 _SAVE_NOTE = "save-asked-for"
@@ -43,24 +44,24 @@ _SAVE_NOTE = "save-asked-for"
 
 @dataclass(frozen=True)
 class KillPoint:
-    """Where a proof kills this rank with SIGKILL: as hard as a power cut, and at a known place."""
+    """The step and phase in which `holdfast prove` kills this rank with SIGKILL, to imitate a power cut."""
 
     step: int
     """Update in which it happens, counted from 1."""
     phase: str
-    """As `FailureChannel.phase` names it; of a save, "save: " and the save's phase."""
+    """A name that `FailureChannel.phase` is called with; for a phase of a save, "save: " and its name."""
 
 
 class FailureChannel:
     """One rank's end of the channel; wrap the whole of a rank's work in `guard`.
 
     Args:
-        store: Shared by all ranks.
-        rank: Own number.
-        world_size: Ranks of the run.
+        store: Store that all ranks share.
+        rank: Rank of this process.
+        world_size: Number of ranks.
         directory: The launch directory when all ranks run on this machine under our launcher, else None.
-        kill: Where a proof kills this rank.
-        host: This machine, which errors then name; empty under our launcher, where all ranks share one.
+        kill: Point at which `holdfast prove` kills this rank.
+        host: Name of this machine for error messages; empty under our launcher, where all ranks share one.
     """
 
     def __init__(
@@ -76,25 +77,25 @@ class FailureChannel:
         self._host = host
         self._world_size = world_size
         self.directory = directory
-        """Where our launcher and its ranks leave notes for each other; None without it."""
+        """Launch directory, through which our launcher and its ranks exchange notes; None without our launcher."""
         self._kill = kill
         self._leaving = threading.Event()
         self._phase = self._last_phase = ""
         self._step: int | None = None
         self._files: dict[str, int] = {}
         self.reports = Reports(store, rank, world_size, directory)
-        """What this rank and others said of their ends."""
+        """Failure reports of all ranks."""
         self._board = NoteBoard(store, directory)
         self._heartbeat = Heartbeat(rank, world_size, self._board, self._whereabouts, host)
         self._silence = SilenceWatch(self._heartbeat.sightings, host, self._silent, self._lost)
         self.listener: Listener | None = None
-        """Told on one rank, the lowest that is heard, what befalls another one; it may be called in any thread."""
+        """Called when another rank fails or falls silent, on the lowest rank that still beats, from any thread."""
         self._save_notes = SaveNotes(rank, world_size, self._board, self._heartbeat)
 
     def phase(self, name: str) -> _Phase:
-        """Enter a phase now; used as a context manager, the earlier phase returns at its end.
+        """Enter a phase; used as a context manager, restore the earlier phase at the end of the block.
 
-        An exception leaves the phase as it was where it was raised, so that the report names it.
+        After an exception the phase is not restored, so that the failure report names the phase that raised.
         """
         earlier = self._phase
         self._set_phase(name)
@@ -109,10 +110,11 @@ class FailureChannel:
     def _maybe_die(self, phase: str) -> None:
         kill = self._kill
         if kill is not None and self._step is not None and self._step + 1 >= kill.step and phase == kill.phase:
+            # SIGKILL runs no handler and no `finally`, as the kernel's out-of-memory killer would end the rank.
             os.kill(os.getpid(), signal.SIGKILL)
 
     def in_background(self, name: str) -> None:
-        """Record what a thread beside the loop does, such as a phase of a save."""
+        """Record the phase of a background save, which runs in a thread beside the training loop."""
         if self.directory is not None:
             self._write_in_place(SaveNotes.note(self._rank), name)
         elif self._world_size > 1:
@@ -120,9 +122,9 @@ class FailureChannel:
         self._maybe_die(f"save: {name}")
 
     def late_in_background(self, phase: str) -> str:
-        """Describe the ranks that a save waited for in vain; empty if all arrived meanwhile.
+        """Describe the ranks that did not arrive in a phase of a save before its time-out; empty if all have by now.
 
-        A rank that has stopped answering is reported to all, since no training step can go on without it.
+        A rank that has stopped answering is reported to all ranks, since no training step can go on without it.
         """
         self.in_background(given_up(phase))
         silent, description = self._save_notes.late()
@@ -134,7 +136,7 @@ class FailureChannel:
         return description
 
     def at_step(self, step: int) -> None:
-        """Record the step; rank 0's is what the launcher compares between two deaths."""
+        """Record the step. Where two attempts died at the same step of rank 0, the launcher does not restart."""
         self._step = step
         if self._rank == 0:
             self._write_in_place("step", str(step))
@@ -147,6 +149,8 @@ class FailureChannel:
             if name not in self._files:
                 self._files[name] = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT, 0o644)
             line = text.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES - 1) + b"\n"
+            # One pwrite of a fixed size: a reader sees the old line or the new one, and a rank that is killed leaves no
+            # torn file.
             os.pwrite(self._files[name], line, 0)
 
     def _whereabouts(self) -> tuple[int | None, str]:
@@ -165,7 +169,7 @@ class FailureChannel:
         return self._board.read(f"{_SAVE_NOTE}-{run}") is not None
 
     def report(self, error: BaseException) -> Failure:
-        """Leave this rank's last words; return the failure that counts: the first one, perhaps another rank's."""
+        """Report an error of this rank; return the first failure of the run, which may be another rank's."""
         kind: Literal["user", "error"] = "user" if isinstance(error, UserError) else "error"
         return self.reports.write(self._last_words(kind, error))
 
@@ -187,6 +191,7 @@ class FailureChannel:
         """End this rank because a machine is lost: no collective with it will end, and the store may be there."""
         failure = silence.failure()
         self.reports.hear(failure)
+        # In a thread, since a store on the lost machine lets a call block until its time-out.
         threading.Thread(target=self.reports.write_store, args=(failure,), daemon=True).start()
         if not self._leaving.wait(patience.current.failure_exit_seconds):
             self._end_process(failure)
@@ -245,6 +250,7 @@ class FailureChannel:
             self._heartbeat.stop()
             if watcher.ident is not None:
                 watcher.join(timeout=1.0)
+            # Python calls may join a world again in this process; leaked descriptors would add up.
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._files.clear()
@@ -273,7 +279,7 @@ class FailureChannel:
         raise RankFailed(self._news(failure)) from error
 
     def _vanished(self, error: BaseException) -> Failure:
-        """Return who died without a word: whoever is not heard of any more, once its connections have closed."""
+        """Return a failure that names the rank whose heartbeat stopped, after connections closed without a report."""
         text = f"its connections closed, perhaps it was killed; rank {self._rank} saw it: {error}"[:LONGEST_MESSAGE]
         if self._host:
             limit = MISSED_BEATS * patience.current.beat_seconds
@@ -292,7 +298,7 @@ class FailureChannel:
         return Failure(-1, "silent", "", "Death", text, self._step, time.time())
 
     def _hang(self, error: BaseException) -> Failure | None:
-        """Return which rank kept this one waiting until its time was over; None if that is not what happened."""
+        """Return a failure that names the rank that a collective timed out on; None if the error is no time-out."""
         missing = self._heartbeat.missing() if timed_out(error) else []
         if not missing:
             return None
@@ -319,11 +325,13 @@ class FailureChannel:
             sys.stderr.flush()
         if self.directory is None:
             self._pass_on("failed", failure)
+        # The main thread may be blocked inside a collective, where no Python exception can reach it and sys.exit would
+        # wait.
         os._exit(RankFailed.exit_code)
 
 
 class _Phase:
-    """Returns a channel to its earlier phase, unless an exception passes."""
+    """Context manager that restores a channel's earlier phase, unless an exception leaves the block."""
 
     __slots__ = ("_channel", "_earlier")
 
@@ -348,10 +356,10 @@ class SaveNotes:
     """Notes of the ranks' background saves, through which a rank finds those that are late.
 
     Args:
-        rank: Own number.
-        ranks: Of the run.
-        board: Where notes are written.
-        heartbeat: Of this rank's process.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        board: Board that holds the notes.
+        heartbeat: Heartbeat of this process.
     """
 
     def __init__(self, rank: int, ranks: int, board: NoteBoard, heartbeat: Heartbeat) -> None:
@@ -364,10 +372,10 @@ class SaveNotes:
         return f"background-rank-{rank}"
 
     def late(self) -> tuple[list[Whereabouts], str]:
-        """Return the ranks that have stopped answering, and words about every rank that is late.
+        """Return the ranks that have stopped answering, and a description of every rank that is late.
 
-        Whoever waited leaves a phase `given_up`, so the one that was waited for is the one that has not. Takes a few
-        seconds: silence is heard by waiting.
+        Ranks that waited in vain mark their phase as `given_up`; the late ranks are those without the mark. Takes a
+        few seconds, in which it listens for heartbeats.
         """
         silent = self._heartbeat.silent()
         if silent:

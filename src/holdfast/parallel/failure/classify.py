@@ -1,4 +1,4 @@
-"""Which errors of a collective say that another rank is gone, or did not come."""
+"""Recognise the errors of collectives that mean that another rank has died or did not arrive in time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
+# gloo raises plain RuntimeErrors; their text is all that tells a lost peer from a mistake in the program.
 _BROKEN_COLLECTIVE = re.compile(
     r"\bgloo\b|connection (closed|reset) by peer|broken pipe|timed out waiting \d+ ?ms|caused pair closure",
     flags=re.IGNORECASE,
@@ -38,4 +39,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in visited:
         visited.add(id(link))
         yield link
+        # As Python prints tracebacks: `raise ... from None` hides the context, which then says nothing about this
+        # error.
         link = link.__cause__ if link.__suppress_context__ else link.__cause__ or link.__context__

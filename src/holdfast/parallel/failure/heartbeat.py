@@ -1,12 +1,12 @@
-"""Who stopped: every rank says now and then that it lives and what it does, so that a wait that ends can name a rank.
+"""Heartbeats: each rank publishes its step and phase every second, so that a collective that times out can name a rank.
 
-A rank that was stopped, swapped out or cut off says nothing more. One that lives and is elsewhere (in an observer, in a
-file system that does not answer) says where it is.
+A rank that was stopped, swapped out or disconnected publishes nothing more. A rank that is alive but late (in an
+observer, or in a file system that does not answer) publishes the phase that it is in.
 
-Hosts vanish too. A rank that is silent alone may be busy in code that lets no other thread run, so it is named and
-waited for. A machine all of whose ranks are silent was killed, stopped or cut off: after `patience.lost_host_seconds`
-it is given up, since whoever waits in a collective with it would wait until the time-out. Times are this process's own
-monotonic clock; those of other machines are never compared with it.
+Whole machines can vanish too. A single silent rank may be busy in native code that holds the interpreter lock, so it
+is named and waited for. A machine all of whose ranks are silent was killed, stopped or disconnected: after
+`patience.lost_host_seconds` it is given up, since collectives with it would block until their time-out. All times are
+of this process's monotonic clock and are never compared with another machine's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast import patience
 from holdfast.parallel.failure.reports import LOST, Failure, NoteBoard
 
 MISSED_BEATS = 3
-"""Are silence."""
+"""A rank counts as silent after this many beats without a new one."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Whereabouts:
     step: int | None
     phase: str
     silent: bool
-    """It says nothing any more."""
+    """Whether the rank's heartbeat has stopped."""
     host: str = ""
-    """Its machine; empty where all ranks share one."""
+    """Name of its machine; empty where all ranks share one."""
     has_left: bool = False
-    """It said that it goes."""
+    """Whether the rank has announced that it leaves the run."""
 
     @property
     def name(self) -> str:
@@ -56,22 +56,27 @@ class Whereabouts:
 
 
 STORE_RANK = 0
-"""On the machine of this rank lives the store: torchrun's, or that of the rank itself."""
+"""The rank on whose machine the store runs, in torchrun's agent or in the rank itself."""
 
 
 @dataclass
 class Sightings:
-    """When each rank of a run was last heard of, as one rank knows it; filled by the thread that beats."""
+    """When this process last received a new beat of each other rank; filled by the heartbeat thread."""
 
     last_words: dict[int, Whereabouts] = field(default_factory=dict)
-    """By rank, of the others."""
+    """Latest beat of each other rank."""
     _texts: dict[int, str | None] = field(default_factory=dict)
     _heard_at: dict[int, float] = field(default_factory=dict)
     store_at: float | None = None
-    """When the store last answered; None before it did."""
+    """When the store last answered; None before its first answer."""
 
     def take(self, texts: Mapping[int, str | None], whereabouts: Mapping[int, Whereabouts]) -> None:
-        """Take what the store says now: the text of every other rank's beat, and what it means."""
+        """Record beats that were read from the store now.
+
+        Args:
+            texts: Text of each other rank's beat, None where it has none yet. A rank was heard if its text changed.
+            whereabouts: The same beats, parsed.
+        """
         timestamp = time.monotonic()
         for rank, text in texts.items():
             if text is not None and self._texts.get(rank) != text:
@@ -89,7 +94,7 @@ class Sightings:
         return 0.0 if self.store_at is None else timestamp - self.store_at
 
     def silent_for(self, timestamp: float) -> dict[int, float]:
-        """Return the seconds since each other rank was heard of; a rank that has left is not in it."""
+        """Return the seconds since the last new beat of each other rank, without those that have left the run."""
         store_silence = self.store_silent_for(timestamp)
         seconds = {}
         for rank, at in self._heard_at.items():
@@ -104,14 +109,14 @@ class Sightings:
 
 
 class Heartbeat:
-    """One rank's beats, and a way to look at the others'.
+    """Publishes one rank's beats, and reads those of the other ranks.
 
     Args:
-        rank: Own number.
-        ranks: Of the run.
-        board: Where beats are written.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        board: Board that holds the beats.
         position: Returns (step, phase) of this rank.
-        host: Its machine, where ranks are on several; every beat then also listens to the others'.
+        host: Name of this machine where ranks run on several; the other ranks' beats are then read with each beat.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class Heartbeat:
         self._rank, self._ranks, self._host = rank, ranks, host
         self._board, self._now = board, position
         self.sightings = Sightings()
-        """Of the other ranks, where they are on several machines."""
+        """Beats of the other ranks; filled only where ranks run on several machines."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="holdfast-heartbeat", daemon=True)
 
@@ -164,9 +169,9 @@ class Heartbeat:
         return self._board.read(f"beat-rank-{rank}")
 
     def missing(self) -> list[Whereabouts]:
-        """Return the ranks that are not where this one is: silent ones, else those in another phase or step.
+        """Return the ranks that are silent; if there are none, those in another phase or step than this rank.
 
-        Takes a few seconds: silence is heard by waiting.
+        Takes a few seconds, in which it listens for beats.
         """
         silent = self._silent()
         if silent:
@@ -175,7 +180,10 @@ class Heartbeat:
         return [rank_state for rank_state in rank_states if (rank_state.step, rank_state.phase) != self._now()]
 
     def silent(self) -> list[Whereabouts]:
-        """Return the ranks that have stopped answering; none where nobody beats. Takes a few seconds."""
+        """Return the ranks whose beats have stopped; none if this rank's heartbeat was never started.
+
+        Takes a few seconds, in which it listens for beats.
+        """
         silent_ranks = self._silent()
         return silent_ranks if self._thread.ident is not None else []
 
@@ -198,7 +206,7 @@ def _parse(rank: int, text: str | None, *, silent: bool) -> Whereabouts:
 
 @dataclass(frozen=True)
 class Silence:
-    """A machine, or some ranks of one, that say nothing."""
+    """A machine whose ranks have all stopped beating, or some ranks of a machine that have."""
 
     host: str
     ranks: tuple[int, ...]
@@ -206,7 +214,7 @@ class Silence:
     """All ranks of the machine are silent."""
     seconds: float
     last_words: Whereabouts
-    """Of the first of them."""
+    """Latest beat of the first of `ranks`."""
 
     def words(self) -> str:
         """Return a sentence for the user."""
@@ -218,19 +226,19 @@ class Silence:
         return f"{subject} has not answered for {self.seconds:.0f} s; last heard{self.last_words.place()}"
 
     def failure(self) -> Failure:
-        """Return what is reported when it is given up."""
+        """Return the failure report for a machine that is given up."""
         last = self.last_words
         return Failure(last.rank, "silent", last.phase, LOST, self.words(), last.step, time.time(), host=self.host)
 
 
 def silences(sightings: Sightings, own_host: str, timestamp: float, after_seconds: float) -> list[Silence]:
-    """Return which machines have been silent for so long, wholly or in part.
+    """Return the machines of which all or some ranks have been silent for at least `after_seconds`.
 
     Args:
-        sightings: Of one rank.
-        own_host: Its machine, which never counts as silent as a whole.
-        timestamp: On the monotonic clock.
-        after_seconds: Silence that counts.
+        sightings: Beats that this process has received.
+        own_host: This machine, which never counts as silent as a whole.
+        timestamp: Now, on the monotonic clock.
+        after_seconds: Shortest silence that counts.
     """
     by_host: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for rank, seconds in sightings.silent_for(timestamp).items():
@@ -250,13 +258,15 @@ def silences(sightings: Sightings, own_host: str, timestamp: float, after_second
 
 
 class SilenceWatch:
-    """Names machines that fall silent, and gives up those that stay so; a thread that asks nobody.
+    """A thread that names machines that fall silent, and gives up those that stay silent.
+
+    It only reads `sightings` and asks the store nothing, so that no network call can block it.
 
     Args:
-        sightings: Filled by the heartbeat.
-        own_host: This rank's machine.
-        tell: Told a sentence when somebody falls silent or is heard again.
-        give_up: Told once that a machine is given up.
+        sightings: Filled by the heartbeat thread.
+        own_host: This machine.
+        tell: Called with a sentence when a rank or machine falls silent or is heard again.
+        give_up: Called once, when a machine is given up.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Where ranks leave word of what ended them, and look for the word of another one.
+"""Failure reports of ranks, and short notes such as heartbeats, exchanged through the store or through files.
 
-By two ways: the store, where the first writer wins, and, under our launcher, one file per rank in the launch directory.
-The files matter when rank 0 dies, since it hosts the store; the launcher writes one for a rank that died silently.
-Smaller notes go the same ways, through a connection to the store of the board's own: a call that waits on the store's
-main connection would make every thread wait.
+A report goes to the store, where the first writer wins, and, under our launcher, to one file per rank in the launch
+directory. The files matter when rank 0 dies, since it hosts the store; the launcher writes the file of a rank that died
+without a report. Notes go to the launch directory if there is one, else to the store, over a separate connection: a
+call that blocks on the store's main connection would block every thread that uses it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NoteBoard:
     """Reads and writes notes in the store that all ranks share.
 
     Args:
-        store: Shared by all ranks.
+        store: Store that all ranks share.
         directory: The launch directory if there is one.
     """
 
@@ -43,12 +43,13 @@ class NoteBoard:
             if self._directory is not None:
                 staging = self._directory / f".{name}.{os.getpid()}"
                 staging.write_text(text)
+                # Renaming is atomic, so a reader never sees half a note.
                 staging.replace(self._directory / name)
             else:
                 self._connection().set(f"holdfast/board/{name}", text)
 
     def read(self, name: str) -> str | None:
-        """Return a note, None if there is none or its place is gone."""
+        """Return a note; None if it does not exist, or if the store or directory no longer does."""
         with contextlib.suppress(OSError, RuntimeError):
             if self._directory is not None:
                 return (self._directory / name).read_text()
@@ -88,12 +89,13 @@ _HEARD_KEY = "holdfast/failure/heard"
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's last words, or what is known of a rank that had none."""
+    """Why a rank failed: its own report, or another process's report about a rank that died without one."""
 
     rank: int
-    """-1: unknown, a peer died without a word and nobody saw which."""
+    """-1 if a peer died without a report and it is not known which."""
     kind: Literal["error", "user", "peer", "silent"]
-    """error: its own. user: a UserError. peer: it lost another rank. silent: it died and somebody else says so."""
+    """error: an exception of the rank itself. user: a `UserError`. peer: the rank lost another rank. silent: the rank
+    died or hangs, and another process reports it."""
     phase: str
     type: str
     message: str
@@ -121,9 +123,9 @@ class Reports:
     """One rank's view of all reports.
 
     Args:
-        store: Shared by all ranks.
-        rank: Own number.
-        world_size: Ranks of the run.
+        store: Store that all ranks share.
+        rank: Rank of this process.
+        world_size: Number of ranks.
         directory: The launch directory when all ranks run on this machine under our launcher, else None.
     """
 
@@ -133,19 +135,19 @@ class Reports:
         self._world_size = world_size
         self._directory = directory
         self._heard: Failure | None = None
-        """What this rank's watching thread learned: the store may be gone when the main thread asks."""
+        """Failure that the watching thread has read; kept, since the store may be gone when the main thread asks."""
 
     def hear(self, failure: Failure) -> None:
-        """Take what this rank found out by itself as if another had reported it."""
+        """Record a failure that this process detected itself, as if another rank had reported it."""
         self._heard = self._heard or failure
 
     def write(self, failure: Failure) -> Failure:
-        """Leave a report both ways; return the failure that counts: the first one, perhaps another rank's."""
+        """Write a report to file and store; return the first report of the run, which may be another rank's."""
         self.write_file(failure)
         return self.write_store(failure)
 
     def write_file(self, failure: Failure) -> None:
-        """Leave a report in the launch directory alone, where the launcher finds it too."""
+        """Write a report to the launch directory only, where the launcher reads it too."""
         if self._directory is None:
             return
         target = self._directory / f"failure-rank-{failure.rank}.json"
@@ -155,7 +157,7 @@ class Reports:
             staging.replace(target)
 
     def write_store(self, failure: Failure) -> Failure:
-        """Leave a report in the store alone; return the one that came first."""
+        """Write a report to the store only; return the report that was written first."""
         try:
             first = self._store.compare_set(_KEY, "", json.dumps(asdict(failure)))
         except RuntimeError:  # its host died: the files remain
@@ -163,9 +165,10 @@ class Reports:
         return parse_failure(first) or failure
 
     def first(self, wait_seconds: float) -> Failure | None:
-        """Return the first failure that another rank reported, waiting for it if there is none yet.
+        """Return the first failure that another rank reported, waiting up to `wait_seconds` for one.
 
-        The store is asked late where files are at hand: when its host died each question prints a page of C++ frames.
+        Where there is a launch directory, its files are read first and the store only after a while: once the store's
+        host has died, every call to it prints a page of C++ stack frames.
         """
         began = time.monotonic()
         store_lives = True
@@ -222,7 +225,10 @@ class Reports:
         return (failure if failure is not None and failure.rank != self._rank else None), True
 
     def linger(self) -> None:
-        """Stay until all ranks have heard: this one may host the store, or be the peer whose end they notice first."""
+        """Wait until all ranks have read the report.
+
+        This process may host the store, and its closed sockets may be the first sign of the failure that others see.
+        """
         if self._world_size == 1 or self._directory is not None:
             return
         deadline = time.monotonic() + patience.current.failure_linger_seconds  # a dead rank never hears
@@ -234,7 +240,7 @@ class Reports:
 
 
 def parse_failure(text: bytes | str) -> Failure | None:
-    """Return what a rank reported, None if it is torn."""
+    """Return the failure that a report's JSON encodes; None if the text is incomplete."""
     try:
         return Failure(**json.loads(text))
     except (ValueError, TypeError):  # torn, or of another version: as good as none

@@ -1,1 +1,1 @@
-"""Completions that are programs, run against tests where they can do no harm."""
+"""The code reward: run programs in completions against tests, in isolated processes."""

@@ -1,9 +1,9 @@
-"""Judge code: run the row's tests here, and the code in a process of its own that knows nothing of them.
+"""Judge code: run a row's tests in this process, and the code in another process that does not know the tests.
 
-Started alone, by path. Standard input holds the order; standard output gets one line, how many tests pass. The code's
-process is forked before the order is read, so that it holds no copy of it, and this one hides its memory. Tests call
-what the code defined through `code.values`; so nothing that the code patches is anything that judges it. The process of
-the code holds no test and no secret.
+The program is started by path. It reads an order from standard input and writes one line, the number of passed tests,
+to standard output. The process for the code is forked before the order is read, so that it holds no copy of the tests,
+and this process hides its memory. Tests call the functions that the code defined through `code.values`, so that code
+which patches built-ins does not change what judges it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ _MOST_OPEN_FILES = 64
 
 
 def main() -> None:
-    """Carry out the order."""
+    """Read the order, run the tests, and print how many pass."""
     ours, theirs = socket.socketpair()
     answer = os.dup(1)
+    # The code runs in a child, so that whatever it does to its interpreter cannot change the answer that this process
+    # writes.
     pid = os.fork()
     if pid == 0:
         os.close(answer)
@@ -67,7 +69,7 @@ def _silence() -> None:
 
 
 def _end(answer: int, passed: int) -> None:
-    """Kill the code with all that it started, answer, and go."""
+    """Kill the code and everything it started, write the answer, and exit."""
     while strays := kernel.children():
         for pid in strays:
             kernel.kill_with_group(pid)
@@ -106,7 +108,9 @@ def _passes(test: str, namespace: dict[str, Any]) -> bool:
 
 
 def serve_code(channel: int) -> None:
-    """Take an order from the channel, run its code, send the names that it made, and answer until the judge is gone."""
+    """Receive the code, run it, send the names that it defined, and answer calls until the judge has ended."""
+    # A session of its own: `killpg` then reaches the code's children, and a signal to the judge's group does not reach
+    # them.
     os.setsid()
     kernel.die_with_parent()
     kernel.confine()
@@ -116,6 +120,7 @@ def serve_code(channel: int) -> None:
         return
     limit(order["memory_bytes"], order["cpu_seconds"])
     module = ModuleType("completion")
+    # pickle and dataclasses look a class's module up in `sys.modules`, and fail for a module that is not listed there.
     sys.modules["completion"] = module
     try:
         exec(compile(order["code"], "<completion>", "exec"), module.__dict__)  # noqa: S102 - what this file is for
@@ -137,12 +142,13 @@ def _sent_names(peer: Peer, module: ModuleType) -> dict[str, Any]:
 
 
 def limit(memory_bytes: int, cpu_seconds: int) -> None:
-    """Bound what this process and each of its children may take."""
+    """Limit memory, CPU time, file sizes and open files of this process and of each of its children."""
     for kind, most in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_FSIZE, _MOST_FILE_BYTES),
         (resource.RLIMIT_NOFILE, _MOST_OPEN_FILES),
+        # A core dump of judged code could fill the disk.
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(kind)

@@ -1,11 +1,12 @@
-"""Decide which names a row's tests take from the judged code, by reading the tests alone.
+"""Decide which names in a row's tests must come from the judged code, by reading the tests alone.
 
-A test uses names that it does not define. Some stand for what the code is asked for, others for what judges it: a
-forgotten `import numpy as np` makes `np` one of these, and whatever the code calls `np` would decide about itself. The
-tests are the same for all completions, so what is decided here cannot depend on what a completion defines.
+A test uses names that it does not define. Some are the functions that the code must provide; others belong to the
+judge. If a test forgets `import numpy as np`, for example, a completion could define `np` itself and thereby decide
+whether the test passes. The decision is made from the tests only, which are the same for all completions.
 
-Built-in functions and modules of the standard library are the judge's own. A name that is called, or passed to a call,
-is asked of the code. Beside such a name one that is only a module or a number is not: the row lacks an import.
+Built-in functions and modules of the standard library belong to the judge. A name that is called, or passed to a call,
+is expected from the code. If there is such a name, other names that are only used as a module or a number are not
+expected from the code; the row then lacks an import.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _OPERANDS = (ast.Compare, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Subscript)
 
 @dataclass(frozen=True)
 class TestNames:
-    """Where the names come from that tests use and do not define."""
+    """The sources of the names that tests use without defining them."""
 
     subjects: frozenset[str]
     """From the code."""

@@ -1,9 +1,9 @@
-"""The code reward: runs a completion's Python in a process with limits, and the row's tests in another.
+"""The code reward: runs a completion's Python code in a process with limits, and the row's tests in another process.
 
-What earns is a boundary: code and judge are two processes that speak by values (`judge.py`), so code earns by what it
-answers and by nothing that it patches, reads or compares itself. What the code may do to this machine is not: it runs
-as this user, root included, with its files and its network. The environment and the memory of other processes are
-closed to it where the kernel can do that (`kernel`); limits keep an accident small.
+Code and tests run in two processes that exchange only values (`judge.py`), so that code is rewarded for the values that
+it returns, and cannot pass tests by patching or reading what judges it. This is not a sandbox for hostile code: it runs
+as the current user, even as root, with access to files and network. The kernel denies it the environment and the memory
+of other processes where it can (`kernel.py`); resource limits contain accidents.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What passes between judged code and its judge: values, and numbers that stand for objects that stay where they are.
+"""The protocol between judged code and its judge: values are copied, other objects are referred to by number.
 
-Neither side rebuilds an object of the other's making: numbers, text and containers arrive as plain built-in ones,
-whatever class they had, so that code decides what it answers and never what its answer equals. Standard library only.
+Neither side recreates objects of the other's classes. Numbers, texts and containers arrive as built-in types, whatever
+class they had, so that code decides which value it returns but not how the judge compares it. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CONTAINERS: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 class Remote:
-    """An object of the other side. Its methods run there; what they return comes back by value.
+    """A proxy of an object in the other process. Its methods run there and their results are copied.
 
-    Comparing and computing are carried over only between two objects of the other side: with a value of this side they
-    are what Python has for strangers, so that no object equals what it should have been.
+    Operators run in the other process only if both operands are proxies. With a value of this process, Python's
+    defaults apply, so that an object of the code cannot claim to be equal to an expected value.
     """
 
     __slots__ = ("_number", "_peer")
@@ -96,7 +96,7 @@ ACTS: Mapping[str, Callable[..., Any]] = {
 
 
 class Peer:
-    """One end of the conversation: asks the other one, and answers it while it waits.
+    """One end of the connection: it sends requests, and answers those of the other end while it waits.
 
     Args:
         channel: A socket.

@@ -1,1 +1,1 @@
-"""Rewards that are called with completions: rules, mathematics, a judge, functions of the user."""
+"""Reward functions: rules, mathematics, a judge model behind an endpoint, and calling functions of the user."""

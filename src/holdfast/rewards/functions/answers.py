@@ -1,6 +1,6 @@
-"""The text of a final answer: where a completion marks it, and which number it is, however that is written.
+"""Extract the final answer of a completion, and recognise numbers in their many notations.
 
-What is not a number is left to math-verify. Nothing here is slow or can hang.
+Answers that are not a number are left to math-verify. No function here is slow or can hang.
 """
 
 from __future__ import annotations

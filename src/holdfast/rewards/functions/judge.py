@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint as a reward."""
+"""A reward from a judge model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_ANSWER_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Judge:
-    """Asks for a number. Threads wait for the answers, so that those of a batch arrive side by side."""
+    """Asks a judge model to rate completions with a number; requests of a batch are sent in parallel threads."""
 
     section: Mapping[str, Any]
     endpoint: Endpoint

@@ -1,7 +1,7 @@
-"""The math reward: math-verify, called where it can be killed.
+"""The math reward: math-verify, called in a worker that can be killed.
 
-Its own time-outs are alarms, which raise off the main thread; other systems then score every completion 0. They are
-off here: the supervisor ends what takes too long.
+The time-outs of math-verify use SIGALRM, which fails outside of the main thread, so that every completion would score
+0. They are switched off here; the supervisor kills a worker that takes too long.
 """
 
 from __future__ import annotations

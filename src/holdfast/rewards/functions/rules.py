@@ -1,4 +1,4 @@
-"""Rewards that are a formula of the completion and the row."""
+"""Built-in rewards that are computed from the completion and the row by a formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling a user's function by the names of its parameters, so that files written for other systems run unchanged.
+"""Call a user's reward function according to its parameter names, so that files for other systems work unchanged.
 
 reward_inputs / reward_input    EasyR1, a list of dicts or one dict
 solution_str / solution_strs    verl, one sample or lists

@@ -1,1 +1,1 @@
-"""Processes that score, and what passes between them: framing, folders, confinement, the pool."""
+"""Reward processes: message framing, scratch folders, confinement by the kernel, and the pool that a rank calls."""

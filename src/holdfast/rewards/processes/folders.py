@@ -1,4 +1,4 @@
-"""Folders for judged code, and their removal whatever was built in them. Standard library only."""
+"""Scratch folders of judged code, and their removal whatever the code has built in them. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from pathlib import Path
 from holdfast import patience
 
 _PREFIX = "holdfast-code-"
+# O_NOFOLLOW refuses a symbolic link, by which judged code could direct the removal to a folder outside of its own.
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _DEEPEST = 200
-"""Levels that are open at a time, each a descriptor."""
+"""Nesting depth of open folders during a removal; each level holds a file descriptor."""
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a folder that this process owns, and remove it; whoever dies before leaves it to `remove_abandoned`."""
+    """Yield a new folder and remove it afterwards; if this process is killed, `remove_abandoned` removes it later."""
     outer = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    # The kernel releases a lock of a process that is killed, so that a folder without a lock is known to be abandoned.
     lock = os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -44,7 +46,7 @@ def remove_of(pid: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of processes that ended without a chance to."""
+    """Remove the folders of processes that were killed before they could."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.lstat().st_mtime > patience.current.young_folder_seconds:
@@ -62,10 +64,10 @@ def _remove_if_free(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder of any depth; what the system refuses to remove stays.
+    """Remove a folder of any depth; entries that the system refuses to remove are left.
 
-    Recursion ends at a thousand levels and a path at 4,096 bytes: what lies too deep is moved to the top first, and
-    emptied there in its turn.
+    Python's recursion ends at a thousand levels and a path at 4,096 bytes, so folders that lie too deep are first moved
+    to the top and emptied there.
     """
     try:
         top = os.open(folder, _FOLDER)
@@ -83,18 +85,20 @@ def remove_tree(folder: Path) -> None:
 
 
 class _Removal:
-    """Empties what lies below an open folder."""
+    """Removes the contents of an open folder; folders that lie too deep are queued in `moved`."""
 
     def __init__(self, top: int) -> None:
         self._top = top
         self._names = (f"{_PREFIX}{os.getpid()}-{number}" for number in itertools.count())
         self.moved: list[str] = []
-        """Folders that wait at the top."""
+        """Names of folders that were moved to the top and are still to be emptied."""
 
     def empty(self, opened: int, depth: int) -> None:
         for name in os.listdir(opened):
             with contextlib.suppress(OSError):
                 if not stat.S_ISDIR(os.lstat(name, dir_fd=opened).st_mode):
+                    # Relative to open folders and never by path: judged code may exchange a folder for a link while it
+                    # is being removed.
                     os.unlink(name, dir_fd=opened)
                     continue
                 os.chmod(name, 0o700, dir_fd=opened)  # one closed to its owner can be neither moved nor read

@@ -1,4 +1,4 @@
-"""Messages through pipes and sockets: eight bytes of length, then the payload."""
+"""Messages over pipes and sockets: eight bytes of length, little-endian, then the payload."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SLICES = 20
 
 
 class BrokenChannel(Exception):  # noqa: N818 - the name says what happened
-    """What came through is not a message of ours: somebody else wrote into the channel."""
+    """The received bytes are not a message of ours: other code has written to the channel."""
 
 
 def frame(payload: bytes) -> bytes:
-    """Return a message as it travels."""
+    """Return a message with its length prefix."""
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -27,7 +27,7 @@ def write(descriptor: int, payload: bytes, patience_seconds: float | None = None
     """Write a whole message to a blocking descriptor.
 
     Raises:
-        TimeoutError: The reader took nothing for so long.
+        TimeoutError: The reader accepted nothing for `patience_seconds`.
     """
     remaining = memoryview(frame(payload))
     while remaining:
@@ -45,7 +45,11 @@ def has_come(descriptor: int, patience_seconds: float) -> bool:
 
 
 def _becomes(event: int, descriptor: int, patience_seconds: float) -> bool:
-    """Wait in slices: where this process and its peer are stopped and go on, a clock would say that time is over."""
+    """Wait for an event in many short slices.
+
+    If this process and its peer are suspended together and continue later, a single long wait would count that time;
+    here at most one slice is lost.
+    """
     poll = select.poll()
     poll.register(descriptor, event)
     return any(poll.poll(math.ceil(1000 * patience_seconds / _SLICES)) for _ in range(_SLICES))
@@ -87,7 +91,7 @@ def _is_readable(descriptor: int, seconds: float) -> bool:
 
 
 class MessageReader:
-    """The bytes of a descriptor that never blocks its reader, cut into messages."""
+    """Splits the bytes of a non-blocking descriptor into messages."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self._most = most_bytes
@@ -97,7 +101,7 @@ class MessageReader:
         """Yield the messages that are whole now.
 
         Raises:
-            BrokenChannel: A length is beyond belief.
+            BrokenChannel: A length exceeds `most_bytes`.
         """
         self._bytes += received
         while len(self._bytes) >= _LENGTH.size:

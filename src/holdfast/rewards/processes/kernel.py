@@ -1,9 +1,9 @@
-"""What the kernel does for processes of rewards: ends those whose purpose is over, and keeps judged code from others.
+"""Linux system calls that end orphaned reward processes and isolate judged code. Standard library only.
 
-Standard library only; elsewhere than on Linux less is caught. A process of the same user can read the environment and
-the memory of every other one, keys of the shell that started the run included, wherever its parents keep their own
-empty. A domain of Landlock (Linux 5.13), or else a user namespace of its own, makes the kernel refuse that, for root
-too; a domain of Linux 6.12 refuses signals as well.
+Without isolation, a process can read the environment and the memory of every process of the same user, including API
+keys of the shell that started the run. A Landlock domain (Linux 5.13 and later), or else a new user namespace, makes
+the kernel refuse that, even for root; with Linux 6.12 a domain also blocks signals. On other systems than Linux these
+functions do nothing or less.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ _CREATE_RULESET, _RESTRICT_SELF = 444, 446
 _VERSION = 1
 _CAPABILITIES_VERSION = 0x20080522
 _MAKE_BLOCK_DEVICE = 1 << 11
-"""A ruleset must forbid something on disk; nobody but root can do this, and nobody needs to."""
+"""A ruleset must handle at least one file system right. Only root can make block devices, so forbidding that changes
+nothing for judged code."""
 _SCOPE_SIGNALS_ABI, _SCOPE_SOCKETS_AND_SIGNALS = 6, 0b11
 _NEW_USER_NAMESPACE = 0x10000000
 
 
 def die_with_parent() -> None:
     """Let the kernel kill this process when the one that forked it dies."""
+    # The kernel sends no signal for a parent that died before this call, so compare `os.getppid` after it.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -48,9 +50,9 @@ def kill_with_group(pid: int) -> None:
 
 
 def reap(pids: Iterable[int], seconds: float) -> dict[int, int]:
-    """Return the wait status of killed children, of those that end in time.
+    """Return the wait status of those killed children that end within `seconds`.
 
-    One inside a system call that hangs, on a file system that is gone for example, ends only when that returns.
+    A process inside a system call that hangs, for example on a lost network file system, ends only when that returns.
     """
     waiting, ended, end, pause = set(pids), dict[int, int](), time.monotonic() + seconds, 0.001
     while True:
@@ -68,7 +70,7 @@ def reap(pids: Iterable[int], seconds: float) -> dict[int, int]:
 
 
 def children() -> list[int]:
-    """Return the processes whose parent is this one, those that wait to be reaped included; none off Linux."""
+    """Return the child processes of this one, zombies included; an empty list without /proc."""
     this_pid = str(os.getpid())
     pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -82,14 +84,16 @@ def children() -> list[int]:
 
 def hide() -> None:
     """Let no other process of this user read the memory or the environment of this one."""
+    # /proc/PID/environ and /proc/PID/mem of a process that is not dumpable belong to root, and ptrace is refused.
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def confine() -> bool:
-    """Cut this process and what it starts off from the processes around it; return whether the kernel does it."""
+    """Isolate this process and its future children from other processes; return whether the kernel supports it."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None)
+    # The default result type is int, which would cut the return value of a 64-bit system call.
     libc.syscall.restype = ctypes.c_long
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # what it starts gains none of the rights back
     # Root's right to watch the machine's performance reads every environment, past a domain too.
@@ -107,6 +111,7 @@ def _enter_domain(libc: ctypes.CDLL) -> bool:
     ruleset = libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         return False
+    # The kernel refuses this call unless PR_SET_NO_NEW_PRIVS is set, which `confine` does before.
     entered = bool(libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
     os.close(ruleset)
     return entered

@@ -36,11 +36,11 @@ _MOST_SHOWN_LINES, _MOST_SHOWN_BYTES = 3, 1000
 
 
 class RewardPool:
-    """Scores samples in processes that can be killed; a context manager that starts and closes them.
+    """Scores samples in worker processes that can be killed; a context manager that starts and closes them.
 
-    User files are looked up relative to `base`. What they print goes to `log_path`. The process between this one and
-    its workers, which speaks every second while it is asked something, is given up when it is silent for
-    `silent_seconds`.
+    Paths of reward files are relative to `base`, and what the functions print goes to `log_path`. A supervisor process
+    stands between this process and the workers. It sends a message every second while it works on a request; after
+    `silent_seconds` without one it is killed.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class RewardPool:
         self._silent_seconds = silent_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self.columns: dict[str, tuple[str, ...]] = {}
-        """Columns of the row without which a reward scores nothing, by its name; known once started."""
+        """By name of the reward, the row columns that it requires; filled by `start`."""
         self._batched: list[str] = []
-        """Names of the rewards that are called with lists, in their order; known once started."""
+        """Names of the rewards that are called with lists, in order; filled by `start`."""
         self.log_path = log_dir / f"rewards-{os.uname().nodename}-{os.getpid()}.log"
         """What reward functions print, tracebacks of those that raise included."""
         self.log_is_named = False
-        """Whether an error sends its reader to the log."""
+        """Whether an error message has named the log, which must then be kept."""
         self._new_log: str | None = None
         self._log_start = 0
-        """Bytes that an earlier process of the same number has left in the log."""
+        """Size of the log at the start; an earlier process with the same number may have written to it."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -94,7 +94,13 @@ class RewardPool:
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         command = [*_ENVIRONMENT, sys.executable, "-m", "holdfast.rewards.workers.worker", str(self.log_path)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            # Ctrl-C is sent to the terminal's process group; in a session of its own, the pool survives until the rank
+            # ends it.
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
         )
         try:
             self._wait_until_ready()
@@ -115,7 +121,7 @@ class RewardPool:
         ]
 
     def try_out(self, samples: Sequence[Sample]) -> dict[str, list[SampleOutcome]]:
-        """Return what each function that is called with lists says of samples, by the reward's name.
+        """Score samples with only the rewards that are called with lists; return outcomes by name of the reward.
 
         Raises:
             RunStopped: As `score`.
@@ -123,9 +129,11 @@ class RewardPool:
         return dict(zip(self._batched, self.outcomes(samples, self._batched), strict=True))
 
     def outcomes(self, samples: Sequence[Sample], only: Collection[str] | None = None) -> list[list[SampleOutcome]]:
-        """Return what each reward says of each sample: by reward, then by sample.
+        """Return the outcome of each reward for each sample, as one list per reward.
 
-        With `only`, no other reward is asked, and the lists of the others are left out.
+        Args:
+            samples: The samples to score.
+            only: Names of the rewards to call; the result has no lists for the others. None: all.
 
         Raises:
             RunStopped: As `score`.
@@ -147,7 +155,7 @@ class RewardPool:
         return [index for index, reward in enumerate(self._rewards) if only is None or reward.label in only]
 
     def move_log(self, folder: Path) -> None:
-        """Copy the log into another folder, and let functions print there from the next request on.
+        """Copy the log into another folder; functions print there from the next request on.
 
         Raises:
             OSError: It cannot be copied.
@@ -199,7 +207,7 @@ class RewardPool:
         return [[SampleOutcome(**outcome) for outcome in reply[index]] for index in reward_indices]
 
     def _answer(self, replies: int) -> list[list[dict[str, Any]]] | None:
-        """Return what comes behind signs of life; None at the end."""
+        """Skip the supervisor's signs of life and return its reply; None if it closed the channel."""
         while framing.has_come(replies, self._silent_seconds):
             message = framing.read_frame(replies, time.monotonic() + self._silent_seconds)
             if message is None:
@@ -259,7 +267,7 @@ class RewardPool:
         return f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}." if lines else ""
 
     def _log(self) -> str:
-        """Return where a reader finds the log: with the others it moves to a run directory that is made later."""
+        """Return the path of the log for a message; it may be moved to a run directory that is created later."""
         self.log_is_named = True
         return str(self.log_path) if self.log_path.exists() else f"logs/{self.log_path.name} in the run's directory"
 

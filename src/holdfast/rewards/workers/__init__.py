@@ -1,1 +1,1 @@
-"""Serving rewards in worker processes, or in this one."""
+"""Call reward functions in supervised worker processes, or in this process."""

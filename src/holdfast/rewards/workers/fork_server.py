@@ -1,6 +1,6 @@
-"""Workers: a fork with its channel, task and deadline, and what it does with a task.
+"""Reward workers: fork one, and what it runs.
 
-It calls one reward, and sends each outcome as soon as it is known.
+A worker calls one reward for the samples of a task, and sends each outcome to the supervisor as soon as it has it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from holdfast.text.escaping import escaped_paragraph
 def serve(channel: int, scorers: Sequence[ReadyReward]) -> None:
     """Answer tasks until the supervisor closes the channel.
 
-    A task is a pickled triple: index of the reward, one pickled sample after the other, and where functions print if
-    that is not where they printed at the start.
+    A task is a pickled triple: the index of the reward, a list of pickled samples, and the log's path, or None while it
+    is still the path from the start.
     """
     worker_pid, log = os.getpid(), None
     while (payload := framing.read_frame(channel)) is not None:
@@ -62,7 +62,7 @@ def serve(channel: int, scorers: Sequence[ReadyReward]) -> None:
 
 
 def print_into(log: str) -> None:
-    """Let this process and those that it forks print into another file; where it cannot be opened, change nothing."""
+    """Redirect standard output and error of this process and its forks to a file; do nothing if it cannot be opened."""
     with contextlib.suppress(OSError):
         printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for descriptor in (1, 2):
@@ -148,32 +148,33 @@ class _TaskRun:
 
 
 def _seed(name: str, sample: Sample) -> None:
-    """Make a function that draws numbers give the same reward in any worker and after any restart."""
+    """Seed Python's and NumPy's generators, so that a random reward is the same in any worker and after a restart."""
     random.seed(f"{name}:{sample.sample_id}")
+    # NumPy is seeded only if a reward has imported it; an import here would take time and memory in every worker.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(sample.sample_id % 2**32)
 
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""A scheduler sends them to every process of a job; the rank may still want its rewards before it saves and ends. The
-supervisor ignores them, its workers do not."""
+"""Signals that the supervisor ignores and its workers do not. A scheduler sends them to every process of a job, and the
+rank may still need rewards before it saves and ends."""
 _MOST_OUTCOME_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Task:
-    """One reward for some samples of the request, by their places in it."""
+    """One reward and the samples that it scores, by their indices in the request."""
 
     reward: int
     samples: tuple[int, ...]
     again: bool = False
-    """Whether the worker that had it before was killed by a signal, which need not have been its samples' doing."""
+    """Whether this is the second try, after a signal killed the first worker; the samples need not have caused that."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """A forked process, and what it is doing."""
+    """A forked worker process and its present task, as the supervisor sees it."""
 
     pid: int
     channel: socket.socket
@@ -193,9 +194,11 @@ class Worker:
 def fork(
     scorers: Sequence[ReadyReward], inherited: Iterable[BaseSelector | socket.socket], pipes: Iterable[int]
 ) -> Worker:
-    """Start a worker in a session of its own, so that it dies with everything it starts.
+    """Fork a worker that leads a new session, so that it can be killed together with everything it starts.
 
-    `inherited` and `pipes` are open in the supervisor; the worker closes its copies.
+    Args:
+        scorers: All rewards, ready to be called.
+        inherited, pipes: What the supervisor has open; the worker closes its copies.
     """
     ours, theirs = socket.socketpair()
     supervisor = os.getpid()
@@ -215,6 +218,7 @@ def fork(
 def _live(channel: int, scorers: Sequence[ReadyReward], supervisor: int) -> None:
     status = 1
     try:
+        # With a session of its own, the worker and everything that it starts can be killed as one process group.
         os.setsid()
         kernel.die_with_parent()
         if os.getppid() == supervisor:
@@ -225,16 +229,17 @@ def _live(channel: int, scorers: Sequence[ReadyReward], supervisor: int) -> None
     except BaseException:  # noqa: BLE001 - the process edge: nothing may run on into the supervisor's code
         traceback.print_exc()
     finally:
+        # Not sys.exit: that would run the supervisor's exit handlers and flush its buffers a second time, in the fork.
         os._exit(status)
 
 
 def was_killed(status: int | None) -> bool:
-    """Say whether a signal ended a process."""
+    """Return whether a wait status says that a signal ended the process."""
     return status is not None and os.WIFSIGNALED(status)
 
 
 def how_worker_ended(status: int | None) -> str:
-    """Return a wait status in words; None is that of a process that was killed and has not gone."""
+    """Describe a wait status; None means that the process was killed and has not ended."""
     if status is None:
         return "it hangs in the kernel and cannot be killed"
     code = os.waitstatus_to_exitcode(status)

@@ -1,7 +1,7 @@
-"""Rewards that a Python caller passes as live functions: called in this process, one after the other.
+"""Reward functions that a Python caller passes as objects: they are called in this process, one after the other.
 
-What a function is given and may return is the same as in a file. What a process of its own would add is not here:
-nothing ends a function that hangs, and what it prints, keeps or breaks is its caller's.
+Parameters and return values are the same as for functions in a file. There is no isolation: nothing ends a function
+that hangs, and what it prints or changes affects the caller's process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from holdfast.rewards.functions.signatures import (
 
 T = TypeVar("T")
 _FAULTS = (Exception, SystemExit, asyncio.CancelledError)
-"""What a function can raise without anybody else having meant it; Ctrl-C is the caller's."""
+"""Exceptions that count as a fault of the function. KeyboardInterrupt is not one: it is meant for the caller."""
 
 
 class InProcessRewards:
@@ -69,7 +69,7 @@ class InProcessRewards:
         """Columns of the row without which a function cannot be called, by the reward's name."""
 
     def try_out(self, samples: Sequence[Sample]) -> dict[str, list[SampleOutcome]]:
-        """Return what each function of lists says of samples, by the reward's name."""
+        """Score samples with only the functions that are called with lists; return outcomes by name of the reward."""
         labelled = zip((section.label for section in self._sections), self._bound, strict=True)
         batched = {label: bound for label, bound in labelled if isinstance(bound, BatchedCall)}
         return _outside_a_running_loop(
@@ -118,7 +118,7 @@ def _each(call: Callable[[Sample], Any], name: str, sample: Sample) -> SampleOut
 
 
 def _batch(call: Many, name: str, samples: Sequence[Sample]) -> list[SampleOutcome]:
-    """Call a function with several samples; if it raises, with one after the other, so that the guilty one fails."""
+    """Call a function with several samples; if it raises, with each alone, so that only the faulty sample fails."""
     with _randomness_of(name, samples[0]):
         try:
             return outcomes_of(call(samples), len(samples))
@@ -156,7 +156,7 @@ def _randomness_of(name: str, sample: Sample) -> Iterator[None]:
 
 
 def _outside_a_running_loop(call: Callable[[], T]) -> T:
-    """Call in a thread where this one runs an event loop, as a notebook's does: a second loop could not run here."""
+    """Call in another thread if this one runs an event loop, as notebooks do: asyncio allows one loop per thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

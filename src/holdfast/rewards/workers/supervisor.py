@@ -1,7 +1,7 @@
-"""The process between a rank and its workers: forks them, gives them tasks, kills what takes too long.
+"""The process between a rank and its reward workers: it forks workers, gives them tasks, and kills those that time out.
 
-Protects one invariant: every sample of a request gets exactly one outcome from every reward, whatever user code does.
-It runs no user code after the imports, so nothing can block it.
+Invariant: every sample of a request gets exactly one outcome from every reward, whatever user code does. The supervisor
+runs no user code after the imports, so nothing can block it.
 """
 
 from __future__ import annotations
@@ -58,20 +58,22 @@ class Supervisor:
         self._workers: dict[int, Worker] = {}
         self._samples: list[bytes] = []
         self._log: str | None = None
-        """Where functions print, if that is not where they printed at the start."""
+        """Path of the log, if it has changed since the start."""
         self._queue: deque[Task] = deque()
         self._outcomes: list[list[SampleOutcome | None]] | None = None
-        """[reward][sample] of the request under way."""
+        """[reward][sample] outcomes of the present request; None between requests."""
         self._missing = 0
         self._cut_at = math.inf
-        """When the request under way is answered with what there is."""
+        """Deadline of the present request, after which the samples without an outcome count as timed out."""
         self._heard_of_at = 0.0
         self._left: set[int] = set()
-        """Processes that were killed and have not gone."""
+        """Processes that were killed and have not ended yet."""
         self._is_wanted = True
 
     def run(self) -> None:
-        """Serve until the rank closes its end or dies; leave no process."""
+        """Serve until the rank closes the channel or dies; leave no process behind."""
+        # A scheduler signals every process of a job; the supervisor must live on, since the rank's last step needs
+        # rewards.
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -93,6 +95,7 @@ class Supervisor:
         self._end_the_overdue()
         self._cut_short()
         if os.fstat(2).st_size > _MOST_LOG_BYTES:
+            # The log is opened with O_APPEND, so writers continue at the new end and leave no hole of zeros.
             os.ftruncate(2, 0)
             _note("the log was full and starts again")
         self._reply()
@@ -169,7 +172,7 @@ class Supervisor:
             self._lose(worker, "wrote into the channel of its worker")
 
     def _listen(self, worker: Worker) -> bool:
-        """Hear what has arrived; return False at the end."""
+        """Handle the messages that have arrived from a worker; return False if it closed its channel."""
         received = worker.channel.recv(_RECEIVED_BYTES)
         try:
             for message in worker.incoming.feed(received):
@@ -205,7 +208,7 @@ class Supervisor:
         self._queue.extendleft(reversed(alone))
 
     def _find_the_dead(self) -> None:
-        """Reap; a worker's own end is noticed here where a grandchild still holds its channel open."""
+        """Reap children that ended. A grandchild may hold a worker's channel open, so its end shows only here."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -218,7 +221,7 @@ class Supervisor:
                 self._lose(self._workers[pid], status=status)
 
     def _lose(self, worker: Worker, message: str = "", status: int | None = None) -> None:
-        """Settle the samples of a worker that died; where it is unclear which one killed it, each goes alone."""
+        """Handle the samples of a worker that died; if several may have killed it, each is tried alone."""
         self._hear_the_rest(worker)
         ended = self._end([worker], {} if status is None else {worker.pid: status})
         if not message and was_killed(ended.get(worker.pid)) and self._asks_again(worker):
@@ -227,7 +230,10 @@ class Supervisor:
         self._blame(worker, SampleOutcome(fault="error", message=message))
 
     def _asks_again(self, worker: Worker) -> bool:
-        """Queue what a worker was killed over once more, if it is the first time: somebody else may have done it."""
+        """Queue the task of a killed worker once more if this was its first try; return whether it was queued.
+
+        The signal may have come from outside, such as the kernel when memory is short.
+        """
         task, waiting = worker.task, worker.waiting
         if task is None or not waiting or task.again:
             return False
@@ -240,7 +246,7 @@ class Supervisor:
         return True
 
     def _hear_the_rest(self, worker: Worker) -> None:
-        """Record what a worker said before it fell silent, so that only unfinished samples are blamed."""
+        """Record the outcomes that a worker sent before it died, so that only unfinished samples are blamed."""
         with contextlib.suppress(OSError, framing.BrokenChannel):
             while self._listen(worker):
                 pass
@@ -286,8 +292,8 @@ class Supervisor:
         """Kill workers with everything they started; return the wait status of those that have gone.
 
         Args:
-            workers: Whom.
-            ended: The status of those that were reaped before.
+            workers: The workers to kill.
+            ended: Wait statuses of those that were reaped before.
         """
         for worker in workers:
             del self._workers[worker.pid]
@@ -306,7 +312,7 @@ class Supervisor:
         return ended
 
     def _sweep(self) -> None:
-        """Kill orphans that became our children; their own children become ours by that."""
+        """Kill orphans that have become children of this process, then the orphans that those deaths leave."""
         while strays := [pid for pid in kernel.children() if pid not in self._workers and pid not in self._left]:
             for pid in strays:
                 kernel.kill_with_group(pid)

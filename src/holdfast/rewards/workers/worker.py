@@ -1,7 +1,7 @@
-"""Where the process behind a RewardPool starts: `python -m holdfast.rewards.workers.worker LOG`.
+"""The program that a RewardPool starts: `python -m holdfast.rewards.workers.worker LOG`.
 
-It imports every user file once; workers are its forks, so one more costs milliseconds and sees the same modules.
-Nothing here imports torch, and nothing of the rank's own program.
+It imports every reward file once and becomes the supervisor. Workers are forks of it, so that a further worker starts
+in milliseconds and sees the same modules. Nothing here imports torch, nor any code of the rank's program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def _take_channels(log: Path) -> tuple[int, int]:
-    """Move the channels away from where user code reads and prints, and let it print into the log."""
+    """Move the channels from descriptors 0 and 1 to new ones, and redirect what user code prints to the log."""
+    # User code prints to descriptor 1 and may read from 0; on the channel itself, its text would be taken for a reply.
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""Sampling through transformers' own `generate`: slow, and right for every architecture."""
+"""Sampling through transformers' own `generate`, which is slow but correct for every architecture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.types import Finish, host_value
 
 
 class TransformersEngine(ReplicaEngine):
-    """Calls `generate` on an unsharded copy, and draws tokens as every engine of ours does.
+    """Calls `generate` on an unsharded copy, drawing tokens by `rollout/sampling.py` as all our engines do.
 
     Args:
         origin: What the policy was built from.
@@ -147,7 +147,7 @@ class TransformersEngine(ReplicaEngine):
 
 
 class _DrawingProcessor:
-    """A logits processor of transformers that draws, and leaves only the drawn token possible."""
+    """A logits processor for transformers that draws a token and sets the scores of all others to minus infinity."""
 
     def __init__(self, sampling: SamplingConfig, seeds: Tensor, prompt_mask: Tensor) -> None:
         self._sampling, self._seeds, self._mask = sampling, seeds, prompt_mask

@@ -1,8 +1,8 @@
-"""Decode over the training weights, in this process.
+"""Our own decoding over the training weights, in this process.
 
-Each distinct prompt is computed once and shared by its completions. Rows that have ended are dropped when half of them
-have, and waiting prompts take their place; what is decoded together follows from the requests and the tokens alone,
-never from the clock, so the same requests with the same weights give the same bits again.
+Each distinct prompt is computed once and shared by its completions. When half of the rows have ended, they are dropped,
+and waiting prompts take their place. Which rows are decoded together follows from the requests and the tokens alone and
+never from the clock, so that equal requests with equal weights give equal bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.types import Finish, host_value
 
 @dataclass
 class DecodedRow:
-    """One completion while it grows."""
+    """The state of one completion that is being decoded."""
 
     request: Request
     place: int
@@ -46,12 +46,12 @@ class DecodedRow:
 
 
 class Decoding:
-    """Rows that are decoded together.
+    """A set of rows that are decoded together.
 
     Args:
-        rows: Whose they are.
-        on_device: The same rows, as the device has them.
-        limit: Most tokens of a completion.
+        rows: State of the completions on the host.
+        on_device: State of the same rows on the device.
+        limit: Largest number of tokens of a completion.
     """
 
     def __init__(self, rows: list[DecodedRow], on_device: DeviceRows, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""An unsharded copy of the policy for decoding: weights are gathered once, never per token."""
+"""An unsharded copy of the policy for decoding, so that weights are gathered once per rollout and not per token."""
 
 from __future__ import annotations
 
@@ -87,6 +87,8 @@ class Replica:
         waiting = set(parameters)
         for name, tensor in tensors:
             if name in parameters:
+                # Assigning `.data` keeps the parameter object, which tied modules share; `copy_` would need memory for
+                # both.
                 parameters[name].data = tensor.detach().to(self.device, self._dtype)
                 waiting.discard(name)
             else:
@@ -126,17 +128,18 @@ class Replica:
     def release(self) -> None:
         """Give the weights' memory back until the next refresh."""
         for parameter in self.model.parameters() if self._filled else ():
+            # Tied modules and hooks hold the parameter object, so only its storage is given up.
             parameter.data = torch.empty(0, dtype=self._dtype, device=self.device)
 
 
 class ReplicaEngine:
-    """What engines that sample in this process share: the copy they sample with, and the requests that wait.
+    """Base class of engines that sample in this process from a replica; it queues requests.
 
     Args:
-        replica: The copy.
-        stops: What ends a completion.
-        rows: Most completions decoded together.
-        tells_experts: Completions say which experts their tokens met; for a mixture of them.
+        replica: The unsharded copy.
+        stops: Tokens and texts that end a completion.
+        rows: Largest number of completions decoded together.
+        tells_experts: Whether completions record the experts of their tokens, for a mixture of experts.
     """
 
     def __init__(self, replica: Replica, stops: Stops, rows: int, *, tells_experts: bool) -> None:

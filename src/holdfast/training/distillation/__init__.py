@@ -1,1 +1,1 @@
-"""A student that learns from the distributions of a teacher."""
+"""Distillation of a teacher into a student: building the run, and its steps."""

@@ -1,1 +1,1 @@
-"""Other models that score a batch: references, teachers, tables of their numbers, servers."""
+"""Other models that score batches: reference policies, teachers, precomputed tables, models behind a server."""

@@ -1,6 +1,6 @@
-"""What an OpenAI-compatible endpoint says of tokens that are given to it: their log-probabilities, at temperature 1.
+"""Log-probabilities of given tokens from an OpenAI-compatible endpoint, at temperature 1.
 
-An answer counts only if it is whole: one finite number for each token, and of the tokens that were sent.
+An answer is accepted only if it has one finite number for each token, and names the tokens that were sent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from holdfast.config.sections.server import ServerConfig
 from holdfast.http import Endpoint, EndpointRefuses, api_key, cut
 
 _NO_NUMBER = -9999.0
-"""What vLLM writes for minus infinity, which JSON does not have."""
+"""Value that vLLM returns for minus infinity, which JSON cannot represent."""
 _ABOVE_ZERO = 1e-3
-"""How far rounding may bring the log-probability of a sure token above 0."""
+"""Largest positive log-probability that is accepted as rounding of 0."""
 _ASKED: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 0},
     # Without the last key vLLM names tokens by their text, which several tokens may share.
@@ -45,7 +45,7 @@ class _TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class CompletionServer:
-    """Asks one endpoint; safe to share between threads."""
+    """Client of one endpoint and one of its models; safe to share between threads."""
 
     section: ServerConfig
     model: str

@@ -1,8 +1,8 @@
-"""The reference policy: the model as it was at the start of the run, frozen, built like the policy itself.
+"""The reference policy: a frozen copy of the model at the start of the run, sharded like the policy.
 
-It stays so, unless `reference.sync` lets it follow the policy (optim/reference_ema.py). It may stand behind an
-endpoint, and is then to say what the policy says. `scored` makes a column of what it, or another
-model, says of a mini-batch.
+Unless `reference.sync` lets it follow the policy (optim/reference_ema.py), it never changes. It may be served by an
+endpoint, whose numbers are then compared with the policy's before step 1. `scored` adds its log-probabilities, or those
+of another model, to a mini-batch as a column.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from holdfast.types import Batch, LossSum, MiniBatch, Scores
 
 _PROBE_TOKENS = 24
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
-"""Of a log-probability in nats."""
+"""Largest difference of log-probabilities by dtype, in nats, that counts as rounding."""
 
 LocalReference = Callable[..., LossSum | Scores]
 """(batch, temperature=...) -> scores, without gradients"""
@@ -47,7 +47,7 @@ Reference = LocalReference | ScoringServer
 
 @dataclass(frozen=True)
 class AdapterOff:
-    """The policy as it would be without its adapters, and without dropout."""
+    """A reference policy that is the policy itself with adapters and dropout switched off."""
 
     policy: PolicyModel
 
@@ -155,7 +155,9 @@ def check_place(sharded: ShardedModel, title: str) -> None:
         if parameter.device.type != expected:
             raise ModelError(f"{name} of the {title} is on {parameter.device.type}, not on {expected}.")
         if plan.sharded and parameter.ndim and not isinstance(parameter, DTensor):
-            raise ModelError(f"{name} of the {title} is not sharded, although its plan says so.")
+            raise ModelError(
+                f"{name} of the {title} is not sharded, although its plan says so. Please report the architecture."
+            )
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""A model behind an endpoint scores tokens: every rank asks for its own samples, and what it is told is checked.
+"""A model behind an endpoint that scores tokens; every rank sends its own samples and checks the answers.
 
-Before step 1 it is seen that the endpoint has the tokens of the model that is trained, and scores a text. In the middle
-of a run a failure is one error on all ranks, behind the last whole step.
+Before step 1, the endpoint's tokenizer is compared with that of the trained model, and the endpoint scores a text. A
+failure during a run raises the same error on all ranks, after the last complete step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.training.setup.model import probe_logprobs
 from holdfast.types import Batch, MiniBatch, host_value
 
 _TEXT = 'It was 12 + 30 = 42, said "Ann"; then\n\tfor item in list(range(7)): print(item)  # naïve, œuvre, 東京, done.'
-"""Letters, digits, signs, blanks, and characters of several bytes: where tokenizers differ first."""
+"""A text with letters, digits, punctuation, blanks and multi-byte characters, on which tokenizers often differ."""
 _PROBE_TOKENS = 64
 _SPREAD = 31
 """Tokens from all over the vocabulary, besides its last one."""
@@ -36,7 +36,7 @@ _DRIFT = 0.1
 
 
 class Role(NamedTuple):
-    """The role of the model behind an endpoint, in the user's terms."""
+    """What a served model is used for, in words for messages: the configuration section and the trained model."""
 
     section: str
     """Its name in the configuration."""
@@ -47,7 +47,7 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """A text and its log-probabilities from the endpoint before step 1."""
+    """A text and the log-probabilities that the endpoint gave for it before step 1, to detect later changes."""
 
     tokens: tuple[int, ...]
     logprobs: NDArray[np.float64]
@@ -60,7 +60,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class ScoringServer:
-    """A model behind an endpoint, which had the right tokens before step 1."""
+    """A model behind an endpoint whose tokenizer was checked before step 1."""
 
     role: Role
     server: CompletionServer
@@ -68,9 +68,9 @@ class ScoringServer:
     device: torch.device
     probe: Probe
     drift: float
-    """Largest change in nats of what it says of the probe."""
+    """Largest allowed change of the probe's log-probabilities, in nats."""
     cache: dict[bytes, NDArray[np.float64]] | None = None
-    """Log-probabilities of sequences that were asked for, by hash; None: each is asked for again."""
+    """Log-probabilities of sequences by hash of their tokens; None disables the cache."""
 
     def remembering(self) -> ScoringServer:
         """Return the same endpoint, which a rank asks for each sequence once; of a token 8 bytes are kept."""

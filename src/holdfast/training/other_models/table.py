@@ -1,8 +1,8 @@
-"""What the reference policy says of every answer of a run, computed once and kept in a file.
+"""A table of the reference policy's log-probabilities for all answers of a run, computed once and stored in a file.
 
-An answer is found by the hash of its tokens and images, so the order of rows, the number of ranks and the packing do
-not matter. The file says of which rows, model and tokenizer it is, and carries the hash of its own content; one of
-other things, or a damaged one, is refused.
+Answers are found by the hash of their tokens and images, so that the order of rows, the number of ranks and the packing
+do not matter. The file records hashes of the rows, the model, the tokenizer and its own contents; a file made from
+other inputs, or a damaged one, is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FORMAT = "1"
 
 @dataclass(frozen=True)
 class ReferenceTable:
-    """Log-probabilities of answers under the reference."""
+    """Log-probabilities of answers under the reference policy."""
 
     keys: NDArray[np.uint64]
     """[S, 2] hashes of sequences, ascending"""

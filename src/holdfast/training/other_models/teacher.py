@@ -1,6 +1,6 @@
-"""The teacher of a distillation: another model of the student's tokens, frozen.
+"""The teacher of a distillation: a frozen model with the student's tokenizer.
 
-It is built like the student itself, or stands behind an endpoint (training/other_models/teacher.py).
+It is built and sharded like the student, or served by an endpoint (training/other_models/server.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from holdfast.training.setup.model import build_policy, check_positions
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher that is ready to be asked."""
+    """A teacher that is ready to score batches."""
 
     model: PolicyModel | ScoringServer
     of_sets: PolicyModel | ScoringServer
-    """The same for evaluation sets, whose rows come again and again: a server is asked for each of them once."""
+    """The teacher for evaluation sets, whose rows repeat: a server's answers for them are cached."""
     mark: str
-    """What tells its weights from others: of files their hash, behind an endpoint the name they are served under."""
+    """Identifies the teacher's weights: the hash of the files, or the name of the served model."""
 
 
 def build_teacher(student: ShardedModel) -> Teacher:

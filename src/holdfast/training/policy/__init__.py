@@ -1,1 +1,1 @@
-"""Policy optimisation: rollouts, rewards, groups, advantages, critics, what is recorded."""
+"""Policy optimisation: rollouts, rewards, groups of completions, advantages, critics, metrics."""

@@ -1,8 +1,8 @@
-"""Completions of the next step, sampled by servers while the present one updates (`rollout.max_staleness: 1`).
+"""Sample the completions of the next step on servers while the present step updates (`rollout.max_staleness: 1`).
 
-Prompts are drawn early and stay the stream's next ones, so a checkpoint of a step says that they are still to come. It
-holds those of their completions that are done, of all ranks: a resume trains them first, on any number of ranks, and
-asks for the others again with the same ids and seeds. Nothing of a reward or an advantage is made ahead.
+The prompts are peeked from the stream and not consumed, so that a checkpoint lists them as still to come. A checkpoint
+also holds the finished completions of all ranks. A resumed run trains these first, on any number of ranks, and requests
+the missing ones again with the same ids and seeds. Rewards and advantages are not computed ahead.
 """
 
 from __future__ import annotations

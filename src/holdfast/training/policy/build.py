@@ -1,4 +1,5 @@
-"""Build a policy's run: what can fail before step 1 fails here, on all ranks alike, with nothing written."""
+"""Build the run of a policy. Everything that can fail before step 1 fails here, on all ranks, before any file is
+written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Build a policy's critic, and what a step does with it: rewards on tokens, values, advantages, its own updates.
+"""The critic of PPO: building it, rewards per token, values, generalised advantages, and its updates.
 
-A critic is a model of its own that is trained beside the policy: it has a plan, an optimizer and a state, and
-`train_step` updates it like any other. Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv:1707.06347).
+A critic is a second model that is trained together with the policy. It has its own sharding plan, optimizer and state,
+and `train_step` updates it like any other model. Schulman et al., "Proximal Policy Optimization Algorithms"
+(arXiv:1707.06347).
 """
 
 from __future__ import annotations

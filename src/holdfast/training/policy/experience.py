@@ -1,6 +1,6 @@
-"""From scored groups to mini-batches: advantages, packs, and the log-probabilities that a loss compares with.
+"""Turn scored groups into mini-batches: compute advantages, pack, and add the log-probabilities that the loss needs.
 
-Advantages are computed on groups, before packing; nothing that packing reorders can change them.
+Advantages are computed on groups before packing, so that the order of packing cannot change them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks know of a step's completions, whichever rank holds them."""
+"""Facts about a step's completions that all ranks share, and the selection of groups to train on."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from holdfast.types import Finish, Group, Trajectory
 
 
 class CompletionSummary(NamedTuple):
-    """What all ranks know of one completion."""
+    """The facts about one completion that all ranks share."""
 
     reward: float
     """NaN if it was not scored."""
     parts: Mapping[str, float | None]
     length: int
     tokens: int
-    """With its prompt."""
+    """Number of tokens of prompt and completion."""
     finish: Finish
     fault: str | None
     drop: str | None
     metrics: Mapping[str, float] = MappingProxyType({})
-    """What rewards told beside their numbers."""
+    """Further metrics that rewards reported."""
     nll: float = math.nan
     """Minus the log-probability of its tokens under the distributions they were drawn from, summed, in nats."""
 
 
 class GroupFact(NamedTuple):
-    """What all ranks know of one group."""
+    """The facts about one group of completions that all ranks share."""
 
     prompt_id: int
     owner: int

@@ -1,4 +1,4 @@
-"""Rollouts with made-up rewards, for the walk before step 1 and for plans: functions of a user want rows of theirs."""
+"""Rollouts with artificial rewards, for the trial step before step 1 and for plans, which call no reward functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout says in numbers: pure functions of facts that all ranks share, so all ranks get the same."""
+"""Metrics of a rollout: pure functions of facts that all ranks share, so that all ranks compute the same values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.types import Finish, MiniBatch, host_value
 _SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}
 _QUANTILES = {"min": 0.0, "p01": 0.01, "median": 0.5, "p99": 0.99, "max": 1.0}
 _LARGEST_LOG = 700.0
-"""Of what exp() still holds."""
+"""Largest argument of exp() that does not overflow a float64, with a margin."""
 _LAST = {"learning_rate", "num_tokens", "optim/skipped_steps"}
 
 

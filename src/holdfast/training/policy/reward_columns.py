@@ -1,4 +1,4 @@
-"""Refuse rewards before step 1: for columns that are not there, answers that cannot be read, and what they return."""
+"""Check rewards before step 1: missing columns, unreadable answers, and wrong types or numbers of return values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.types import Finish, Prompt
 _FIRST = "the first batch"
 _SHOWN = 60
 _TRIED = 2
-"""Prompts whose completions rewards are tried on."""
+"""Number of prompts on whose completions rewards are tried."""
 
 
 def check_columns(policy: PolicyEvaluation, needed_columns: Mapping[str, Sequence[str]]) -> None:

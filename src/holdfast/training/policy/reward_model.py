@@ -1,7 +1,7 @@
-"""Build a reward of kind model where its configuration puts it: whole, or a scorer in shards like the policy.
+"""Build a reward model (`kind: model`), either as a full copy on each rank or sharded like the policy.
 
-A sharded one is a model that all ranks run together. So every rank makes as many forward passes as the one with the
-most texts, with empty batches if need be, and nothing that one rank can meet alone comes between them.
+A sharded model runs on all ranks together. Every rank therefore makes as many forward passes as the rank with the most
+texts, with empty batches where it has fewer, and nothing that could raise on a single rank happens between them.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def stored_scorer(config: ModelConfig, base: Path) -> Blueprint:
 
 
 class SharedRewardModel:
-    """A reward model of which every rank holds a part.
+    """A reward model that is sharded over the ranks.
 
     Args:
-        model: Built and frozen.
-        reading: How it reads.
-        world: Where its batches go.
-        ranks: Between the ranks that hold it; nobody else's.
+        model: The built and frozen model.
+        reading: How samples become its input texts.
+        world: This process and its device.
+        ranks: A separate process group of the ranks that hold shards.
     """
 
     def __init__(self, model: PolicyModel, reading: RewardFormat, world: World, ranks: RankGroup) -> None:

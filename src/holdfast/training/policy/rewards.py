@@ -1,4 +1,4 @@
-"""Open what scores completions, for the length of a run."""
+"""Open the rewards of a run: reward functions in worker processes, reward models, or functions of a Python caller."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from holdfast.training.setup.begin import Live
 
 _MOST_WORKERS = 4
 _SHARE_OF_WAIT = 0.75
-"""Of the longest wait for another rank: what rewards may take of it."""
+"""Share of the time-out for other ranks that the rewards of a step may take."""
 
 
 @dataclass(frozen=True)
 class OpenRewards:
-    """What scores completions, ready for its first."""
+    """The opened rewards of a run."""
 
     score: Score
     columns: Mapping[str, Sequence[str]]
-    """Columns of the row without which a reward scores nothing, by its name."""
+    """By name of the reward, the row columns that it requires."""
     answers: Mapping[str, str] = field(default_factory=dict)
-    """Columns of answers that may not be readable, by the name of the reward."""
+    """By name of the reward, the column of reference answers, for rewards that may be unable to parse them."""
     unreadable: Callable[[str, Sequence[str]], list[str]] = lambda _, __: []
-    """From the name of such a reward and answers to those that it cannot read; no conversation of ranks."""
+    """Returns the answers that a reward of `answers` cannot parse; it is not a collective."""
     try_out: Callable[[Sequence[Sample]], Mapping[str, Sequence[SampleOutcome]]] = lambda _: {}
-    """What functions that are called with lists say of samples, by the reward's name; no conversation of ranks."""
+    """Scores samples with the functions that are called with lists; it is not a collective."""
 
 
 @contextmanager
@@ -102,13 +102,13 @@ def _limits(config: GRPOConfig, world: World) -> RewardPoolConfig:
 
 
 class RewardScorer:
-    """Rewards of both kinds: functions in processes of their own, and models in this one.
+    """Scores completions by reward functions in worker processes and by reward models in this process.
 
     Args:
-        run_file: Whose configuration names them.
-        config: The processes, and what a fault does.
-        models: Those that the configuration names, by their labels.
-        logs: Where functions print.
+        run_file: The run's configuration.
+        config: The section `rewards`, for the worker processes and the handling of faults.
+        models: The loaded reward models by label.
+        logs: Folder for what functions print.
     """
 
     def __init__(
@@ -208,15 +208,15 @@ def _outcome(score: float) -> SampleOutcome:
 
 
 class RewardLog:
-    """Where the functions of one rank print: the run's logs, or a temporary folder until there are any.
+    """The log of what one rank's reward functions print: in the run's logs, or first in a temporary folder.
 
-    A run that is refused before its first step must leave nothing, so no run directory is made for a log. Under a
-    launcher the log is born among the launcher's, which moves them; elsewhere it moves before the first request after
-    the run's directory was made, which may be on another file system.
+    A run that is refused before its first step must leave no files, so no run directory is created for a log. Under our
+    launcher the log starts in the launch directory, whose logs the launcher moves. Elsewhere it is copied before the
+    first request after the run directory was created, which may be on another file system.
 
     Args:
-        run_directory: Whether it is there or not.
-        launched: The directory of the launcher, if one on this machine started all ranks.
+        run_directory: Directory of the run, which need not exist yet.
+        launched: The launch directory, if our launcher started all ranks on this machine.
     """
 
     def __init__(self, run_directory: Path, launched: Path | None) -> None:

@@ -1,10 +1,9 @@
-"""The built parts of a policy's run: what a supervised run has, an engine that samples, and rewards that score.
+"""The parts of a policy's run: those of a supervised run, an engine that samples, and rewards that score.
 
-What of it is offloaded to host memory while completions are sampled and scored (`residency`) stands here too.
-Parameters are offloaded from the moment at which the engine has its copy until the rollout has ended, however it ends;
-optimizer states, and averages of weights beside them, until the update that reads them. Between steps nothing is
-offloaded, so saves, exports, evaluations and resumes know nothing of it; the thread that saves in an emergency calls
-`restore_for_good`.
+The module also offloads tensors to host memory while completions are sampled and scored (`residency`). Parameters are
+offloaded once the engine has its copy, until the rollout ends, also with an error. Optimizer state and weight averages
+are offloaded until the update that reads them. Between steps nothing is offloaded, so that saves, exports, evaluations
+and resumes are not affected; the thread that saves in an emergency calls `restore_for_good`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Traine
 from holdfast.types import MiniBatch, Prompt
 
 CRITIC = "critic"
-"""Name of the critic among the models that are trained beside the policy."""
+"""Name of the critic among a run's companions."""
 
 Score = Callable[[Sequence[Sample]], list[Scored]]
 """Scores this rank's completions, in the order given."""
@@ -50,11 +49,11 @@ class PromptSet:
 
 @dataclass
 class Sampler:
-    """An engine that samples from a model, and which of its weights the engine has."""
+    """An engine that samples from a model, and the version of the weights that the engine holds."""
 
     engine: RolloutEngine
     published: tuple[int, bool] | None = None
-    """Updates behind these weights, and whether they are averages; None before there are any."""
+    """(number of updates, whether they are averages) of the published weights; None before the first publication."""
 
     def publish(self, sharded: ShardedModel) -> None:
         """Give the engine a model's present weights; all ranks call this together."""
@@ -71,7 +70,7 @@ class Sampler:
 
 @dataclass(kw_only=True)
 class PolicyEvaluation(Evaluation):
-    """A policy, an engine that samples from it, and what scores its completions."""
+    """A policy, an engine that samples from it, and the function that scores its completions."""
 
     sampler: Sampler
     score: Score
@@ -98,7 +97,7 @@ class PolicyEvaluation(Evaluation):
 
 @dataclass(kw_only=True)
 class PolicyRun:
-    """Everything a step touches."""
+    """Everything that a step of policy optimisation uses."""
 
     common: Run
     """What every run has."""
@@ -109,9 +108,9 @@ class PolicyRun:
     user_advantage: Callable[[Groups], RewardMatrix] | None = None
     """What `advantage: path` names, checked; None without it."""
     pack: Callable[[PolicyRun, Any], list[MiniBatch]] | None = None
-    """What makes mini-batches of a rollout, where it is not `experience.pack_rollout`: a plan executes the largest."""
+    """Replaces `experience.pack_rollout` in a plan, which executes the largest possible mini-batches."""
     ahead: CompletionsAhead | None = None
-    """The next step's completions, where they are sampled while a step updates; the same as that of `common`."""
+    """Completions of the next step if they are sampled ahead; the same object as `common.ahead`."""
 
     @property
     def setting(self) -> Setting:

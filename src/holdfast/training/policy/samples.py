@@ -1,4 +1,4 @@
-"""Show some of a step's completions to people: samples.jsonl holds them as text, with the tokens of a few of them."""
+"""Show completions of a step: a table of some on the screen, and all as text in samples.jsonl, a few with tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SampleRow(NamedTuple):
     advantage: float
     finish: str
     trained: bool
-    """Whether its group is; what is left out of a step has no advantage."""
+    """Whether its group is trained on; groups that are left out of a step have no advantages."""
 
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:

@@ -1,9 +1,9 @@
-"""Before a policy's first step: the way of that step, once, on two tiny groups of which nothing is kept.
+"""A trial step before a policy's first step, on two small groups, after which everything is restored.
 
-A model may pass every comparison of its forward pass and still fail where it is first sampled from, or where several
-completions share their prompt in a pack. That would show in step 1, behind a rollout that may take an hour. Here every
-rank samples a few tokens by the run's own engine, lays them out as the run will, lets reference and critic score them,
-and makes an update, by the recipe's own `learn`. Rewards are made up (`made_up.py`).
+A model may pass all comparisons of its forward pass and still fail when it is first sampled from, or when completions
+share their prompt in a packed row. In step 1 this would show only after a rollout that may take an hour. Here every
+rank samples a few tokens with the run's own engine, packs them as the run will, scores them with reference and critic,
+and makes an update by the recipe's own `learn`. Rewards are artificial (`made_up.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ACTS = {
 
 
 class _WalkClock(PhaseClock):
-    """Remembers which phase was entered last, so that an error can be said to come from it."""
+    """A phase clock that records the phase entered last, so that an error message can name it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _WalkClock(PhaseClock):
 
 
 def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -> None:
-    """Walk through a step, and leave weights, optimizer, counters and generators as they are, bit by bit.
+    """Make a trial step, and restore weights, optimizer, counters and random generators bit for bit.
 
     All ranks call this together.
 

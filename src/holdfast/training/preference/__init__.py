@@ -1,1 +1,1 @@
-"""Pairs of answers: DPO and its kin."""
+"""Training on preferences: DPO and related losses, KTO, reward models."""

@@ -1,6 +1,7 @@
-"""Build a run on preferences: what can fail before step 1 fails here, on all ranks alike, with nothing written.
+"""Build a run on preferences. Everything that can fail before step 1 fails here, before any file is written.
 
-But for one file: with `reference.precompute`, what the reference says of all rows is kept for later starts.
+There is one exception: with `reference.precompute`, the reference's log-probabilities of all rows are stored in a file
+for later starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The built parts of a run on preferences, and what its losses compare the policy with."""
+"""The parts of a run on preferences, and the quantities that its losses need: reference log-probabilities, KTO's z0."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def with_next_answers(own_examples: dict[int, Example], ranks: Ranks, max_length
 
 
 class Answer(NamedTuple):
-    """What follows a prompt."""
+    """The tokens that follow a prompt, with their loss mask."""
 
     tokens: NDArray[np.int64]
     """[L]"""
@@ -146,20 +146,20 @@ def sequence_facts(examples: dict[tuple[int, int], Example], ranks: Ranks) -> li
 
 @dataclass(kw_only=True)
 class PreferenceEvaluation(Evaluation):
-    """A policy, and what its answers are compared with."""
+    """A policy, its loss on preferences, and the reference policy."""
 
     takes_pairs: bool
     """Whether two answers to a prompt are compared, and not single ones judged."""
     layout: Layout
     """How its batches are packed."""
     reference: Reference | None
-    """The policy as it was at the start of the run, frozen; None where no loss asks for it, or where rows carry what it
-    said."""
+    """The frozen policy from the start of the run; None if the loss needs none, or if rows carry its precomputed
+    log-probabilities."""
 
 
 @dataclass(kw_only=True)
 class PreferenceRun:
-    """Everything a step touches."""
+    """Everything that a step on preferences uses."""
 
     common: Run
     """What every run has."""

@@ -1,1 +1,1 @@
-"""What a checkpoint of a run holds, when it is written, and how a run continues from it."""
+"""Checkpoints of a run: contents, times, rehearsals, resumes, branches, and exports."""

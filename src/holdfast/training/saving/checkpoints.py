@@ -1,4 +1,4 @@
-"""A run's checkpoints while it goes on: what is saved when, and what becomes of a save."""
+"""The checkpoints of a running job: resume at the start, save, wait for saves, and handle saves that fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
 
 class Checkpoints:
-    """Holds a run's directory for the length of a block; every rank enters and calls each method together."""
+    """Owns a run's directory and its checkpoints within a block; all ranks enter it and call its methods together."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

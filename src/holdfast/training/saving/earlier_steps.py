@@ -1,9 +1,10 @@
 """Continue from an earlier step of the run, or as a branch from a checkpoint of another run.
 
-A run goes back once for each value of `checkpoint.resume.from`; a record beside its checkpoints says that it did, so
-that the same command continues what came after. Nothing is renamed before the step was restored. A kill at any moment
-leaves the step, each later one under one of its two names, and no record: the same command goes back again, and another
-continues from the newest that still has its name. A branch keeps its record: nothing takes it to its beginning again.
+A run goes back only once for each value of `checkpoint.resume.from`. A record next to its checkpoints says that it did,
+so that the same command later continues normally. Later checkpoints are renamed only after the step was restored. If
+the process is killed in between, there is no record yet: the same command goes back again, and a command without the
+key continues from the newest checkpoint that still has its name. A branch keeps its record for good, and never returns
+to its beginning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exports of a run: when it ends, every so many steps, and whenever it got better."""
+"""Exports of a run: at its end, at regular steps, and whenever a metric improves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FINAL = "final"
 RATING = "holdfast_rating.json"
 """Beside the weights of a best export of earlier versions: its metric, value and step."""
 _KINDS = ("-adapter", "-ema-adapter", "-ema", "")
-"""What ends the names of exports that are made together; the last one tells that all are there."""
+"""Suffixes of exports that are made together; the one without a suffix is written last and completes the set."""
 
 
 def check_export(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What a run starts from: a model or adapters, and which run's export they are, if they are one of ours."""
+"""Identify what a run starts from: the model and adapters, and the run and step of which they are exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put a run where a checkpoint left it, and say what continues bit for bit and what does not."""
+"""Restore a run from a checkpoint, and report what continues bit for bit and what was declared to differ."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def resume(run: Run, storage: Storage, choice: ResumeChoice, ranks: RankGroup, r
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a run continues from."""
+    """The checkpoint that a run continues from, and what to report about it."""
 
     manifest: Manifest
     deviations: tuple[str, ...]

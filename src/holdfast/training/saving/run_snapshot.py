@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: its model and optimizer, those trained beside them, and where the run stands."""
+"""Collect the contents of a run's checkpoint: model, optimizer, companions, counters, and small files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a configuration to a run: the model on its ranks, rows, optimizer, loss."""
+"""Build a run from its configuration: rows, sharded model, checks, optimizer, loss."""

@@ -1,4 +1,4 @@
-"""Build a run: every check that can fail before step 1 fails here, on all ranks alike, before anything is written."""
+"""Build a run. Every check that can fail before step 1 is made here, on all ranks, before any file is written."""
 
 from __future__ import annotations
 

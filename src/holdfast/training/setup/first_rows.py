@@ -1,4 +1,4 @@
-"""What the first rows, and the images that rows name, show before any weight is read."""
+"""Tokenise the first rows and look for images before any weight is read, so that mistakes in the data show early."""
 
 from __future__ import annotations
 

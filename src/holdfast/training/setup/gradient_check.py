@@ -1,20 +1,20 @@
-"""Before step 1: the gradient of every trained parameter against transformers' own, on a short document.
+"""Compare the gradient of every trained parameter with transformers' own on a short document, before step 1.
 
-A right forward pass says nothing of the backward pass: our head forms gradients itself, adapters and recomputation have
-theirs. Both sides go through the same shards, so a rank compares its own rows, and sums over ranks tell the angle
-between two gradients and how much longer one is. Nothing stays: neither gradients nor draws from generators.
+A correct forward pass does not imply a correct backward pass, since our head computes gradients itself, and adapters
+and recomputation have backward passes of their own. Both sides use the same shards, so that each rank compares its own
+rows; sums over ranks give the angle between two gradients and the ratio of their norms. Gradients and random generators
+are restored afterwards.
 
-How far rounding moves a gradient depends on depth, weights and the parameter; the exact gradient of a key's bias may be
-0. So where two gradients differ by more than the limits, transformers' side is computed again with other roundings, and
-the model is refused if the difference is several times what that makes. Where one long gradient is a multiple of the
-other, rounding is no reason unless it makes all of the gradient.
+The effect of rounding on a gradient depends on depth, weights and the parameter (the exact gradient of a key's bias may
+be 0). If two gradients differ by more than the limits, transformers' side is therefore computed again with perturbed
+roundings, and the model is refused if the difference is several times the effect of these. A gradient that is a
+multiple of the other one is not explained by rounding, unless rounding accounts for all of it. Gradients with a norm
+below a millionth of the whole gradient's (a thousandth in bfloat16) are only checked for being a multiple.
 
-What is below a millionth of the whole gradient (a thousandth in bfloat16) is judged as a multiple alone.
-
-In float32 a gradient that is 1.01 times too long is named, however small it is beside others. In bfloat16 rounding
-moves gradients by 1 to 3 %; a factor below 1.05 is never named there, 1.2 and a wrong sign almost always. In mixtures
-of experts in bfloat16 tokens go to other experts: a factor is named from 1.1 to 1.3 on, and what is wrong in another
-way where gradients differ by more than half. Parameters of fewer than 32 elements show less.
+Sensitivity: in float32 a factor of 1.01 is detected, however small the gradient is compared with others. In bfloat16
+rounding changes gradients by 1 to 3 %; a factor below 1.05 is never detected, 1.2 and a wrong sign almost always. In
+mixtures of experts in bfloat16, rounding sends tokens to other experts: factors are detected from 1.1 to 1.3 on, other
+mistakes where gradients differ by more than half. Parameters with fewer than 32 elements allow less.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from holdfast.types import Example, LossSum
 
 @dataclass(frozen=True)
 class GradientLimits:
-    """How far two gradients of one parameter may differ before rounding is measured."""
+    """Limits of the difference of two gradients of a parameter, beyond which the effect of rounding is measured."""
 
     angle: float
     """1 - cosine."""
     length: float
-    """Of the ratio of their norms from 1."""
+    """Largest deviation of the ratio of their norms from 1."""
     factor: float
     """The same, where one gradient is a multiple of the other."""
     across: float
@@ -149,7 +149,7 @@ class GradientPair:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What was compared."""
+    """Result of the comparison."""
 
     parameters: int
     worst: float
@@ -314,6 +314,7 @@ def _raise_if_wrong(sides: Sides, pairs: dict[str, GradientPair], wrong: list[st
 def _restoring_gradients(policy: PolicyModel, device: torch.device) -> Iterator[None]:
     """Put back what a backward pass leaves behind: gradients, draws, and whether modules are in training."""
     router_loss, policy.router_loss = policy.router_loss, None  # it is ours alone
+    # Without a list, `fork_rng` initialises and copies the generator of every GPU of the machine.
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""From the `objective` section, and what stands beside it, to a loss."""
+"""Build the loss of a run from the section `objective` and related sections."""
 
 from __future__ import annotations
 

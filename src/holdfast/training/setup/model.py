@@ -1,4 +1,4 @@
-"""Build a sharded model: planned, filled, outputs and gradients compared with what transformers makes of its files."""
+"""Build a sharded model: plan, shard, load, and compare its outputs and gradients with transformers' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the `optim` section to the optimizer of a run, over the parameters that are trained, in named groups."""
+"""Build the optimizer of a run from the section `optim`, over the trained parameters in named groups."""
 
 from __future__ import annotations
 

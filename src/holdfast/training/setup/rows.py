@@ -1,4 +1,4 @@
-"""From the data and evaluation sections to streams of mini-batches."""
+"""Open the rows of the sections `data` and `evaluation`, and build streams of mini-batches from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from holdfast.training.run import ConfiguredRun, EvaluationSet, Logbook, Setting
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
-"""More tokens than a document has: `packing: wrapped` cuts windows, so nothing is overlong before."""
+"""Length limit for `packing: wrapped`, larger than any document, since windows are cut later."""
 _NAMED = 3
 """Bad rows that are named when they are skipped."""
 _IMAGES_STAY_WHOLE = "data.packing: wrapped cuts sequences anywhere, and an image must stay whole; use best_fit"
@@ -216,7 +216,7 @@ def _training_rows(setting: Setting, data: OpenedData, tokenise: Tokenise[S]) ->
 
 @dataclass
 class _SkippedRows:
-    """Names the first bad rows that are left out, each once."""
+    """Reports the first rows that are skipped as unreadable, each once."""
 
     log: Logbook
     reasons: set[str] = field(default_factory=set)

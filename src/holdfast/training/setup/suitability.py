@@ -1,7 +1,7 @@
-"""What a run would find of a model before step 1, without a run: how it attends, decodes and adapts, what is refused.
+"""Make the checks before step 1 without a run (`holdfast model check`): attention, decoding, adapters, refusals.
 
-A model that is small and has its weights is looked at as it is. Any other one is looked at as a small configuration of
-the same architecture with random weights (`models/check/shrink.py`), and by what its own shapes say.
+A small model whose weights are available is checked directly. Any other model is checked by a small configuration of
+the same architecture with random weights (`models/check/shrink.py`), and by its own shapes on the meta device.
 """
 
 from __future__ import annotations

@@ -66,17 +66,17 @@ def check_data(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 @dataclass
 class Report:
-    """What one set of rows comes to."""
+    """The counts and problems of one set of rows."""
 
     name: str
-    """`training`, or that of an evaluation set."""
+    """`training`, or the name of an evaluation set."""
     survey: Survey
     room_for: int | None
     """Tokens that a policy writes after each of its prompts; None where rows are not prompts."""
     limits_prompts: bool = False
     """Whether prompts have a limit of their own."""
     unreadable: dict[str, list[str]] = field(default_factory=dict)
-    """By reward: right answers that it cannot read."""
+    """Name of a reward -> right answers that it cannot read."""
 
     @property
     def is_wrong(self) -> bool:
@@ -211,7 +211,7 @@ class _AnswerChecks:
     """Right answers, tried on the rewards that have to read them, in processes that can be killed."""
 
     columns: Mapping[str, str]
-    """By the name of the reward."""
+    """Name of a reward -> the column that it reads."""
     scorer: RewardScorer | None
     waiting: dict[str, list[str]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What `holdfast generate` asks of transformers; none of our own models or engines takes part."""
+"""Generates completions with plain transformers for `holdfast generate`; no model or engine of Holdfast takes part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCORES = "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What somebody wants completed, and how."""
+    """The prompts and the sampling options of `holdfast generate`."""
 
     prompts: Sequence[str]
     rows: str | None
@@ -34,7 +34,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt as the model reads it."""
+    """The token ids of a prompt, and the number of tokens that may follow."""
 
     prompt: str
     tokens: list[int]
@@ -44,13 +44,13 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote."""
+    """A completion that the model generated."""
 
     prompt: str
     completion: str
     prompt_tokens: int
     tokens: list[int]
-    """The end included."""
+    """Token ids of the completion, including the end-of-sequence token."""
     finished: bool
     """Whether the model ended it."""
 
@@ -79,7 +79,10 @@ def load_words(directory: Path, *, trust_remote_code: bool) -> tuple[Any, Any]:
     if any(name.endswith(_SCORES) for name in names):
         raise ModelError(f"{directory} holds a {names[0]}, which scores texts and writes none.")
     if not (directory / "tokenizer_config.json").exists() and not (directory / "tokenizer.json").exists():
-        raise ModelError(f"{directory} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there.")
+        raise ModelError(
+            f"{directory} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there. Copy "
+            "one from the model that it was trained from."
+        )
     return config, load_tokenizer(section, directory)
 
 
@@ -194,5 +197,5 @@ def _loaded(directory: Path, request: CompletionRequest) -> Any:
             f"{directory} has no values for {missing[0]}{more}, which a {name} needs. Fetch its weights again."
         )
     if not model.can_generate():
-        raise ModelError(f"{directory} holds a {name}, which writes no text.")
+        raise ModelError(f"{directory} holds a {name}, which writes no text. Name a causal language model.")
     return model

@@ -1,4 +1,4 @@
-"""Of `holdfast init`: what the columns of rows are for, and whether their texts are turns of a conversation."""
+"""Guesses for `holdfast init` the purpose of each column, and whether its texts are conversations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CALLED = {
 
 @dataclass
 class FirstFile:
-    """A configuration in the making."""
+    """A configuration that `holdfast init` is composing."""
 
     tree: dict[str, Any]
     reasons: dict[str, str] = field(default_factory=dict)

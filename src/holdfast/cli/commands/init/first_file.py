@@ -1,4 +1,4 @@
-"""`holdfast init`: a first configuration, from what a model and the first rows show."""
+"""`holdfast init`: writes a first configuration from a model's files and the first rows of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast push`: an export to the hub, by the hub's own client; what may leave is listed here, everything else stays.
+"""`holdfast push`: uploads an export with the hub's own client. Only the files that are listed here may be uploaded.
 
 A repository is made private unless asked otherwise, nothing that is there is replaced without a word, and what arrived
 is compared with what was sent by the hashes that the hub computed of it.

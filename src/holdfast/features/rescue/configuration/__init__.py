@@ -1,1 +1,1 @@
-"""From a file of another system to one of ours: the closed set of conversions, their application, and the text."""
+"""Converts configurations of other systems to Holdfast's, by a closed set of rules."""

@@ -1,4 +1,4 @@
-"""From what a file of another system says to keys here: every key becomes a line that says what came of it."""
+"""Converts the keys in a file of another system; every key becomes a line that states the result of its conversion."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from typing import Any
 
 
 class NotConverted(Exception):  # noqa: N818 - it says what happened, and is never shown
-    """A person has to decide; the text, if there is one, says why."""
+    """A rule cannot convert a value, and a person has to decide. The message, if there is one, gives the reason."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a file of another system says, with the values that hold there where it says nothing."""
+    """The values in a file of another system, completed by that system's defaults."""
 
     values: Mapping[str, Any]
     ranks: int
@@ -28,11 +28,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """One key of another system, as a rule sees it."""
+    """One key of another system and its value: the argument of every rule."""
 
     value: Any
     facts: Facts
-    """What else the file says."""
+    """The other values of the file."""
     targets: tuple[str, ...]
     """The keys here that its entry names."""
 
@@ -44,7 +44,7 @@ class ForeignKey:
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """Keys here with their values, and a remark."""
+    """The result of a rule: keys of Holdfast with their values, and a remark."""
 
     settings: Mapping[str, Any]
     remark: str = ""

@@ -1,4 +1,4 @@
-"""Where rows and rewards come from."""
+"""Conversion rules for data sets, columns and rewards."""
 
 from __future__ import annotations
 

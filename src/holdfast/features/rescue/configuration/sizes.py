@@ -1,4 +1,4 @@
-"""Batches, steps and lengths: what one device does there is what a whole update does here."""
+"""Conversion rules for batches, steps and lengths, from rows of one device to rows of a whole update."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Another system's checkpoint as one of a run of ours."""
+"""Turns another system's checkpoint into a checkpoint of a Holdfast run."""

@@ -1,4 +1,4 @@
-"""Whether the configuration beside another system's checkpoint is that of the run which is to go on with it.
+"""Compares the model configuration in another system's checkpoint with that of the run which will continue it.
 
 Names and shapes do not show every difference: with another rms_norm_eps or rope_theta all weights fit and the model is
 another one. The same is true of an adapter's scale.

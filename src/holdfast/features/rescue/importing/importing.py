@@ -1,4 +1,4 @@
-"""Write another system's checkpoint as one of a run of ours; the command of the run then continues it.
+"""Writes another system's checkpoint as one of a Holdfast run; the command of the run then continues it.
 
 The run is built without memory, so that what its own resume would refuse is refused before anything is written, in the
 same words. Tensors are read as they are written, one at a time.

@@ -1,4 +1,4 @@
-"""A foreign optimizer's state as that of a run's own optimizer: the same keys, in dtypes that it can go on with."""
+"""Converts another system's optimizer state to the run's optimizer: the same keys, in dtypes that it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose parameters have names, shapes and dtypes, and no memory: what a checkpoint of it would look like."""
+"""Builds a run whose parameters have names, shapes and dtypes but no memory, to list the tensors of its checkpoints."""
 
 from __future__ import annotations
 

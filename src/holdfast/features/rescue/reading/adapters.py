@@ -1,4 +1,4 @@
-"""Whether low-rank adapters are in the weights that they belong to already, by comparison with the base.
+"""Finds out whether low-rank adapters were already merged into a checkpoint's weights, by comparison with the base.
 
 A merge adds scale * B A to a matrix and should happen once. What a checkpoint's matrices have beyond the base is
 measured along that direction, over all adapted matrices: 0 times, once or twice. Nothing is repaired: subtracting would
@@ -30,7 +30,7 @@ _NEAR = 0.15
 
 
 class _Adapters(NamedTuple):
-    """Adapters by the name of the matrix's layer."""
+    """Low-rank adapters by the name of the layer that they adapt."""
 
     pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
     scales: Mapping[str, float] | None

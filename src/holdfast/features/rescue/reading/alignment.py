@@ -1,4 +1,4 @@
-"""Bring a checkpoint's names to those of a model: what stands around its modules, tied names, needless buffers."""
+"""Maps the tensor names of a checkpoint to those of a model: removes wrapper prefixes, tied names, extra buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory of torch's distributed checkpoint of somebody else: tensors in chunks, and pickles of the rest."""
+"""Reads a torch distributed checkpoint (DCP) directory of another system: tensors in chunks, and pickles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_METADATA = 2**30
 
 
 class DcpDirectory:
-    """What one directory lists. What is missing or cut short is noted in the checkpoint it is of."""
+    """The contents of one DCP directory. Missing and truncated files are recorded in its `ForeignCheckpoint`."""
 
     def __init__(self, folder: Path, checkpoint: ForeignCheckpoint) -> None:
         """Read the list of contents, and compare it with the files.

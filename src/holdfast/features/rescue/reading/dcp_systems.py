@@ -1,4 +1,4 @@
-"""Checkpoints that are made of DCP directories, by the names that each system gives to what is in them.
+"""Readers for systems whose checkpoints are DCP directories; each system names the tensors in its own way.
 
 accelerate, Trainer, TRL   pytorch_model_fsdp_0/: model.NAME; optimizer_0/: optimizer.state.NAME.KEY
 Lightning                  NAME.ckpt/ with meta.pt: state_dict.NAME or model.NAME, optimizer_0.state.NAME.KEY

@@ -1,4 +1,4 @@
-"""Model directories, and files of safetensors: weights without anything that a training could go on with."""
+"""Reads model directories and safetensors files, which hold weights and no training state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a model's parameters, for optimizer states that are numbered; and which names are tied."""
+"""Finds the order of a model's parameters, which gives numbered optimizer states their names, and the tied names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors whose shards lie in the files of several ranks."""
+"""Joins tensors whose shards lie in the files of several ranks."""
 
 from __future__ import annotations
 

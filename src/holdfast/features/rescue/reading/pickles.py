@@ -80,7 +80,7 @@ _PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._
 
 @dataclass(frozen=True)
 class StoredView:
-    """A tensor in a file: which numbers of which storage."""
+    """A tensor in a file, described by its storage, offset, shape and strides."""
 
     storage: str
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class Sharded:
 
 
 class OpaqueObject:
-    """Stands for an object with a listed name: it keeps the name, the arguments of its call, and the state."""
+    """Replaces an object with a listed name, and keeps the name, the arguments of its call, and its state."""
 
     name = ""
     arguments: tuple[Any, ...]
@@ -239,6 +239,7 @@ def _check_view(view: StoredView) -> None:
 
 def _from_dtensor(dtype: torch.dtype, shape: tuple[int, ...], state: Any) -> Sharded:
     slots = state[1] if isinstance(state, tuple) else state  # behind the attributes, of which it has none
+    # `_spec` and `_local_tensor` are the private slots that DTensor's pickle holds: mesh and placements, and the shard.
     spec, local = slots["_spec"].fields, slots["_local_tensor"]
     mesh = spec["mesh"].fields
     cut = [(axis, placement) for axis, placement in enumerate(spec["placements"]) if placement.name.endswith("Shard")]

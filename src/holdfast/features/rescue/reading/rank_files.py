@@ -1,4 +1,4 @@
-"""Checkpoints of verl and EasyR1: one pickle per rank for weights, optimizer and the rest.
+"""Reads checkpoints of verl and EasyR1, which have one pickle per rank for weights, for the optimizer and for the rest.
 
     [EXPERIMENT/] latest_checkpointed_iteration.txt (verl), checkpoint_tracker.json (EasyR1)
         global_step_N/ data.pt (verl), dataloader.pt (EasyR1)

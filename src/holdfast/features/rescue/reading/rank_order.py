@@ -1,4 +1,4 @@
-"""Which rank wrote which file, and whether the ranks' optimizers are one.
+"""Finds out which rank wrote which file, and whether the optimizer files of all ranks belong together.
 
 torch.save calls the archive in a file after the path that it was given, and a file that is renamed keeps that. DTensors
 and ShardedTensors say where their part lies. The optimizer of FSDP1 says nothing: with flat parameters every rank holds

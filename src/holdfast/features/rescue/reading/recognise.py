@@ -1,4 +1,4 @@
-"""Whose checkpoint a path holds, by names alone; and its reader."""
+"""Recognises by file names alone which system wrote the checkpoint at a path, and chooses its reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every reader of another system's checkpoint returns: tensors by canonical name, read when they are asked for."""
+"""The records that readers of other systems' checkpoints return; tensors have canonical names and are read lazily."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TRAINER = "transformers' Trainer (or TRL)"
 
 
 class UnreadableForeign(UserError):  # noqa: N818 - the name says what is wrong
-    """A directory of another system that cannot be taken as it is; nothing was changed."""
+    """A directory of another system cannot be read; nothing was changed."""
 
 
 class DamagedFile(Exception):  # noqa: N818 - the name says what is wrong
-    """One file is not what its system writes; the message begins behind the file's name."""
+    """One file is damaged. The message continues a sentence that begins with the file's name."""
 
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError)

@@ -1,4 +1,4 @@
-"""One file that torch.save wrote: a zip archive of a pickle and a member for each storage, none compressed."""
+"""Reads a file that torch.save wrote: an uncompressed zip archive of one pickle and one member per storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for optimizer states that are numbered: what a number means depends on how the model was wrapped.
+"""Gives names to numbered optimizer states. The meaning of a number depends on how the model was wrapped.
 
 FSDP2                       one number per parameter, in the order of `named_parameters`; DTensors
 FSDP1, use_orig_params      the same; each rank holds a run of a parameter's elements, or nothing

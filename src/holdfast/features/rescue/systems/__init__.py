@@ -1,1 +1,1 @@
-"""Other systems' keys as data, one YAML file a system, and their reader."""
+"""The configuration keys of other systems as data, in one YAML file per system, and their reader."""

@@ -1,4 +1,4 @@
-"""One table of other systems' keys: the key here, and what differs in meaning.
+"""Reads the table that maps other systems' keys to Holdfast's, with the differences in meaning.
 
 Entries never guess: a key without an entry is not in the table, and nothing is made of it. `docs/other_systems.md`
 says how the files are written.
@@ -25,7 +25,7 @@ VERBS = ("sft", "dpo", "reward", "grpo")
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """What one key of another system is here."""
+    """The counterpart of one key of another system."""
 
     key: str
     status: KeyStatus
