@@ -65,6 +65,9 @@ class Section(BaseModel):
         strict=False,
     )
 
+    removed: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of a key that the section does not have and that people look for, by the key."""
+
     passed_over: ClassVar[frozenset[str]] = frozenset()
     """Keys of earlier versions that had nothing to do with a run's numbers: exports that hold them still load."""
 

@@ -124,6 +124,8 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     name = str(path[-1])
     section, choice = section_at(root, path[:-1], document.values)
     assert section is not None, "pydantic finds unknown keys in sections only"
+    if name in section.removed:
+        return f"there is no such key: {section.removed[name]}"
     if belonging := belongs_to_sibling(path, document.values, root):
         return belonging
     kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]

@@ -233,7 +233,7 @@ class _Loop:
                 self.profiler.after(run.trained.state.step)
                 self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
                 self.line |= stragglers.look(run.trained.state.step)
-                self.journal.saved(self.checkpoints.check_step_after(done, self.requests))
+                self.journal.saved(self.checkpoints.check_first_step(self.requests))
                 event = StepEvent(run.trained.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)

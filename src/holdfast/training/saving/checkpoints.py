@@ -221,8 +221,8 @@ class Checkpoints:
         """
         self._rehearsals.before_first_step(requests)
 
-    def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
-        """Rehearse again after the first step, and after each step that unfreezes parameters, if the tensors changed.
+    def check_first_step(self, requests: StopRequests) -> list[Saved]:
+        """Rehearse again after the first step, if the tensors changed.
 
         Returns:
             The save that this had to wait for.
@@ -230,7 +230,7 @@ class Checkpoints:
         Raises:
             RehearsalFailed: As `rehearse`.
         """
-        return self._rehearsals.after_step(step, requests, self.collect)
+        return self._rehearsals.after_step(requests, self.collect)
 
     @property
     def export_command(self) -> str | None:
