@@ -90,9 +90,8 @@ class Patience:
     """A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
     deletion_seconds: float = 10.0
     """A run that has ended leaves the deletion of older checkpoints so long."""
-    emergency_look_seconds: float = 0.5
-    """Between two looks whether a rank that fails asks for a save."""
-    emergency_retry_seconds: float = 0.1
+    raising_seconds: float = 5.0
+    """A rank that raises waits this long for the others to raise too, which lets the last whole step be saved."""
 
     tracker_close_seconds: float = 4.0
     """For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""

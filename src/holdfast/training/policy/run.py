@@ -3,8 +3,7 @@
 What of it is offloaded to host memory while completions are sampled and scored (`residency`) stands here too.
 Parameters are offloaded from the moment at which the engine has its copy until the rollout has ended, however it ends;
 optimizer states, and averages of weights beside them, until the update that reads them. Between steps nothing is
-offloaded, so saves, exports, evaluations and resumes know nothing of it; the thread that saves in an emergency calls
-`restore_for_good`.
+offloaded, so saves, exports, evaluations and resumes know nothing of it.
 """
 
 from __future__ import annotations

@@ -84,9 +84,8 @@ class Checkpoints:
                 directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)
                 remove_leftovers(self._storage)
                 clean_exports(run.setting.directory / EXPORTS)
-            self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
-            self._emergency.start()
-            self._stack.callback(self._emergency.stop)
+            self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds)
+            self._stack.callback(self._emergency.close)
         except BaseException as error:
             self._leave_nothing(error)  # while nobody else can have taken it
             self._stack.close()
@@ -321,7 +320,7 @@ class Checkpoints:
         self._emergency.mark()
 
     def save_before_leaving(self) -> Manifest | None:
-        """Save the last whole step because this rank is about to fail; the others take part, whatever they do.
+        """Save the last whole step if all ranks are about to fail.
 
         Returns:
             The checkpoint; None if there could be none.
@@ -329,7 +328,6 @@ class Checkpoints:
         return self._emergency.save()
 
     def _save_in_emergency(self, moment: StepState, ranks: RankGroup) -> Manifest | None:
-        self._run.trained.host_offload.restore_for_good()  # the main thread may be in a rollout, and go on with it
         if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
         newest = self.session.newest
