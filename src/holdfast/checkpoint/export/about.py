@@ -1,6 +1,6 @@
 """What an export says of itself, in a small file beside its weights: run, step, what the run started from, and hashes.
 
-Nothing is known of an export by where it lies or when it was written. Exports of earlier versions lack the file.
+Nothing is known of an export by where it lies or when it was written.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from holdfast.errors import UserError
 from holdfast.files import parse_json, size_words
 
 FORMAT = 2
-"""The newest format that is read. 1 named the file of a rank's own state by its number; 2 names it by its place on the
-mesh, and may have quantised optimizer state."""
+"""The format that is written, and the newest that is read."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
 """Sorts behind `manifest`, so that the file ends with its hash."""
@@ -91,7 +90,6 @@ class Manifest:
     seconds: float = 0.0
     """How long the save took until here."""
     format: int = FORMAT
-    """The oldest that says everything: most checkpoints can be read by earlier versions."""
 
     def __repr__(self) -> str:
         """Return one line: the names and hashes of every file and tensor fill screens."""

@@ -29,7 +29,7 @@ from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import changed_fingerprints, with_current_marks
+from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
 
@@ -186,7 +186,7 @@ def _check_identity(
     run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each difference that the configuration declares."""
-    changes = changed_fingerprints(with_current_marks(manifest.fingerprints, run.identity), run.identity)
+    changes = changed_fingerprints(manifest.fingerprints, run.identity)
     return _check_declared(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
 
 
