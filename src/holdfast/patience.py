@@ -91,9 +91,8 @@ class Patience:
     """A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
     deletion_seconds: float = 10.0
     """Longest wait of a run that has ended for the deletion of older checkpoints."""
-    emergency_look_seconds: float = 0.5
-    """Between two looks whether a rank that fails asks for a save."""
-    emergency_retry_seconds: float = 0.1
+    raising_seconds: float = 5.0
+    """Longest wait of a rank that raises for the others to raise too, so that the last whole step can be saved."""
 
     tracker_close_seconds: float = 4.0
     """For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""

@@ -202,26 +202,10 @@ MODEL = "model: {path: some-model}\n"
             "run.yaml:3: data.validation_split: 1 should be less than 1",
         ),
         (
-            "steps: 3\n" + ROWS + "model: {path: m, unfreeze: {at_step: 1, patterns: [mlp]}}\n",
-            "run.yaml:3: model.unfreeze: nothing is frozen at first; name in freeze what is to be trained only later",
-        ),
-        (
-            "steps: 3\n" + ROWS + "model: {path: m, freeze: [mlp], unfreeze: {at_step: 3, patterns: [mlp]}}\n",
-            "run.yaml:3: model.unfreeze.0.at_step: 3 steps come first and the run has steps=3, so nothing would train "
-            "what is unfrozen then; lower at_step or raise steps",
-        ),
-        (
-            "steps: 3\n"
-            + ROWS
-            + "model: {path: m, freeze: [mlp], unfreeze: {at_step: 1, patterns: [mlp]}}\n"
-            + "optim: {kind: path, path: a.py:A}\n",
-            "run.yaml:3: model.unfreeze: optim.kind: path is a class of your own, and what it does with parameters "
-            "that come later is not known; use an optimizer of Holdfast's, or freeze for the whole run",
-        ),
-        (
-            "steps: 3\n" + ROWS + "model: {path: m, lora: {rank: 2}, unfreeze: {at_step: 1, patterns: [mlp]}}\n",
-            "run.yaml:3: model.unfreeze: lora trains its adapters for the whole run; name what else is trained in "
-            "lora.train",
+            "steps: 3\n" + ROWS + "model: {path: m, freeze: [mlp], unfreeze: {at_step: 1, patterns: [mlp]}}\n",
+            "run.yaml:3: model.unfreeze: there is no such key: a run trains the same parameters from its first step to "
+            "its last; name what is frozen in freeze, and after that run go on without it and with "
+            "checkpoint.resume.unfreeze: [PATTERN]",
         ),
     ],
 )

@@ -65,15 +65,8 @@ class Section(BaseModel):
         strict=False,
     )
 
-    passed_over: ClassVar[frozenset[str]] = frozenset()
-    """Keys of earlier versions that had nothing to do with a run's numbers: exports that hold them still load."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _pass_over_earlier_keys(cls, values: Any, info: ValidationInfo) -> Any:
-        if cls.passed_over and info.context == EXPORTED and isinstance(values, Mapping):
-            return {key: value for key, value in values.items() if key not in cls.passed_over}
-        return values
+    removed: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of a key that the section does not have and that people look for, by the key."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what is wrong with values that are right one by one but not together."""

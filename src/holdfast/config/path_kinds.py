@@ -144,7 +144,7 @@ def _file(file: Path) -> Kind:
         return K.SCRIPT, {}
     if file.name == "config.json" and _is_model_config(file):
         return K.MODEL_CONFIG, {}
-    if file.name.endswith(_ROW_FILES) or file.name.endswith((".jsonl.gz", ".jsonl.zst")):
+    if file.name.endswith(_ROW_FILES) or file.name.endswith(".jsonl.gz"):
         return K.ROWS, {}
     return _configuration(file) if file.name.endswith(_CONFIGURATIONS) else (K.UNKNOWN, {})
 

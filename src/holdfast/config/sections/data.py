@@ -46,7 +46,7 @@ class SourceConfig(Section):
     """One set of rows."""
 
     path: str | None = None
-    """A .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow file, a directory or glob of them, a directory written by
+    """A .jsonl, .json, .csv, .tsv, .parquet or .arrow file, a directory or glob of them, a directory written by
     `datasets.save_to_disk`, or a hub name; `name@split` picks a split."""
     synthetic: SyntheticConfig | None = None
     """A generated task instead of a path."""

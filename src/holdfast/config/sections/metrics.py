@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,10 +15,6 @@ from holdfast.config.sections.rollout import SamplingConfig
 class HealthConfig(Section):
     """Alarms on the screen and in events.jsonl when a run looks wrong; they change nothing in it."""
 
-    passed_over: ClassVar[frozenset[str]] = frozenset({
-        "repeat_steps", "lasting_steps", "flat_reward_steps", "flat_groups", "truncated", "lowest_entropy",
-        "reward_faults", "kl_jump", "gradient_spike",
-    })  # fmt: skip
     enabled: bool = True
 
 

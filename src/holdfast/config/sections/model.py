@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,7 +11,6 @@ from holdfast.config.base import (
     ByKind,
     Mistake,
     NonNegative,
-    OneOrSeveral,
     Pattern,
     Positive,
     PositiveInt,
@@ -137,18 +136,13 @@ class HeadConfig(Section):
     of float32 logits on the CPU, 512 MiB on a GPU."""
 
 
-class UnfreezeConfig(Section):
-    """Parameters that are frozen at first and trained later."""
-
-    at_step: PositiveInt
-    """Steps that are made without them; the one after these is the first that trains them."""
-
-    patterns: Annotated[list[Pattern], Field(min_length=1)]
-    """As in `model.freeze`, with its words; each must match something that is frozen until then."""
-
-
 class ModelConfig(Section):
     """A Hugging Face model: weights from `path`, or a random start from `config`."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "unfreeze": "a run trains the same parameters from its first step to its last; name what is frozen in freeze, "
+        "and after that run go on without it and with checkpoint.resume.unfreeze: [PATTERN]"
+    }
 
     path: str | None = None
     """A local directory with safetensors files, or a hub name."""
@@ -189,10 +183,6 @@ class ModelConfig(Section):
     `vision_tower`, `projector` (between tower and language model), `language_model` (with its head), `embeddings`
     (with a head tied to them)."""
 
-    unfreeze: Annotated[list[UnfreezeConfig], OneOrSeveral()] = Field(default_factory=list)
-    """What of `freeze` is trained from some step on. Until then it has no gradient and no optimizer state, and it is
-    stored in `dtype` from the start."""
-
     lora: LoRAConfig | None = None
     """Train low-rank adapters and nothing else; needs `peft`. With `frozen_dtype: bfloat16` the model is kept in half
     the memory, and adapters stay in `dtype`."""
@@ -222,13 +212,6 @@ class ModelConfig(Section):
             yield "path", "no model is named; set path (a directory or hub name) or config (a random start)"
         if self.lora is not None and self.freeze:
             yield "freeze", "lora freezes everything but its adapters; name what else is trained in lora.train"
-        if self.lora is not None and self.unfreeze:
-            yield (
-                "unfreeze",
-                "lora trains its adapters for the whole run; name what else is trained in lora.train",
-            )
-        elif self.unfreeze and not self.freeze:
-            yield "unfreeze", "nothing is frozen at first; name in freeze what is to be trained only later"
         yield from self._of_random_starts()
 
     def _of_random_starts(self) -> Iterator[Mistake]:

@@ -53,7 +53,7 @@ def critic_training(config: TrainingConfig, critic: CriticConfig) -> CriticTrain
 
 def critic_model(model: ModelConfig, critic: CriticConfig) -> ModelConfig:
     """Return the `model` section of a critic: the policy's, with its own origin and its own frozen parameters."""
-    changed: dict[str, Any] = {"lora": None, "freeze": critic.freeze, "unfreeze": []}
+    changed: dict[str, Any] = {"lora": None, "freeze": critic.freeze}
     if critic.path is not None:
         defaults = ModelConfig(path=critic.path)
         origin = ("path", "config", "revision", "tokenizer", "image_processor", "config_override", "resize_vocab")

@@ -111,7 +111,6 @@ class TrainingConfig(_Root):
         """Yield what sections ask of each other."""
         yield from super().mistakes()
         yield from self.storage_mistakes()
-        yield from self._unfreezing()
         yield from self._metrics()
         yield from self._measured_meanwhile()
         yield from self._routers()
@@ -121,22 +120,6 @@ class TrainingConfig(_Root):
                 if getattr(self.evaluation, name) is not None:
                     fix = "set evaluation.sets or data.validation_split"
                     yield f"evaluation.{name}", f"there is nothing to evaluate on; {fix}"
-
-    def _unfreezing(self) -> Iterator[Mistake]:
-        """Yield parameters that would never be trained, or that an optimizer of the user's would not expect."""
-        for number, stage in enumerate(self.model.unfreeze):
-            if self.steps is not None and stage.at_step >= self.steps and not self.dry_run:
-                yield (
-                    f"model.unfreeze.{number}.at_step",
-                    f"{stage.at_step} steps come first and the run has steps={self.steps}, so nothing would train what "
-                    "is unfrozen then; lower at_step or raise steps",
-                )
-        if self.model.unfreeze and self.optim.kind == "path":
-            yield (
-                "model.unfreeze",
-                "optim.kind: path is a class of your own, and what it does with parameters that come later is not "
-                "known; use an optimizer of Holdfast's, or freeze for the whole run",
-            )
 
     def metrics_of_best(self) -> dict[str, str]:
         """Return the metrics that checkpoints and exports are chosen by, each by the key that names it."""

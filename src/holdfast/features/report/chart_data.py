@@ -10,9 +10,7 @@ from typing import Any
 
 from holdfast.features.report.curves import Column
 from holdfast.features.report.metrics import (
-    EVALUATING,
     EVALUATION,
-    ROUNDING,
     TIMING,
     evaluations_of,
     leading,
@@ -107,23 +105,19 @@ def _marks(run: RunRecord, kind: str) -> list[list[Any]]:
 
 
 def _phases(run: RunRecord) -> dict[str, Any]:
-    """Return the mean seconds of each phase over parts of the run, and what of a step belongs to none."""
+    """Return the mean seconds of each phase over stretches of the run."""
     columns = run.curves.columns
     times = columns.get("step_time")
     if times is None or not len(times.steps):
         return {}
-    steps, step_seconds = bucket_means(times.steps, times.values, _PHASE_POINTS)
+    steps, _ = bucket_means(times.steps, times.values, _PHASE_POINTS)
     phase_seconds = {
         name.removeprefix(TIMING): bucket_means(times.steps, _at(times.steps, column), _PHASE_POINTS)[1]
         for name, column in columns.items()
         if name.startswith(TIMING)
     }
-    of_steps = [values for name, values in phase_seconds.items() if TIMING + name != EVALUATING]
-    remainder = [total - sum(values) for total, values in zip(step_seconds, zip(*of_steps, strict=True), strict=False)]
     ranked = sorted(phase_seconds, key=lambda name: -sum(phase_seconds[name]))
     phases = [[escaped(name), [rounded(value) for value in phase_seconds[name]]] for name in ranked]
-    if sum(remainder) > ROUNDING * sum(step_seconds):  # an earlier version's phases left some time to none
-        phases.append(["rest of the step", [rounded(max(0.0, value)) for value in remainder]])
     return {"steps": steps, "parts": phases}
 
 

@@ -39,7 +39,7 @@ Listener = Callable[[str, Failure], None]
 """Called with "silent" or "failed" and a description of the rank that it happened to."""
 
 _PHASE_BYTES = 64
-_SAVE_NOTE = "save-asked-for"
+_RAISE_NOTE = "raises"
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,19 @@ class FailureChannel:
         """Return whether an error says that another rank is gone."""
         return self._world_size > 1 and broken_by_peer(error)
 
-    def ask_for_save(self, run: str) -> None:
-        """Ask all ranks to save what they hold of a run: this one is about to fail and still can."""
-        self._board.write(f"{_SAVE_NOTE}-{run}", str(self._rank))
-
-    def save_is_asked_for(self, run: str) -> bool:
-        """Return whether some rank asked."""
-        return self._board.read(f"{_SAVE_NOTE}-{run}") is not None
+    def all_ranks_raise(self, run: str) -> bool:
+        """Return whether all ranks of a run raise within `raising_seconds`; each of them calls this when it does."""
+        if self._world_size == 1:
+            return True
+        names = {f"{_RAISE_NOTE}-{run}-rank-{rank}" for rank in range(self._world_size)}
+        self._board.write(f"{_RAISE_NOTE}-{run}-rank-{self._rank}", "")
+        deadline = time.monotonic() + patience.current.raising_seconds
+        while missing := {name for name in names if self._board.read(name) is None}:
+            if time.monotonic() > deadline:
+                return False
+            names = missing
+            time.sleep(0.05)
+        return True
 
     def report(self, error: BaseException) -> Failure:
         """Report an error of this rank; return the first failure of the run, which may be another rank's."""

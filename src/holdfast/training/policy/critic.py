@@ -231,7 +231,6 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
     """End a step without an update of the policy, and return what the step says of its data."""
     state = run.trained.state
     state.step += 1
-    run.trained.unfreeze(state.step)
     state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
     state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
     still = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "optim/skipped_steps": float(state.skipped_steps)}

@@ -3,7 +3,7 @@
 The module also offloads tensors to host memory while completions are sampled and scored (`residency`). Parameters are
 offloaded once the engine has its copy, until the rollout ends, also with an error. Optimizer state and weight averages
 are offloaded until the update that reads them. Between steps nothing is offloaded, so that saves, exports, evaluations
-and resumes are not affected; the thread that saves in an emergency calls `restore_for_good`.
+and resumes are not affected.
 """
 
 from __future__ import annotations

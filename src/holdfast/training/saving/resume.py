@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import set_random_state
@@ -29,7 +29,7 @@ from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import changed_fingerprints, with_current_marks
+from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
 
@@ -103,24 +103,19 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     with run.setting.ranks.together():
         saved_settings |= _saved_settings(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, saved_settings)
-    run.trained.unfreeze(manifest.step)
-    try:
-        loaded = load_state(
-            storage,
-            name,
-            run.trained.model,
-            run.trained.optimizer,
-            ranks,
-            declared=_declared(config),
-            hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
-            verified=manifest,
-            averages=run.trained.averages.tensors if run.trained.averages is not None else {},
-            companions=run.saved_companions,
-            check=lambda shared, _: check_saved_state(run, shared, manifest.step),
-        )
-    except TensorsDiffer:
-        run.setting.log.messages.clear()  # an earlier checkpoint is read next, and freezes again what is frozen there
-        raise
+    loaded = load_state(
+        storage,
+        name,
+        run.trained.model,
+        run.trained.optimizer,
+        ranks,
+        declared=_declared(config),
+        hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
+        verified=manifest,
+        averages=run.trained.averages.tensors if run.trained.averages is not None else {},
+        companions=run.saved_companions,
+        check=lambda shared, _: check_saved_state(run, shared, manifest.step),
+    )
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
     if run.ahead is not None:
@@ -191,7 +186,7 @@ def _check_identity(
     run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each difference that the configuration declares."""
-    changes = changed_fingerprints(with_current_marks(manifest.fingerprints, run.identity), run.identity)
+    changes = changed_fingerprints(manifest.fingerprints, run.identity)
     return _check_declared(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
 
 

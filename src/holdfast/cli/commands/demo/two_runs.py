@@ -149,7 +149,7 @@ def _summary(run: Path, killed: str, plain: float, seconds: float) -> Sequence[s
         f"the run              {run}",
         f"the model            {run / 'exports' / 'final'}",
         f"time                 {seconds:.0f} s on {os.cpu_count()} cores",
-        f"what happened        {run / PAGE}",
+        *([f"what happened        {run / PAGE}"] if (run / PAGE).exists() else []),
     ]
 
 
