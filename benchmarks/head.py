@@ -25,8 +25,9 @@ SIZES = {"cpu": (1024, 256, "float32"), "cuda": (8192, 1024, "bfloat16")}
 def measure(form: str, device: str) -> None:
     import torch
 
+    from holdfast.models.chunks.logits import HeadWeights
     from holdfast.models.layers.family import HeadSpec
-    from holdfast.models.scores import HeadWeights, score, separable_loss
+    from holdfast.models.scores import score, separable_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
