@@ -15,7 +15,7 @@ from holdfast.models.check.forward import documents
 from holdfast.models.check.head_forms import compare_forms
 from holdfast.models.chunks.kernel_form import why_no_triton
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.layers.family import HeadSpec, family_of
+from holdfast.models.layers.family import family_of
 from holdfast.types import Batch
 from tests.tiny import tiny_model
 
@@ -69,10 +69,17 @@ def test_a_frozen_head_has_no_gradient_to_compare() -> None:
     assert compare_forms(policy, batch)[0] == ""
 
 
-def test_a_kernel_that_fails_is_named_and_nothing_is_raised() -> None:
+def test_a_kernel_that_fails_is_named_and_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.models.chunks import kernels
+
+    def without_compiler(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+    monkeypatch.setattr(kernels, "read_rows", without_compiler)
     policy, batch = policy_and_batch("llama", torch.float32)
-    policy.head_spec = HeadSpec(kernel_tokens=-1)
 
     reason, _ = compare_forms(policy, batch)
 
-    assert reason.startswith("they failed (")
+    assert reason == (
+        "they failed (RuntimeError: Failed to find C compiler. Please specify via CC environment variable.)"
+    )
