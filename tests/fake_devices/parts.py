@@ -192,6 +192,6 @@ SHAPES = {
     "LoRA": Shape(lora=8),
     "offload": Shape(offload=True),
     "copies": Shape(replicate=2),
-    "experts": Shape(experts=4, expert_ffn=256),
+    "experts": Shape(experts=4, expert_ffn=256, tokens=1536, vocabulary=65536, starts=True),
     "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),
 }
