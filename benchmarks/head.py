@@ -2,10 +2,10 @@
 
     python benchmarks/head.py [--rounds 3] [--device cuda]
 
-1,024 tokens, vocabulary 151,936, hidden size 256, float32, one thread; on a GPU 16,384 tokens, hidden sizes 896 and 3,584
-and bfloat16, and the arms `kernels` and `kernels_recompute` besides, which sweep logits by Triton kernels. Peak memory is counted above what was in use before the first call. `full` is `log_softmax` over all logits;
-`one_pass` forms gradients in the forward pass, for losses that are sums over tokens; `recompute` serves all other
-losses and computes each chunk twice.
+1,024 tokens, vocabulary 151,936, hidden size 256, float32, one thread; on a GPU 16,384 tokens, hidden sizes 896 and
+3,584 and bfloat16. Peak memory is counted above what was in use before the first call. `full` is `log_softmax` over all
+logits; `one_pass` forms gradients in the forward pass, for losses that are sums over tokens; `recompute` serves all
+other losses and computes each chunk twice. On a GPU `kernels` and `kernels_recompute` do the same by Triton kernels.
 """
 
 from __future__ import annotations

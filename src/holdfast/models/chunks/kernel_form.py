@@ -111,7 +111,7 @@ class KernelForm:
     def add_product(self, total: Tensor, by_logits: Tensor, states: Tensor) -> None:
         """Add a product to a sum; on a device it is never rounded to the dtype of its factors."""
         if total.is_cuda and total.dtype != states.dtype:
-            torch.addmm(total, by_logits.t(), states, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]  # torch's stub lacks it
+            torch.addmm(total, by_logits.t(), states, out_dtype=torch.float32, out=total)
         else:
             add_product(total, by_logits, states)
 

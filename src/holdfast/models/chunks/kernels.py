@@ -27,7 +27,7 @@ _READ_BLOCK, _WRITE_BLOCK, _WARPS = 4096, 8192, 8
 """As an H100 ran a prototype of these kernels fastest."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton is not followed
 def _value(product, bias, columns, inside, inner, BIAS: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Return v of products; one that is minus infinity, left out of the support, stays so."""
     value = product.to(tl.float32)
@@ -44,7 +44,7 @@ def _value(product, bias, columns, inside, inner, BIAS: tl.constexpr, CAPPED: tl
     return value
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton is not followed
 def _read_rows(  # type: ignore[no-untyped-def]
     products, bias, targets, out, rows, columns, stride, inner, factor,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -90,7 +90,7 @@ def _read_rows(  # type: ignore[no-untyped-def]
         tl.store(out + 3 * rows + row, 0.0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # Triton is not followed
 def _write_slopes(  # type: ignore[no-untyped-def]
     products, bias, targets, numbers, rows, columns, stride, inner, factor,
     BIAS: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803

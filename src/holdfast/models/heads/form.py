@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,8 @@ def take_kernels(policy: PolicyModel, dtype: torch.dtype, device: torch.device, 
         device: Where it runs.
         simulated: Whether tensors hold no numbers; of the machine that is planned for, nothing is known then.
     """
-    head, spec = policy.readable_head(), policy.head_spec
+    head: Any = policy.readable_head()
+    spec = policy.head_spec
     assert head is not None
     dtype = torch.float32 if spec.float32_product and dtype == torch.bfloat16 else dtype
     if not simulated and (reason := why_no_kernels(spec, dtype, device)):
@@ -42,7 +44,8 @@ def form_record(policy: PolicyModel, device: torch.device) -> FormRecord | None:
 
     Both decide in which order numbers are added up.
     """
-    head, spec = policy.readable_head(), policy.head_spec
+    head: Any = policy.readable_head()
+    spec = policy.head_spec
     if head is None:
         return None
     if spec.kernel_tokens is not None:
