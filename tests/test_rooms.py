@@ -41,6 +41,7 @@ ROOMS = {
     "models": """
         accuracy names support
         files layers
+        chunks
         scores
         heads
         adapters check

@@ -12,7 +12,17 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
-LANES = {"test", "test-deep", "test-devices", "test-slow", "test-browser", "test-slurm", "test-ray", "test-vllm"}
+LANES = {
+    "test",
+    "test-deep",
+    "test-devices",
+    "test-slow",
+    "test-browser",
+    "test-slurm",
+    "test-ray",
+    "test-vllm",
+    "test-kernels",
+}
 
 
 @pytest.mark.parametrize("name", ["test", "nightly"])

@@ -5,8 +5,8 @@ bytes on a GPU. What is gathered is in bfloat16. Sums are of the moments at whic
 
 - forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with
   the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
-  logits in float32 stand their rounded copy in bfloat16, the gradient of the matrix in float32, a product of at most a
-  slice of it in bfloat16, and three [tokens, hidden] of states and their gradients. Of activations: what goes into each
+  logits, which stay in bfloat16 and become their own slopes, stand the gradient of the matrix in float32, and three
+  [tokens, hidden] of states and their gradients. Of activations: what goes into each
   block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of.
 - backward: two blocks are gathered, the one at work and the next, and a tied root with them; where the head outweighs
   them, a backward pass takes most at its start, with what the forward pass ended with.
@@ -175,26 +175,23 @@ def local(matrix: Matrix, ranks: int) -> int:
 def head(shape: Shape) -> float:
     """Return what the head takes at its peak; nothing is trained in it where only adapters are."""
     tokens = shape.tokens - 1  # nothing predicts the first
-    logits = tokens * shape.vocabulary * (4 + 2)
+    logits = tokens * shape.vocabulary * 2
     states = 3 * tokens * shape.hidden * 2
     table = shape.vocabulary * shape.hidden
-    return logits + states + (0 if shape.lora else 4 * table + min(2 * table, SLICE))
+    return logits + states + (0 if shape.lora else 4 * table)
 
-
-SLICE = 2**26
-"""Bytes of a product that is formed in slices."""
 
 SHAPES = {
     "dense": Shape(),
     "dense, tied": Shape(tied=True),
-    "dense, one rank": Shape(ranks=1),
+    "dense, one rank": Shape(ranks=1, tokens=3072),
     "dense, rows that do not divide": Shape(ranks=3, hidden=384, heads=6),
     "dense, 64 ranks": Shape(ranks=64),
-    "dense, larger vocabulary": Shape(tokens=1536, vocabulary=16384, starts=True),
+    "dense, larger vocabulary": Shape(tokens=1536, vocabulary=65536, starts=True),
     "bfloat16 states": Shape(bfloat16=True),
     "LoRA": Shape(lora=8),
     "offload": Shape(offload=True),
     "copies": Shape(replicate=2),
-    "experts": Shape(experts=4, expert_ffn=256, starts=True),
-    "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2, starts=True),
+    "experts": Shape(experts=4, expert_ffn=256, tokens=1536, vocabulary=65536, starts=True),
+    "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),
 }

@@ -132,8 +132,9 @@ class HeadConfig(Section):
     itself is gathered in the compute dtype. The log-sum-exp is float32 or better in both cases."""
 
     chunk_tokens: PositiveInt | None = None
-    """Tokens scored at once; the logits of one chunk are the only logits in memory. Default: as many as fit 32 MiB
-    of float32 logits on the CPU, 512 MiB on a GPU."""
+    """Tokens scored at once; the logits of one chunk are the only logits in memory. Default on the CPU: as many as fit
+    32 MiB of float32 logits. On a GPU 4,096, or as many as fit 2 GiB of logits and a 32nd of the card's memory; where
+    torch's operations sweep them instead of the kernels, 512 MiB of float32 logits."""
 
 
 class ModelConfig(Section):

@@ -77,7 +77,8 @@ class ParallelConfig(Section):
     recompute: Recompute = NoRecompute()
     """Activation checkpointing; always the non-reentrant form with its random state restored."""
     compile: Literal["off", "head", "blocks"] = "off"
-    """Regional torch.compile: the head, or each block and the head."""
+    """Regional torch.compile of each block. `head` is read as `off`: on a GPU, Triton kernels do what was compiled for
+    it."""
     reduce: Literal["auto", "each_micro_batch", "last_micro_batch"] = "auto"
     """When gradients are reduced over ranks. `auto`: every micro-batch for float32 storage; the last one for
     bfloat16 storage, where adding reduced gradients would round away small ones."""

@@ -151,7 +151,7 @@ class GRPOConfig(TrainingConfig):
             key = "model.dropout" if self.model.dropout else "model.lora.dropout"
             yield key, "a ratio compares two forward passes of one policy, which dropout makes differ; turn it off"
         if self.rollout.replay_routing and self.parallel.compile == "blocks":
-            yield "rollout.replay_routing", "a compiled block chooses its experts itself; use parallel.compile: head"
+            yield "rollout.replay_routing", "a compiled block chooses its experts itself; use parallel.compile: off"
 
     def _groups(self) -> Iterator[Mistake]:
         groups, labels = self.groups, [reward.label for reward in self.reward]

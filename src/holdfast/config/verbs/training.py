@@ -185,7 +185,7 @@ class TrainingConfig(_Root):
             yield (
                 "parallel.compile",
                 f"blocks, but model.lora.{key} computes with matrices that are made anew in every forward pass, which "
-                "is not built for compiled blocks; use head or off",
+                "is not built for compiled blocks; use off",
             )
 
     def _splits(self) -> str:

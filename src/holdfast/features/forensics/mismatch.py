@@ -20,8 +20,8 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
+from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.heads.policy import without_dropout
-from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.models.support import Support
 from holdfast.training.run import ShardedModel
 from holdfast.types import Example, Finish, Group, Trajectory

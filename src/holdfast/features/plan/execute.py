@@ -91,7 +91,7 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
     counts = _Counts(spec)
     with contextlib.ExitStack() as stack:
         free = lambda: max(0, spec.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
-        mode = stack.enter_context(fake_devices(spec.device, free))
+        mode = stack.enter_context(fake_devices(spec.device, free, spec.memory))
         world = stack.enter_context(_alone_among(spec.ranks, spec.rank, spec.torch_device))
         setting = Setting(
             config=shapes,

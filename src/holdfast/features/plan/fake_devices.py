@@ -135,12 +135,14 @@ def absent_names() -> list[str]:
 
 
 @contextlib.contextmanager
-def fake_devices(kind: str = "cuda", free: Callable[[], int] = lambda: 2**50) -> Iterator[FakeTensorMode]:
+def fake_devices(
+    kind: str = "cuda", free: Callable[[], int] = lambda: 2**50, total: int = 2**50
+) -> Iterator[FakeTensorMode]:
     """Yield the mode under which tensors hold no numbers; of cuda, stand in for eight GPUs within the block.
 
-    Nothing else in the process may use torch meanwhile. `free` says how many bytes a device has left.
+    Nothing else in the process may use torch meanwhile. `free` says how many bytes a device of `total` bytes has left.
     """
-    replaced = REPLACED | {_FREE: lambda *_: (free(), free())} if kind == "cuda" else {_PROPAGATOR: _unseen}
+    replaced = REPLACED | {_FREE: lambda *_: (free(), total)} if kind == "cuda" else {_PROPAGATOR: _unseen}
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():
             owner, last = _place(name)

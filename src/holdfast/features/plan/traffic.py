@@ -102,7 +102,9 @@ class Traffic:
         if flops_of is not None:
             self.flops[self._moment()] += flops_of(args, result) * self._work
         elif packet in flop_registry:
-            self.flops[self._moment()] += float(flop_registry[packet](*args, **kwargs, out_val=result)) * self._work
+            # torch's formula of addmm does not know the overload whose fourth argument is the dtype of the sum.
+            operands = args[:3] if packet is torch.ops.aten.addmm else args
+            self.flops[self._moment()] += float(flop_registry[packet](*operands, **kwargs, out_val=result)) * self._work
         elif func.namespace in _SPACES and packet.__name__ not in _NOT_SENT:
             kind = _KINDS.get(packet.__name__, OTHER)
             note = self.messages[self._moment(), kind if kind != OTHER else packet.__name__]

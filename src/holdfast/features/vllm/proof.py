@@ -29,8 +29,8 @@ from holdfast.features.vllm.buckets import Inspection
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.check.rounding import rounded_otherwise
+from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.heads.policy import without_dropout
-from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.training.run import ShardedModel
 from holdfast.types import Batch, Example
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from holdfast.errors import ModelError
+from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
@@ -23,7 +24,7 @@ from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_
 from holdfast.models.layers.rotary import RotaryAngles
 from holdfast.models.layers.routers import RouterLoss, RouterOutput, Routers, Tally, routers_of
 from holdfast.models.names import POLICY_MODULE
-from holdfast.models.scores import HeadWeights, score, separable_loss
+from holdfast.models.scores import score, separable_loss
 from holdfast.objectives.base import Objective, ratio, scored_tokens
 from holdfast.objectives.supervised import NegativeLogLikelihood
 from holdfast.types import Batch, LossSum, Scores

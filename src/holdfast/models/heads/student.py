@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 
 from holdfast.models.accuracy import accuracy_of, count_largest
+from holdfast.models.chunks.logits import CACHE_ELEMENTS, HeadWeights, add_product, chunk_tokens, logits_of
 from holdfast.models.heads.policy import PolicyModel, predictors
 from holdfast.models.layers.family import HeadSpec
-from holdfast.models.scores import (
-    CACHE_ELEMENTS,
-    HeadWeights,
-    WithGradients,
-    add_product,
-    chunk_tokens,
-    logits_of,
-)
+from holdfast.models.scores import WithGradients
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
 from holdfast.objectives.supervised import Distillation, generalised_jsd, supervised_sums
 from holdfast.types import Batch, LossSum, Scores

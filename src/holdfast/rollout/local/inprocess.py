@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import output_layer_of
-from holdfast.models.scores import HeadWeights
 from holdfast.models.setup.model import Blueprint
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.local.cache import CACHED, PromptCache, RowCache, register_cache

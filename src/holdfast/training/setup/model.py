@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -40,6 +39,7 @@ from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_sha
 from holdfast.parallel.shards import materialise, place_empty
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
+from holdfast.training.setup.head import check_head_form, choose_head_form
 from holdfast.types import Example, Scores
 
 
@@ -54,6 +54,7 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     policy, router_note = unplaced_policy(setting, origin, trained=trained)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    no_kernels = choose_head_form(setting, policy, plan)
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     if setting.without_numbers is not None:
         with setting.without_numbers():
@@ -66,8 +67,9 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     )
     side = images if isinstance(images, ImageSide) else None
     checked = check_model(sharded, side)
+    head_line = check_head_form(sharded, side, no_kernels)
     if world.is_first:
-        for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked):
+        for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked, head_line if trained else ""):
             if line:
                 print(line, flush=True)
     return sharded
@@ -100,7 +102,6 @@ def policy_model(config: TrainingConfig, origin: Blueprint, router_loss: RouterL
         origin.model.set_attn_implementation("eager" if eager else upstream_attention(origin.model))
     head = config.model.head
     spec = origin.family.head_spec(float32_product=head.dtype == "float32", chunk_tokens=head.chunk_tokens)
-    spec = replace(spec, compiled=config.parallel.compile != "off")
     model_class = _model_class(config)
     return model_class(origin.model, origin.family, spec, padded=not packed, router_loss=router_loss)
 
