@@ -65,7 +65,7 @@ ROOMS = {
     "rollout": """
         sampling
         engine
-        local
+        episodes local
     """,
     "training": """
         directory observe phases randomness
