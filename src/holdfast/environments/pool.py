@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,9 @@ class EnvironmentPool:
         self._incoming = framing.MessageReader()
         self.log_path = log_dir / f"environments-{os.uname().nodename}-{os.getpid()}.log"
         """What environments print, tracebacks of those that raise included."""
+        self._numbered = 0
+        self.before_step: Callable[[], None] = lambda: None
+        """Called before episodes begin."""
         self.log_is_named = False
         """Whether an error sends its reader to the log."""
         self.tools: tuple[Mapping[str, Any], ...] = ()
@@ -88,6 +91,11 @@ class EnvironmentPool:
         except BaseException:
             self.close()
             raise
+
+    def reserve(self, count: int) -> int:
+        """Return the first of so many numbers of episodes that no other ones have had."""
+        first, self._numbered = self._numbered, self._numbered + count
+        return first
 
     def begin(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
         """Ask for a new environment that starts from a row."""

@@ -120,6 +120,15 @@ class TurnTemplate:
         self._stops = {template.decode([token]): token for token in sorted(stops)}
         self._written: dict[str, tuple[int, list[int]]] = {}
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts of the tokens that end a completion."""
+        return tuple(self._stops)
+
+    def is_end(self, token: int) -> bool:
+        """Return whether a token ends a completion."""
+        return token in self._stops.values()
+
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a prompt, with the opening of an answer behind it.
 
@@ -147,7 +156,7 @@ class TurnTemplate:
                 self._written.clear()
             self._written[key] = between.end, self._encoded_behind(between)
         end, tokens = self._written[key]
-        return list(tokens) if last_token in self._stops.values() else [end, *tokens]
+        return list(tokens) if last_token is not None and self.is_end(last_token) else [end, *tokens]
 
     def _between(self, messages: Sequence[Message]) -> _Between:
         tool_messages = [message for message in messages if message["role"] == "tool"]
