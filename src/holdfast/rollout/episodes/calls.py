@@ -81,7 +81,7 @@ def _call(value: Any) -> ToolCall:
     name = value.get("name") if isinstance(value, Mapping) else None
     if not isinstance(name, str):
         return ToolCall(UNKNOWN, {}, f"the call names no function: {json.dumps(value, default=str)[:_SHOWN]}")
-    arguments = next((value[key] for key in _ARGUMENTS if key in value), {})
+    arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # told below: it is no object
             arguments = json.loads(arguments)

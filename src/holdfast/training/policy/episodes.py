@@ -218,10 +218,10 @@ def _groups(
     by_prompt: dict[int, list[Episode]] = {prompt.prompt_id: [] for prompt in prompts}
     for episode in episodes:
         by_prompt[episode.request.prompt_id].append(episode)
-    return [_group(prompt, by_prompt[prompt.prompt_id], sampling, tokenizer) for prompt in prompts]
+    return [group_of(prompt, by_prompt[prompt.prompt_id], sampling, tokenizer) for prompt in prompts]
 
 
-def _group(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConfig, tokenizer: Any) -> Group:
+def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConfig, tokenizer: Any) -> Group:
     """Return the episodes of a prompt; their group's prompt is what all of them begin with."""
     lines = [episode.tokens or EpisodeTokens.of_prompt(prompt.tokens) for episode in episodes]
     heads = [line.tokens[: int(np.argmax(line.turns >= 0)) or line.tokens.size] for line in lines]

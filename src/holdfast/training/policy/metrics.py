@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ def episode_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
         return {}
     turns = [episode.turns for episode in episodes]
     ends = Counter(episode.ended for episode in episodes)
-    metrics = {
+    metrics: dict[str, Any] = {
         "turns/mean": np.mean(turns),
         "turns/max": max(turns),
         "cut_turns": sum(episode.cut_turns for episode in episodes),
