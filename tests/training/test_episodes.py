@@ -10,6 +10,7 @@ from holdfast.rollout.engine import Sampled
 from holdfast.rollout.episodes.loop import Episode, EpisodeRequest
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.policy.episodes import group_of
+from holdfast.training.policy.samples import SampleRow, sample_table
 from holdfast.types import Finish, Prompt
 
 
@@ -39,3 +40,11 @@ def test_a_group_shares_what_all_of_its_episodes_begin_with() -> None:
     assert [trajectory.tokens.size for trajectory in group.trajectories] == [13, 7, 4]
     assert [trajectory.completion_length for trajectory in group.trajectories] == [5, 2, 0]
     assert [trajectory.finish for trajectory in group.trajectories] == [Finish.STOP, Finish.LENGTH, Finish.ERROR]
+
+
+def test_an_episode_is_shown_as_a_conversation() -> None:
+    said = [("user", "1 + 1?"), ("assistant", "call"), ("tool", "2"), ("assistant", "2")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    row = SampleRow(1, 0, "1 + 1?", "2", 1.0, {}, 0.5, "stop", trained=True, messages=messages, prompt_messages=1)
+
+    assert sample_table([("best", row)], 1).endswith("1 + 1? -> assistant: call | tool: 2 | assistant: 2")
