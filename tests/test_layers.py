@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("http",),
     ("config",),
     ("data", "objectives", "advantages", "rewards", "metrics"),
-    ("models",),
+    ("models", "environments"),
     ("parallel",),
     ("optim",),
     ("rollout", "checkpoint"),

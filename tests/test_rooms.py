@@ -66,7 +66,7 @@ ROOMS = {
     "rollout": """
         sampling
         engine
-        local
+        episodes local
     """,
     "training": """
         directory observe phases randomness

@@ -33,6 +33,8 @@ class Patience:
     """Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
     scorer_grace_seconds: float = 5.0
     """Beyond a reward's own limits, for starting and ending what it runs."""
+    environment_start_seconds: float = 120.0
+    """For importing an environment's file."""
     pool_close_seconds: float = 5.0
     """For reward workers to leave, before they are killed and again after it."""
     young_folder_seconds: float = 60.0

@@ -91,6 +91,32 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True)
+class EpisodeSummary:
+    """What several turns in an environment came to."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """The whole conversation, its prompt included."""
+    prompt_messages: int
+    """Of these, those that the episode began with."""
+    turns: int
+    ended: str
+    """By what: done, turns, room, seconds, cut, fault."""
+    reward: float
+    """The environment's, summed."""
+    called: Mapping[str, int]
+    """Calls by tool."""
+    failed_calls: int
+    cut_turns: int
+    """Turns that were cut at their length."""
+    waited_seconds: float
+    """For the environment."""
+    info: Mapping[str, float]
+    """What the environment told beside."""
+    fault: str = ""
+    """Of an environment that failed, a clause."""
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One completion of a prompt, from sampling to training. L counts prompt and completion."""
 
@@ -120,6 +146,8 @@ class Trajectory:
     per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[L, ...] each; carried by pack, split and unpack without knowing what they mean."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    episode: EpisodeSummary | None = None
+    """Of several turns; None of one answer."""
 
     @property
     def completion_length(self) -> int:

@@ -187,6 +187,12 @@ class CodeConfig(_RewardSection):
     """Most address space; more earns 0."""
 
 
+class EnvironmentRewardConfig(_RewardSection):
+    """What the environment gave in the turns of an episode, summed (`environment`)."""
+
+    kind: Literal["environment"] = "environment"
+
+
 class ModelRewardConfig(_RewardSection):
     """What a sequence-classification model says: one number for prompt and completion together.
 
@@ -224,6 +230,7 @@ Reward = Annotated[
     | OverlongConfig
     | JudgeConfig
     | CodeConfig
+    | EnvironmentRewardConfig
     | ModelRewardConfig,
     ByKind("path"),
 ]

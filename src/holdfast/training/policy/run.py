@@ -8,16 +8,17 @@ and resumes are not affected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from holdfast.advantages.group import RewardMatrix
 from holdfast.advantages.user import Groups
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.tokens.vision import ImageSide
@@ -29,13 +30,29 @@ from holdfast.training.engines import give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
-from holdfast.types import MiniBatch, Prompt
+from holdfast.types import Group, MiniBatch, Prompt
 
 CRITIC = "critic"
 """Name of the critic among a run's companions."""
 
 Score = Callable[[Sequence[Sample]], list[Scored]]
 """Scores this rank's completions, in the order given."""
+
+
+Seeds = Mapping[int, tuple[int, ...]]
+"""By prompt id, one for each of its completions."""
+
+
+class Episodes(Protocol):
+    """Samples episodes in the place of single answers."""
+
+    def sample(
+        self, policy: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Seeds
+    ) -> list[Group]:
+        """Let this rank's prompts become episodes; all ranks call this together."""
+
+    def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+        """Begin an environment with rows of the first batch; all ranks call this together."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,8 @@ class PolicyEvaluation(Evaluation):
     prompt_sets: Sequence[PromptSet]
     images: ImageSide | str
     """What turns the images of rows into tokens; or why there is nothing that does."""
+    episodes: Episodes | None = None
+    """What samples episodes of several turns; None where a completion is one answer."""
     stream: PromptStream | None = None
     """The prompts that are trained on; None where a policy is evaluated alone."""
     several_sources: bool = False
