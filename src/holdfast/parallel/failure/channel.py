@@ -7,9 +7,8 @@ Invariant: no survivor waits more than 10 s to learn of a failure. A survivor ma
 rollout), or in one that cannot notice (NCCL between GPUs of one machine); a thread therefore polls for reports, and
 ends such a rank.
 
-Background saves run collectives of their own, so each rank also writes a note of the phase that its save is in. A
-process that has stopped answering is distinguished from one whose save thread alone is late: training can wait for the
-latter.
+Background saves run collectives of their own, so each rank also writes a note of its save's phase. A process that has
+stopped answering is distinguished from one whose save thread alone is late: training can wait for the latter.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ Listener = Callable[[str, Failure], None]
 """Called with "silent" or "failed" and a description of the rank that it happened to."""
 
 _PHASE_BYTES = 64
-_RAISE_NOTE = "raises"
 
 
 @dataclass(frozen=True)
@@ -164,13 +162,12 @@ class FailureChannel:
         """Return whether all ranks of a run raise within `raising_seconds`; each of them calls this when it does."""
         if self._world_size == 1:
             return True
-        names = {f"{_RAISE_NOTE}-{run}-rank-{rank}" for rank in range(self._world_size)}
-        self._board.write(f"{_RAISE_NOTE}-{run}-rank-{self._rank}", "")
+        notes = [f"raises-{run}-rank-{rank}" for rank in range(self._world_size)]
+        self._board.write(notes[self._rank], "")
         deadline = time.monotonic() + patience.current.raising_seconds
-        while missing := {name for name in names if self._board.read(name) is None}:
+        while any(self._board.read(note) is None for note in notes):
             if time.monotonic() > deadline:
                 return False
-            names = missing
             time.sleep(0.05)
         return True
 
