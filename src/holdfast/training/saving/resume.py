@@ -35,8 +35,8 @@ from holdfast.training.run import Run, TrainState, say
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
-    "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
-    "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
+    "rollout.", "environment", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.",
+    "reference.", "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
 )  # fmt: skip
 
 
