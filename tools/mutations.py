@@ -3,7 +3,7 @@
     python tools/mutations.py list --seed 17 --count 40
     python tools/mutations.py run  --seed 17 --count 40 --results runs/mutations.jsonl
     python tools/mutations.py run  --seed 17 --only 3 8 --lane "deep and not slow and not gpu" --tests tests/cli
-    python tools/mutations.py run  --seed 17 --count 40 --by-map --seconds 60
+    python tools/mutations.py run  --seed 17 --count 40 --by-map --seconds 160
 
 A mutant meets the tests of its part that are in the lane, those of its own module first, until one fails or the seconds
 are over; a mutant that hangs is noticed too. `--tests` names others. With `--by-map` it first meets the tests of every
@@ -42,12 +42,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.selection import stays  # noqa: E402 - found by the path above
+from tests.selection import stays, why_all  # noqa: E402 - found by the path above
 from tools.record_map import EnteredMap, function_of, read_map  # noqa: E402
 
 PACKAGE = ROOT / "src" / "holdfast"
 LANE = "not slow and not gpu and not deep and not devices"
 ALL_LANES = "not slow and not gpu and not devices"
+SLOWER = 8
+"""How much longer than the map says tests may take before a mutant counts as one that hangs."""
 MOST_TESTS = 60
 """Test functions that a mutant meets by the map; to collect more takes longer than most of them run."""
 
@@ -324,13 +326,15 @@ def tried(mutant: Mutant, lane: str, tests: list[str], seconds: float) -> dict[s
 
 def tried_by_map(mutant: Mutant, entered: EnteredMap, seconds: float) -> dict[str, object]:
     """Return what became of a mutant among the tests that enter its file, and then among those of its part."""
-    tests = entering(mutant.path, entered, seconds)
-    result = tried(mutant, ALL_LANES, tests, 2 * seconds) if tests else {"end": "no test"}
-    if result["end"] != "killed":
+    tests = entering(mutant.path, entered, seconds / SLOWER)
+    result = tried(mutant, ALL_LANES, tests, seconds) if tests else {"end": "no test"}
+    if result["end"] in {"no test", "survived"}:
         result = tried(mutant, ALL_LANES, tests_of(mutant.path), seconds)
     test = function_of(str(result["by"]).partition(" - ")[0])
     changed = [str(mutant.path.relative_to(ROOT))]
-    return {**result, "entering": len(tests), "landing": bool(test) and stays(test, entered, changed, quarter=-1)}
+    # A landing runs all tests where the map knows none that enters the file.
+    runs = bool(why_all(entered, changed)) or stays(test, entered, changed, quarter=-1)
+    return {**result, "entering": len(tests), "landing": bool(test) and runs}
 
 
 def main() -> None:

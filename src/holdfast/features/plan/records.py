@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
+from holdfast.features.plan.counting.memory import Peak
 from holdfast.features.plan.devices import GIB, Device
-from holdfast.features.plan.kinds import KINDS, ORDER, PHASES, RESUME
-from holdfast.features.plan.memory import Peak
 from holdfast.parallel.plan import ShardPlan
 
 PLAN_FORMAT = 1

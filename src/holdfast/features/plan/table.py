@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
 from holdfast.features.plan.devices import GIB
-from holdfast.features.plan.kinds import KINDS, ORDER, PHASES, RESUME
 from holdfast.files import size_words
 
 _SHORT = {

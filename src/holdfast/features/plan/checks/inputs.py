@@ -26,16 +26,16 @@ from holdfast.data.content.counted import unexpected
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.survey import Survey
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.features.plan.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
-from holdfast.features.plan.machine import (
+from holdfast.features.plan.checks.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
+from holdfast.features.plan.checks.machine import (
     look_at_devices,
     look_at_place,
     look_at_ranks,
     look_at_versions,
     storage_of_run,
 )
-from holdfast.features.plan.measured import look_at_plan
-from holdfast.features.plan.model_files import MODEL, look_at_weights
+from holdfast.features.plan.checks.measured import look_at_plan
+from holdfast.features.plan.checks.model_files import MODEL, look_at_weights
 from holdfast.files import size_words
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
 from holdfast.models.files.origin import load_tokenizer

@@ -13,10 +13,10 @@ from torch import Tensor
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.sections.rollout import EngineConfig, SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.features.plan.kinds import CACHE, ROLLOUT_WEIGHTS
-from holdfast.features.plan.memory import Ledger, follow_model
-from holdfast.features.plan.steps import PlannedStep, reference_of
-from holdfast.features.plan.traffic import Traffic
+from holdfast.features.plan.counting.kinds import CACHE, ROLLOUT_WEIGHTS
+from holdfast.features.plan.counting.memory import Ledger, follow_model
+from holdfast.features.plan.counting.traffic import Traffic
+from holdfast.features.plan.execution.steps import PlannedStep, reference_of
 from holdfast.models.names import named_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.rollout.engine import Interrupted, Request, Sampled

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.features.plan.findings import Finding, fail, ok, warn
+from holdfast.features.plan.checks.findings import Finding, fail, ok, warn
 from holdfast.files import read_json, size_words
 from holdfast.training.directory import MEMORY, PLAN, events
 

@@ -25,12 +25,12 @@ from holdfast.checkpoint.loading.matching import Declared
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
-from holdfast.features.plan.fake_devices import fake_devices
-from holdfast.features.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
-from holdfast.features.plan.memory import Ledger, watched_storages
-from holdfast.features.plan.origin import without_files
-from holdfast.features.plan.records import Execution, HostValue, RankSpec
-from holdfast.features.plan.saved import (
+from holdfast.features.plan.counting.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
+from holdfast.features.plan.counting.memory import Ledger, watched_storages
+from holdfast.features.plan.counting.traffic import TensorObserver, Traffic
+from holdfast.features.plan.execution.fake_devices import fake_devices
+from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.saved import (
     checkpoint_bytes,
     export_bytes,
     host_random_state,
@@ -38,8 +38,8 @@ from holdfast.features.plan.saved import (
     saved_snapshot,
     small_bytes,
 )
-from holdfast.features.plan.steps import PlannedStep, planned_step
-from holdfast.features.plan.traffic import TensorObserver, Traffic
+from holdfast.features.plan.execution.steps import PlannedStep, planned_step
+from holdfast.features.plan.records import Execution, HostValue, RankSpec
 from holdfast.models.files.four_bit import check_library
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
+from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
 
 HOOKED = ("unshard", "wait_for_unshard", "post_backward")
 """Methods of FSDP2's FSDPParamGroup that are entered to tell gathered parameters and gradients from the rest."""

@@ -1,4 +1,4 @@
-"""The process that executes a plan: `python -m holdfast.features.plan.process`.
+"""The process that executes a plan: `python -m holdfast.features.plan.execution.process`.
 
 It reads a request as JSON from standard input and leaves the plan as JSON in a file. Most builds of torch need a device
 guard, built once for each version of torch and loaded before torch is imported; hence a process.

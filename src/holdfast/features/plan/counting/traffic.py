@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from holdfast.features.plan.memory import Ledger, plain_tensors
+from holdfast.features.plan.counting.memory import Ledger, plain_tensors
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OTHER = "all_gather", "reduce_scatter", "all_reduce", "other"
 _KINDS = {
