@@ -8,9 +8,9 @@
 A mutant meets the tests of its part that are in the lane, those of its own module first, until one fails or the seconds
 are over; a mutant that hangs is noticed too. `--tests` names others. With `--by-map` it first meets the tests of every
 lane that enter its file by the recorded map (tools/record_map.py), those that enter the fewest files first, and where
-they pass those of its part; each result says whether a landing that changes the file runs the test that noticed.
-The script writes to `src` of this checkout and refuses one that has changes: use a worktree with a `.venv` of its own.
-On a busy machine tests fail for other reasons, so look at the first line of each failure.
+the map knows none those of its part; each result says whether a landing that changes the file runs the test that
+noticed. The script writes to `src` of this checkout and refuses one that has changes: use a worktree with a `.venv` of
+its own. On a busy machine tests fail for other reasons, so look at the first line of each failure.
 
 A place is drawn uniformly from the statements that can be changed, then one of its changes. A change swaps an operator,
 alters a number or a truth value, or drops a statement. Annotations, decorators, assertions, texts and what is logged
@@ -325,10 +325,10 @@ def tried(mutant: Mutant, lane: str, tests: list[str], seconds: float) -> dict[s
 
 
 def tried_by_map(mutant: Mutant, entered: EnteredMap, seconds: float) -> dict[str, object]:
-    """Return what became of a mutant among the tests that enter its file, and then among those of its part."""
+    """Return what became of a mutant among the tests that enter its file; where there is none, those of its part."""
     tests = entering(mutant.path, entered, seconds / SLOWER)
     result = tried(mutant, ALL_LANES, tests, seconds) if tests else {"end": "no test"}
-    if result["end"] in {"no test", "survived"}:
+    if result["end"] == "no test":
         result = tried(mutant, ALL_LANES, tests_of(mutant.path), seconds)
     test = function_of(str(result["by"]).partition(" - ")[0])
     changed = [str(mutant.path.relative_to(ROOT))]
@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the list")
     parser.add_argument("--lane", default=LANE, help="which marks the tests have")
     parser.add_argument("--tests", nargs="*", help="instead of those of the module")
-    parser.add_argument("--by-map", action="store_true", help="tests that enter the file, then those of the module")
+    parser.add_argument("--by-map", action="store_true", help="tests that enter the file, of all lanes")
     parser.add_argument("--seconds", type=float, default=240, help="for one mutant")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutations.jsonl")
     options = parser.parse_args()

@@ -88,7 +88,7 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
     shapes, notes = without_files(config, base)
     _refuse_more_ranks_than_rows(shapes, spec.ranks)
     import_first(shapes)
-    counts = _Counts(spec)
+    counts = _StepCounts(spec)
     with contextlib.ExitStack() as stack:
         free = lambda: max(0, spec.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
         mode = stack.enter_context(fake_devices(spec.device, free, spec.memory))
@@ -161,7 +161,7 @@ def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
         forget_meshes()
 
 
-class _Counts:
+class _StepCounts:
     """What is counted while a step runs."""
 
     def __init__(self, spec: RankSpec) -> None:
@@ -185,7 +185,7 @@ class _Counts:
         return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
 
 
-def _executed(counts: _Counts, step: PlannedStep) -> Execution:
+def _executed(counts: _StepCounts, step: PlannedStep) -> Execution:
     """Resume, make the first step after it, and one that comes after others, with a save; note what each takes."""
     ledger = counts.ledger
     loaded = dict(ledger.peaks)
@@ -209,7 +209,7 @@ def _executed(counts: _Counts, step: PlannedStep) -> Execution:
     return _execution(counts, step, Execution(counts.spec, step.trained.plan, loaded, resumed, checkpoint_bytes=size))
 
 
-def _learned(counts: _Counts, step: PlannedStep) -> Manifest:
+def _learned(counts: _StepCounts, step: PlannedStep) -> Manifest:
     """Return the manifest of a checkpoint; optimizers are left as they were built.
 
     What an optimizer keeps is learned from a step of its own: a step on tensors without numbers changes none.
@@ -246,7 +246,7 @@ def _make(step: PlannedStep) -> None:
     step.setting.log.batches.clear()  # as the journal does once a step is written down
 
 
-def _execution(counts: _Counts, step: PlannedStep, execution: Execution) -> Execution:
+def _execution(counts: _StepCounts, step: PlannedStep, execution: Execution) -> Execution:
     """Add what was counted of the later step."""
     return replace(
         execution,
@@ -316,7 +316,7 @@ def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
     return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
 
-def _save(counts: _Counts, step: PlannedStep) -> int:
+def _save(counts: _StepCounts, step: PlannedStep) -> int:
     """Copy a snapshot of every model to the host, as a save does before training goes on; return its bytes on disk."""
     ledger = counts.ledger
     before, ledger.phase = ledger.phase, "save"
