@@ -273,17 +273,13 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
     except EndpointRefuses as error:
         grade = warn if isinstance(section, JudgeConfig) else fail
         return grade("endpoints", f"{key}: {url}/models {error}", "Mend url, or the key.")
-    names = _names(listed)
+    data = listed.get("data", []) if isinstance(listed, dict) else []
+    names = [str(model.get("id")) for model in data if isinstance(model, dict)]
     if section.model is not None and names and section.model not in names:
         return fail("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])}", f"{key}.model is {section.model}.")
     if not names:
         return unknown("endpoints", f"{key}: {url} answers ({since(start)}), and does not say which models it serves")
     return ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])} ({since(start)})")
-
-
-def _names(listed: Any) -> list[str]:
-    data = listed.get("data", []) if isinstance(listed, dict) else []
-    return [str(model.get("id")) for model in data if isinstance(model, dict)]
 
 
 def look_at_resume(run: CheckedRun) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ The ranks are processes that meet and do nothing else, started as a run's are:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -229,7 +230,8 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         )
         return
     finally:
-        _remove(storage, folder)
+        with contextlib.suppress(OSError):  # the finding says why nothing was written
+            storage.remove(folder)
     if not same:
         yield fail("place", f"{storage.root} gives back other bytes than were written", "Choose another run.dir.")
         return
@@ -247,13 +249,6 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         yield ok("place", summary)
     if needed_bytes is None:
         yield unknown("place", "whether checkpoints have room there: no plan says how large they are")
-
-
-def _remove(storage: Storage, folder: str) -> None:
-    try:
-        storage.remove(folder)
-    except OSError:
-        return  # the finding says why nothing was written
 
 
 @dataclass(frozen=True)

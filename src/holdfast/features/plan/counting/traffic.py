@@ -123,6 +123,8 @@ def _sent(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
 
 
 def _ranks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # private
+
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.ScriptObject):
             try:
@@ -130,14 +132,9 @@ def _ranks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
             except (RuntimeError, TypeError, AttributeError):
                 continue
         if isinstance(value, str):
-            return _group_named(value)
+            name: Any = value
+            return int(_resolve_process_group(name).size())
     return None
-
-
-def _group_named(name: Any) -> int:
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # private
-
-    return int(_resolve_process_group(name).size())
 
 
 def _varlen(args: tuple[Any, ...], _: Any) -> float:

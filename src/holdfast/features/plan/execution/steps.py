@@ -164,7 +164,11 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     )
     mini_batch = step.shortened(_answers(step, layout, pairs=section.takes_pairs))
     if section.needs_reference and reference is None:
-        mini_batch = _with_column(mini_batch, "reference_logprobs")
+        batches = [
+            replace(batch, per_token={**batch.per_token, "reference_logprobs": batch.weights})
+            for batch in mini_batch.micro_batches
+        ]
+        mini_batch = replace(mini_batch, micro_batches=tuple(batches))
 
     single_answers = [] if section.takes_pairs else mini_batch.micro_batches
     if not single_answers:
@@ -188,11 +192,6 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
         return train_step(trained, with_divergence(compared, kl), objective)
 
     return judge
-
-
-def _with_column(mini_batch: MiniBatch, name: str) -> MiniBatch:
-    batches = [replace(batch, per_token={**batch.per_token, name: batch.weights}) for batch in mini_batch.micro_batches]
-    return replace(mini_batch, micro_batches=tuple(batches))
 
 
 def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], object]:
