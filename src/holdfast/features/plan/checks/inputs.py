@@ -173,7 +173,7 @@ def look_at_rewards(run: CheckedRun) -> Iterator[Finding]:
 
 
 def _samples(run: CheckedRun) -> list[Sample]:
-    """Return the first rows with a completion each: what the row has for an answer, or a word."""
+    """Return the first rows with a completion for each: the answer of the row, or a word if it has none."""
     source = open_data(ConfiguredRun(config=run.config, base=run.base)).training[0]
     samples = []
     for number, row in enumerate(islice(source.scan(0), _SAMPLES)):
@@ -233,7 +233,7 @@ def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_user(url: str) -> str:
-    """Return an address without a name and a password in it."""
+    """Return an address without the user name and the password in it."""
     scheme, mark, address = url.partition("://")
     host, slash, path = address.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
@@ -283,7 +283,7 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
 
 
 def look_at_resume(run: CheckedRun) -> Iterator[Finding]:
-    """Say what the run would find in its place, and from where it would go on."""
+    """Report what the run would find in its directory, and from which step it would continue."""
     if not run.directory.exists():
         yield ok("resume", f"{run.directory} is not there: the run begins anew")
         return

@@ -47,7 +47,7 @@ _TORCHVISION_BEHIND = 15
 
 
 def checks_of_machine(launch: LaunchConfig) -> list[Check]:
-    """Return what is looked at without a run."""
+    """Return the checks that need no run."""
     return [
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
@@ -155,7 +155,7 @@ def _on_gpus(ranks: int, host: str) -> Finding:
 
 
 def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Finding]:
-    """Let the real ranks meet, add numbers over all of them, and see whether they share the place of the run."""
+    """Let the real ranks meet, add numbers over all of them, and check that they share the run's directory."""
     task = RankTask(launch.model_dump(mode="json"), None if storage is None or not storage.renames else storage.root)
     start = time.perf_counter()
     if under_torchrun():
@@ -304,7 +304,7 @@ def meet_ranks(task: RankTask) -> dict[str, Any]:
 
 
 def main(role: str, folder: Path) -> int:
-    """Start the ranks, or be one of them; rank 0 leaves what came of it."""
+    """Start the ranks, or be one of them; rank 0 writes the outcome."""
     task = RankTask.read(folder)
     if role == "launch":
         launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0})

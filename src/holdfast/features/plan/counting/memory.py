@@ -122,7 +122,7 @@ class Ledger:
         self._resize(entry, storage.nbytes())
 
     def restart(self) -> None:
-        """Forget the peaks so far; what is allocated stays."""
+        """Forget the peaks so far; what is allocated stays counted."""
         self.peaks.clear()
         self.allocated.clear()
 
@@ -158,7 +158,7 @@ class Ledger:
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """Yield what really has memory: the local part of a DTensor, the parts of a quantised tensor."""
+    """Yield the tensors that have memory: the local part of a DTensor, the inner tensors of a quantised one."""
     if isinstance(tensor, DTensor):
         # `to_local` makes a view through autograd, which the dispatch mode would count as an operation of the step.
         yield from plain_tensors(tensor._local_tensor)
@@ -171,7 +171,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def watched_storages(ledger: Ledger) -> Iterator[None]:
-    """Tell a ledger of storages that grow and are emptied, and of what FSDP2 gathers and reduces, within the block."""
+    """Report to a ledger which storages grow or are emptied, and what FSDP2 gathers and reduces, within the block."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
     before = {name: getattr(FSDPParamGroup, name) for name in HOOKED}
 

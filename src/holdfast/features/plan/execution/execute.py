@@ -162,7 +162,7 @@ def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
 
 
 class _StepCounts:
-    """What is counted while a step runs."""
+    """Counters of memory, traffic and waits of the host while a step runs."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec, self.ledger = spec, Ledger()
@@ -186,7 +186,7 @@ class _StepCounts:
 
 
 def _executed(counts: _StepCounts, step: PlannedStep) -> Execution:
-    """Resume, make the first step after it, and one that comes after others, with a save; note what each takes."""
+    """Load a checkpoint, make the first step after it, a later step and a save; record what each of them takes."""
     ledger = counts.ledger
     loaded = dict(ledger.peaks)
     manifest = _learned(counts, step)
@@ -247,7 +247,7 @@ def _make(step: PlannedStep) -> None:
 
 
 def _execution(counts: _StepCounts, step: PlannedStep, execution: Execution) -> Execution:
-    """Add what was counted of the later step."""
+    """Add the counts of the later step to an execution."""
     return replace(
         execution,
         steady=dict(counts.ledger.peaks),
@@ -303,7 +303,7 @@ def _name_states(ledger: Ledger, step: PlannedStep) -> None:
 
 
 def states_of(trained: Trained) -> list[Tensor]:
-    """Return the tensors of a model's optimizer, and averages beside them."""
+    """Return the tensors of a model's optimizer, and the averages of its weights."""
     states = [value for state in trained.optimizer.state.values() for value in state.values()]
     averages = [] if trained.averages is None else [*trained.averages.tensors.values()]
     return [value for value in (*states, *averages) if isinstance(value, Tensor)]
