@@ -8,7 +8,7 @@
 A mutant meets the tests of its part that are in the lane, those of its own module first, until one fails or the seconds
 are over; a mutant that hangs is noticed too. `--tests` names others. With `--by-map` it first meets the tests of every
 lane that enter its file by the recorded map (tools/record_map.py), those that enter the fewest files first, and where
-the map knows none those of its part; each result says whether a landing that changes the file runs the test that
+these pass those of its part; each result says whether a landing that changes the file runs the test that
 noticed. The script writes to `src` of this checkout and refuses one that has changes: use a worktree with a `.venv` of
 its own. On a busy machine tests fail for other reasons, so look at the first line of each failure.
 
@@ -325,10 +325,10 @@ def tried(mutant: Mutant, lane: str, tests: list[str], seconds: float) -> dict[s
 
 
 def tried_by_map(mutant: Mutant, entered: EnteredMap, seconds: float) -> dict[str, object]:
-    """Return what became of a mutant among the tests that enter its file; where there is none, those of its part."""
+    """Return what became of a mutant among the tests that enter its file, and then among those of its part."""
     tests = entering(mutant.path, entered, seconds / SLOWER)
     result = tried(mutant, ALL_LANES, tests, seconds) if tests else {"end": "no test"}
-    if result["end"] == "no test":
+    if result["end"] in {"no test", "survived"}:  # tests that are newer than the map do not stand in it
         result = tried(mutant, ALL_LANES, tests_of(mutant.path), seconds)
     test = function_of(str(result["by"]).partition(" - ")[0])
     changed = [str(mutant.path.relative_to(ROOT))]
