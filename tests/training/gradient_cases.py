@@ -179,20 +179,10 @@ def planted(value: Any, factor: float, side: int) -> Any:
 def unnamed(
     world: World, kind: str, change: str, overrides: dict[str, Any], sections: dict[str, Any], factor: float
 ) -> dict[str, Any]:
-    """Multiply the gradient of each parameter in turn; return which of these are not refused by name.
-
-    Of a deep model these are the parameters of the first, a middle and the last block, and those outside of blocks:
-    what rounding leaves of a gradient depends on how many blocks lie before and behind it.
-    """
+    """Multiply the gradient of each parameter in turn; return which of these are not refused by name."""
     sides, plan = changed(world, kind, change, overrides, sections)
     missed = []
-    depth = int(overrides.get("num_hidden_layers", 0))
-    left_out = tuple(f".layers.{layer}." for layer in range(depth) if layer not in {0, depth // 2, depth - 1})
-    parameters = {
-        name: value
-        for name, value in sharded_parameters(sides.policy).items()
-        if value.requires_grad and not any(layer in name for layer in left_out)
-    }
+    parameters = {name: value for name, value in sharded_parameters(sides.policy).items() if value.requires_grad}
     for name, value in parameters.items():
         handle = planted(value, factor, 0)
         if f"most of {name} (" not in refusal(sides, plan):
