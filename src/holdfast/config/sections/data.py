@@ -86,7 +86,9 @@ class TextConfig(Section):
     max_length: PositiveInt = 1024
     """Longest sequence in tokens."""
     overlong: Literal["truncate", "split", "drop", "refuse"] = "truncate"
-    """What happens to a longer row; each case is counted in the metrics. With `packing: wrapped` none is."""
+    """What happens to a row that is longer than `max_length`; each such row is counted in the metrics. With `packing:
+    wrapped` no row is too long.
+    """
     train_on: Literal["all_turns", "last_turn"] = "all_turns"
     """Which assistant turns of a conversation are trained."""
     train_on_prompt: bool = False
@@ -148,11 +150,11 @@ class DataConfig(SourceConfig, TextConfig):
     """Share of rows held out (by a hash of the row index) as the evaluation set `validation`."""
 
     shuffle: bool = True
-    """Another order in every pass; off: the order of the files."""
+    """Read the rows in another random order in every pass; `false` reads them in the order of the files."""
     shuffle_buffer: PositiveInt = 10_000
     """Rows shuffled together when streaming: the stream is shuffled block by block."""
     seed: Seed | None = None
-    """Seed of the order; default: the run's seed."""
+    """Seed of the random order of rows; default: the run's seed."""
 
     batch_size: PositiveInt = 32
     """Rows per optimizer update, over all ranks; all sequences of a row that gives several belong to its update. With

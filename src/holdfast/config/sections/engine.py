@@ -31,7 +31,7 @@ class UserEngineConfig(Section):
     kind: Literal["path"] = "path"
     path: FunctionPath
     kwargs: Kwargs = Field(default_factory=dict)
-    """Handed to it by name."""
+    """Arguments of the function, by name."""
 
 
 class RecordedEngineConfig(Section):
@@ -39,7 +39,7 @@ class RecordedEngineConfig(Section):
 
     kind: Literal["recorded"] = "recorded"
     path: str
-    """Directory of that run."""
+    """Directory of the recorded run."""
 
 
 class VLLMEngineConfig(EndpointConfig):
@@ -55,8 +55,9 @@ class VLLMEngineConfig(EndpointConfig):
     python: str = "python"
     """The Python in whose environment vLLM is installed, for servers that we start."""
     open_to_network: bool = False
-    """Let servers that we start listen at another address than this machine's own. Their routes take weights and
-    requests from whoever reaches them."""
+    """Let servers that we start listen at an address that other machines reach. Their routes take weights and requests
+    from whoever reaches them.
+    """
     timeout_seconds: Positive = 600.0
     """Longest wait for one whole answer."""
     requests: PositiveInt = 64
@@ -65,7 +66,7 @@ class VLLMEngineConfig(EndpointConfig):
     """How weights travel: `files` by buckets in `folder`; `nccl` from GPU to GPU through vLLM's own transfer, which
     needs vLLM where rank 0 runs. No GPU has run the second yet."""
     folder: str = "/dev/shm"  # noqa: S108 - memory, and files with names that nobody can guess
-    """Where buckets of weights are laid for the servers; they see it under the same name."""
+    """Directory in which buckets of weights are written for the servers; they must see it under the same path."""
     bucket_mib: Positive = 256.0
     """Size of a bucket; a larger tensor has one of its own."""
     prove: Annotated[int, Field(ge=1)] | Literal["every_push", "start"] = "every_push"

@@ -26,13 +26,12 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig
+from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
+from holdfast.features.plan.counting.memory import Peak
 from holdfast.features.plan.devices import Device, device_named
-from holdfast.features.plan.execute import execute, import_first
-from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
-from holdfast.features.plan.memory import Peak
-from holdfast.features.plan.origin import without_files
-from holdfast.features.plan.records import Execution, RankSpec, plain_plan
-from holdfast.features.plan.saved import (
+from holdfast.features.plan.execution.execute import execute, import_first
+from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.saved import (
     checkpoint_bytes,
     export_bytes,
     host_random_state,
@@ -40,6 +39,7 @@ from holdfast.features.plan.saved import (
     saved_weights,
     small_bytes,
 )
+from holdfast.features.plan.records import Execution, RankSpec, plain_plan
 from holdfast.models.check.shrink import layers_in
 from holdfast.models.setup.model import Blueprint, blueprint, set_storage, storage_of
 from holdfast.parallel.plan import ShardPlan

@@ -26,16 +26,16 @@ from holdfast.data.content.counted import unexpected
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.survey import Survey
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.features.plan.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
-from holdfast.features.plan.machine import (
+from holdfast.features.plan.checks.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
+from holdfast.features.plan.checks.machine import (
     look_at_devices,
     look_at_place,
     look_at_ranks,
     look_at_versions,
     storage_of_run,
 )
-from holdfast.features.plan.measured import look_at_plan
-from holdfast.features.plan.model_files import MODEL, look_at_weights
+from holdfast.features.plan.checks.measured import look_at_plan
+from holdfast.features.plan.checks.model_files import MODEL, look_at_weights
 from holdfast.files import size_words
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
 from holdfast.models.files.origin import load_tokenizer
@@ -173,7 +173,7 @@ def look_at_rewards(run: CheckedRun) -> Iterator[Finding]:
 
 
 def _samples(run: CheckedRun) -> list[Sample]:
-    """Return the first rows with a completion each: what the row has for an answer, or a word."""
+    """Return the first rows with a completion for each: the answer of the row, or a word if it has none."""
     source = open_data(ConfiguredRun(config=run.config, base=run.base)).training[0]
     samples = []
     for number, row in enumerate(islice(source.scan(0), _SAMPLES)):
@@ -233,7 +233,7 @@ def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_user(url: str) -> str:
-    """Return an address without a name and a password in it."""
+    """Return an address without the user name and the password in it."""
     scheme, mark, address = url.partition("://")
     host, slash, path = address.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
@@ -273,7 +273,8 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
     except EndpointRefuses as error:
         grade = warn if isinstance(section, JudgeConfig) else fail
         return grade("endpoints", f"{key}: {url}/models {error}", "Mend url, or the key.")
-    names = _names(listed)
+    data = listed.get("data", []) if isinstance(listed, dict) else []
+    names = [str(model.get("id")) for model in data if isinstance(model, dict)]
     if section.model is not None and names and section.model not in names:
         return fail("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])}", f"{key}.model is {section.model}.")
     if not names:
@@ -281,13 +282,8 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
     return ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])} ({since(start)})")
 
 
-def _names(listed: Any) -> list[str]:
-    data = listed.get("data", []) if isinstance(listed, dict) else []
-    return [str(model.get("id")) for model in data if isinstance(model, dict)]
-
-
 def look_at_resume(run: CheckedRun) -> Iterator[Finding]:
-    """Say what the run would find in its place, and from where it would go on."""
+    """Report what the run would find in its directory, and from which step it would continue."""
     if not run.directory.exists():
         yield ok("resume", f"{run.directory} is not there: the run begins anew")
         return

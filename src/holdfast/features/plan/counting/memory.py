@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
+from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
 
 HOOKED = ("unshard", "wait_for_unshard", "post_backward")
 """Methods of FSDP2's FSDPParamGroup that are entered to tell gathered parameters and gradients from the rest."""
@@ -122,7 +122,7 @@ class Ledger:
         self._resize(entry, storage.nbytes())
 
     def restart(self) -> None:
-        """Forget the peaks so far; what is allocated stays."""
+        """Forget the peaks so far; what is allocated stays counted."""
         self.peaks.clear()
         self.allocated.clear()
 
@@ -158,7 +158,7 @@ class Ledger:
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """Yield what really has memory: the local part of a DTensor, the parts of a quantised tensor."""
+    """Yield the tensors that have memory: the local part of a DTensor, the inner tensors of a quantised one."""
     if isinstance(tensor, DTensor):
         # `to_local` makes a view through autograd, which the dispatch mode would count as an operation of the step.
         yield from plain_tensors(tensor._local_tensor)
@@ -171,7 +171,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def watched_storages(ledger: Ledger) -> Iterator[None]:
-    """Tell a ledger of storages that grow and are emptied, and of what FSDP2 gathers and reduces, within the block."""
+    """Report to a ledger which storages grow or are emptied, and what FSDP2 gathers and reduces, within the block."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
     before = {name: getattr(FSDPParamGroup, name) for name in HOOKED}
 
