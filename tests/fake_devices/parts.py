@@ -1,7 +1,7 @@
 """Parts of a step's memory by hand: from shapes alone, with nothing of the package.
 
 Per rank: a matrix of R rows lies as ceil(R / n) rows on the first of n ranks, and an allocation is a multiple of 512
-bytes on a GPU. What is gathered is in bfloat16. Sums are of the moments at which a phase takes most:
+bytes on a GPU. What is gathered is in bfloat16; a rank alone has a copy of everything instead, in every phase. Sums are of the moments at which a phase takes most:
 
 - forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with
   the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
@@ -149,9 +149,12 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     if shape.shards > 1:
         forward["gathered"] = root + one_block if shape.tied else 2 * shape.vocabulary * shape.hidden
         backward["gathered"] = forward["gathered"] if shape.starts else root + 2 * one_block
+    elif not shape.bfloat16 and not shape.lora and not shape.offload:
+        for phase in (forward, backward, optimizer):
+            phase["gathered"] = allocated(base, 2, 1)
     if not shape.offload:
         forward |= {"parameters": parameters, "optimizer": moments}
-        optimizer = {"parameters": parameters, "gradients": shards, "optimizer": moments}
+        optimizer |= {"parameters": parameters, "gradients": shards, "optimizer": moments}
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 
