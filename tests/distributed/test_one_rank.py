@@ -93,9 +93,7 @@ def assert_equal_bits(one: dict[str, Any], two: dict[str, Any]) -> None:
         pytest.param("qwen3", {"metrics": {"entropy": True}, "neftune_alpha": 5.0}, id="noise"),
     ],
 )
-def test_twenty_updates_have_the_bits_of_fsdp2(
-    pools: Any, tmp_path: Path, kind: str, sections: dict[str, Any]
-) -> None:
+def test_twenty_updates_have_the_bits_of_fsdp2(pools: Any, tmp_path: Path, kind: str, sections: dict[str, Any]) -> None:
     model = dict(KINDS[kind])
     directory = tiny_directory(tmp_path / "model", model.pop("kind"), **model)
     parallel = sections.get("parallel", {})

@@ -171,7 +171,9 @@ class ComputeCopies:
         self.leave()
 
 
-def attach_copies(policy: nn.Module, dtype: torch.dtype, units: Iterable[tuple[str, ...]], methods: Iterable[str]) -> None:
+def attach_copies(
+    policy: nn.Module, dtype: torch.dtype, units: Iterable[tuple[str, ...]], methods: Iterable[str]
+) -> None:
     """Let the passes of a policy read copies of its parameters; arguments as of `ComputeCopies`.
 
     Args:

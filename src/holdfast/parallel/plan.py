@@ -183,9 +183,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
     alone = shard * config.replicate == 1 and not config.cpu_offload
-    # Alone and stored as it is computed with, a model needs no FSDP2; but autograd adds gradients in their storage.
-    whole = alone and _is_whole(numbers, compute) and not (trained and last_only)
-    copied = alone and not whole and _can_be_copied(numbers, compute)
+    read = _read_alone(numbers, compute, last_only=last_only) if alone else None
     return ShardPlan(
         units=_units(parameters, groups, ends, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
@@ -197,11 +195,11 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         reduce_dtype=wide,
         reduce_last_only=last_only,
         cpu_offload=config.cpu_offload,
-        sharded=not whole and not copied,
+        sharded=read is None,
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
-        copied=copied,
+        copied=read == "copies",
     )
 
 
@@ -209,24 +207,19 @@ def _storage(numbers: Sequence[ParameterInfo], trained: bool) -> set[str]:
     return {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
 
 
-def _is_whole(numbers: Sequence[ParameterInfo], compute: str) -> bool:
-    """Whether every parameter that sharding would gather is stored in its compute dtype."""
-    return {parameter.dtype for parameter in numbers if parameter.shape} == {compute}
-
-
-def _can_be_copied(numbers: Sequence[ParameterInfo], compute: str) -> bool:
-    """Whether gradients add up in float32 beside copies in bfloat16, and most of what is copied is trained.
-
-    A copy of a frozen parameter would never change and take half as much memory again: FSDP2 casts it block by block.
-    """
-    if compute != "bfloat16":
-        return False
-    stored = [parameter for parameter in numbers if parameter.shape and parameter.dtype != compute]
-    trained = [parameter for parameter in numbers if parameter.shape and parameter.trainable]
-    return (
-        all(parameter.dtype == "float32" for parameter in (*stored, *trained))
-        and 2 * _count(trained) >= _count(stored) > 0
-    )
+def _read_alone(
+    numbers: Sequence[ParameterInfo], compute: str, *, last_only: bool
+) -> Literal["parameters", "copies"] | None:
+    """Return what the passes of a rank alone can read without FSDP2, to its numbers and for little more memory."""
+    shaped = [parameter for parameter in numbers if parameter.shape]
+    trained = [parameter for parameter in shaped if parameter.trainable]
+    cast = [parameter for parameter in shaped if parameter.dtype != compute]
+    if not cast:  # autograd adds gradients in the storage of their parameters
+        return None if trained and last_only else "parameters"
+    if compute != "bfloat16" or any(parameter.dtype != "float32" for parameter in (*cast, *trained)):
+        return None
+    # A copy of a frozen parameter would never change and take half as much memory again: FSDP2 casts it block by block.
+    return "copies" if 2 * _count(trained) >= _count(cast) else None
 
 
 def _shard_bytes(parameters: Sequence[ParameterInfo], shard: int) -> int:

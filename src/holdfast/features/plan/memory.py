@@ -172,7 +172,7 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def watched_storages(ledger: Ledger) -> Iterator[None]:
-    """Tell a ledger of storages that grow and are emptied, and of what is gathered, copied and reduced, within the block."""
+    """Tell a ledger of storages that are resized, and of what is gathered, copied and reduced, within the block."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
     before = {name: getattr(FSDPParamGroup, name) for name in HOOKED}
     enter, add = ComputeCopies.enter, ComputeCopies.add
