@@ -240,7 +240,7 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
     head = 8 * vocabulary * width if plan.trainable == plan.parameters else 2 * vocabulary * width
     return {
         PARAMETERS: plan.shard_bytes,
-        GATHERED: computed * sum(units[:3]) if plan.sharded and plan.shard > 1 else 0,
+        GATHERED: computed * sum(units if plan.copied else units[:3]) if plan.copied or plan.shard > 1 else 0,
         GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
         OPTIMIZER: 0 if plan.cpu_offload else states // plan.shard,
         ACTIVATIONS: int(activations * tokens * width),
