@@ -24,6 +24,12 @@ def join_context(config: TrainingConfig, world: World, origin: Blueprint, policy
         mesh = context_mesh(config.parallel, world)
         assert mesh is not None
         policy.context = ContextGroup(mesh.get_group("context"))
+        if world.is_first and world.local_size and world.local_size % config.parallel.context:
+            print(
+                f"note: this machine has {world.local_size} ranks, so some groups of parallel.context="
+                f"{config.parallel.context} cross machines, and exchange queries, keys and values over the network.",
+                flush=True,
+            )
 
 
 def _refuse(context: int, origin: Blueprint, policy: PolicyModel) -> None:
