@@ -266,6 +266,8 @@ class SFTConfig(TrainingConfig):
     def mistakes(self) -> Iterator[Mistake]:
         """Yield noise that a router loss would not see."""
         yield from super().mistakes()
+        if self.neftune_alpha is not None and self.parallel.context > 1:
+            yield "neftune_alpha", f"parallel.context={self.parallel.context} does not take noise yet; leave it out"
         if self.neftune_alpha is not None and self.model.router_loss.kind == "global":
             yield (
                 "neftune_alpha",

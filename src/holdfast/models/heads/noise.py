@@ -64,13 +64,10 @@ class EmbeddingNoise:
 
     def _add(self, _: nn.Module, __: object, output: Tensor) -> Tensor:
         # Some models look up the one embedding of an image's token besides.
-        if self._batch is None:
-            return output
-        start, end = self._batch.span or (0, self._batch.tokens.shape[1])
-        if output.shape[:-1] != (self._batch.tokens.shape[0], end - start):
+        if self._batch is None or output.shape[:-1] != self._batch.tokens.shape:
             return output
         batch, self._batch = self._batch, None
-        return output + self._of(batch, output.shape[-1])[:, start:end].to(output.device, output.dtype)
+        return output + self._of(batch, output.shape[-1]).to(output.device, output.dtype)
 
     def _of(self, batch: Batch, width: int) -> Tensor:
         """Return [B, T, d] in float32, 0 on padding."""
