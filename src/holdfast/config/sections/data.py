@@ -182,12 +182,6 @@ class DataConfig(SourceConfig, TextConfig):
             for name, field in SourceConfig.model_fields.items():
                 if name not in _ORIGINS and getattr(self, name) != field.get_default(call_default_factory=True):
                     yield name, f"it speaks of one source, but there are several; write {name} inside data.sources"
-        if self.max_length > self.tokens_per_micro_batch:
-            yield (
-                "max_length",
-                f"{self.max_length} does not fit tokens_per_micro_batch={self.tokens_per_micro_batch}; raise "
-                f"tokens_per_micro_batch to at least {self.max_length} or lower max_length",
-            )
         if self.packing == "wrapped":
             yield from self._wrapped()
 

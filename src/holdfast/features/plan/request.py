@@ -121,7 +121,7 @@ Change = Callable[[TrainingConfig, RankSpec], tuple[str, Any] | None]
 
 
 def _fewer_tokens(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
-    least = config.data.max_length * (2 if isinstance(config, DPOConfig) else 1)
+    least = -(-config.data.max_length * (2 if isinstance(config, DPOConfig) else 1) // config.parallel.context)
     if config.data.tokens_per_micro_batch <= least:
         return None
     return str(least), _with(config, "data", tokens_per_micro_batch=least)

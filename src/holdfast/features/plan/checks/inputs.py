@@ -144,14 +144,18 @@ def _look_at_batches(run: CheckedRun, mean_length: float) -> Iterator[Finding]:
         sequences = data.batch_size * config.rollout.group_size // config.updates.mini_batches
         summary = f"{data.batch_size} prompts x {config.rollout.group_size} completions a step, {sequences} an update"
         mean_length += config.rollout.max_new_tokens
-    per_rank = sequences / run.ranks
-    split = f"{run.ranks} ranks ({replicate} x {shard}), {per_rank:,.1f} sequences each"
-    if sequences < run.ranks:
-        text = f"{summary} are fewer than {run.ranks} ranks: {run.ranks - sequences} have nothing to do"
-        yield warn("batches", text, f"Raise data.batch_size to {run.ranks} or more, or lower launch.ranks.")
+    context = config.parallel.context
+    groups, group = run.ranks // context, "ranks" if context == 1 else f"groups of {context} ranks"
+    per_group = sequences / groups
+    split = f"{run.ranks} ranks ({replicate} x {shard}), {per_group:,.1f} sequences each"
+    if context > 1:
+        split = f"{run.ranks} ranks, {per_group:,.1f} sequences for {context} ranks that share rows"
+    if sequences < groups:
+        text = f"{summary} are fewer than {groups} {group}: {groups - sequences} have nothing to do"
+        yield warn("batches", text, f"Raise data.batch_size to {groups} or more, or lower launch.ranks.")
         return
-    budget = data.tokens_per_micro_batch
-    micro_batches = max(1, -(-int(per_rank * mean_length) // budget))
+    budget = data.tokens_per_micro_batch * context
+    micro_batches = max(1, -(-int(per_group * mean_length) // budget))
     yield ok("batches", f"{summary} over {split}, about {micro_batches} micro-batches of {budget:,} tokens")
 
 

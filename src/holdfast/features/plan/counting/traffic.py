@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from holdfast.features.plan.counting.memory import Ledger, plain_tensors
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OTHER = "all_gather", "reduce_scatter", "all_reduce", "other"
+ALL_TO_ALL = "all_to_all"
 _KINDS = {
     "_allgather_base_": ALL_GATHER,
     "allgather_": ALL_GATHER,
@@ -33,6 +34,7 @@ _KINDS = {
     "allreduce_": ALL_REDUCE,
     "all_reduce": ALL_REDUCE,
     "all_reduce_": ALL_REDUCE,
+    "alltoall_base_": ALL_TO_ALL,
 }
 _SPACES = ("c10d", "_c10d_functional")
 _NOT_SENT = {"wait_tensor", "barrier", "monitored_barrier_"}

@@ -290,10 +290,11 @@ class _NullWriter:
 
 def _refuse_more_ranks_than_rows(config: TrainingConfig, ranks: int) -> None:
     rows = config.data.batch_size
-    if ranks > rows:
+    served = rows * config.parallel.context  # the ranks of a context group share their rows
+    if ranks > served:
         raise ConfigError(
-            f"{ranks} ranks share data.batch_size={rows} rows of an update, so {ranks - rows} of them would have none "
-            "and wait for the others. Raise data.batch_size, or plan for fewer ranks."
+            f"{ranks} ranks share data.batch_size={rows} rows of an update, so {ranks - served} of them would have "
+            "none and wait for the others. Raise data.batch_size, or plan for fewer ranks."
         )
 
 
