@@ -59,6 +59,7 @@ _FACTS: Mapping[str, Callable[[Field], Any]] = {
     "device": Field.text,
     "experts": Field.flag,
     "workers": Field.positive,
+    "adapter_rank": lambda fact: None if fact.is_absent else fact.positive(),
     "version": Field.text,
     "tokenizer": Field.text_or_none,
     "template": Field.text_or_none,
@@ -86,6 +87,25 @@ def server_state_of(listed: Any, described: Any, model: str = "") -> ServerState
     return ServerState(name, facts["longest"], facts["identity"], facts)
 
 
+def model_names_of(listed: Any) -> list[str]:
+    """Read the names of a server's models and adapters.
+
+    Raises:
+        EndpointMistaken: It answers something else.
+    """
+    return [entry.key("id").text() for entry in Field(MODELS, listed).key("data").items(1)]
+
+
+def digests_of(answer: Any) -> list[dict[str, str]]:
+    """Read the hashes of files by name, for each worker of a server.
+
+    Raises:
+        EndpointMistaken: It answers something else.
+    """
+    workers = Field(RPC, answer).key("results").items(1)
+    return [{name: worker.key(name).file_name() for name in worker.names()} for worker in workers]
+
+
 def server_lease_of(answer: Any) -> tuple[dict[str, Any], float]:
     """Read who pushes to a server, and for how many seconds no other may.
 
@@ -109,19 +129,22 @@ def _is_whole_model(listed: Field) -> bool:
     return listed.key("parent").is_absent  # an adapter has one
 
 
-def reply_of(answer: Any, limit: int, vocabulary: int = LARGEST_VOCABULARY) -> Reply:
+def reply_of(answer: Any, limit: int, vocabulary: int = LARGEST_VOCABULARY, adapter: str = "") -> Reply:
     """Read a completion.
 
     Args:
         answer: As JSON.
         limit: Most tokens that were asked for.
         vocabulary: Tokens that there are.
+        adapter: Name of the adapter that was asked for; "" for none.
 
     Raises:
         EndpointMistaken: It lacks tokens, log-probabilities or weights, or has something else in their place.
         EndpointRefuses: It is of other tokens than it has, or was cut below the limit.
     """
     choice = first_choice(GENERATE, answer)
+    if adapter and (model := Field(GENERATE, answer).key("model").text()) != adapter:
+        raise EndpointRefuses(f"answers of the model {escaped(model)} where {adapter} was asked for")
     tokens = [field.token(vocabulary) for field in choice.key("token_ids").items()]
     content = choice.key("logprobs").key("content").items()
     finish = _FINISHES.get(choice.key("finish_reason").text(), Finish.ERROR)

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError
+from holdfast.features.vllm.lora import AdapterLimits
 from holdfast.files import read_end
 from holdfast.launch.processes import Guard, end, tied_to_this_thread
 
@@ -57,6 +58,8 @@ class ServerSpec:
     """For logs, and the file that vLLM's workers import."""
     extension: str = f"{_EXTENSION}.Extension"
     """The class that they mix into themselves."""
+    adapters: AdapterLimits | None = None
+    """None where no adapters are pushed."""
 
 
 def command_of(served: ServerSpec, url: str) -> list[str]:
@@ -79,6 +82,9 @@ def command_of(served: ServerSpec, url: str) -> list[str]:
         "--hf-overrides": json.dumps({"tie_word_embeddings": False}),
     }
     switches = ["--enable-scale-out"]
+    if served.adapters is not None:
+        switches.append("--enable-lora")
+        flags |= served.adapters.flags()
     if served.on_cpu:
         # A seed of its own for each request kills vLLM 0.32 on a CPU where a prompt is computed in chunks.
         switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -97,6 +103,8 @@ def environment_of(served: ServerSpec, environ: Mapping[str, str]) -> dict[str, 
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if served.adapters is not None:
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if served.on_cpu:
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1")}
         variables |= {"VLLM_CPU_KVCACHE_SPACE": environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
@@ -191,8 +199,10 @@ class Servers:
             while (code := server.process.poll()) is not None or not answers(server.url):
                 if code is not None or time.monotonic() > deadline:
                     reason = "did not answer in time" if code is None else f"ended with exit code {code}"
+                    hint = " Where vLLM has no LoRA for this model, set rollout.engine.push: weights."
                     raise ConfigError(
-                        f"rollout.engine: the server for {server.url} {reason}. The end of its log:\n{tail(server.log)}"
+                        f"rollout.engine: the server for {server.url} {reason}."
+                        f"{hint if self.served.adapters is not None else ''} The end of its log:\n{tail(server.log)}"
                     )
                 time.sleep(patience.server_look_seconds)
 

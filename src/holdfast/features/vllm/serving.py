@@ -18,6 +18,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import engine_of, load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
+from holdfast.features.vllm.lora import AdapterLimits, limits_of, why_merged
 from holdfast.features.vllm.processes import Servers, ServerSpec, keep_logs
 from holdfast.launch.environment import computes_on_cpu
 from holdfast.training.directory import run_directory
@@ -98,13 +99,30 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
         dtype = config.parallel.compute_dtype
         if dtype == "auto":
             dtype = "float32" if on_cpu else "bfloat16"
-        served = ServerSpec(section, model, section.model or "policy", dtype, _longest(config), on_cpu, folder)
+        served = ServerSpec(
+            section,
+            model,
+            section.model or "policy",
+            dtype,
+            _longest(config),
+            on_cpu,
+            folder,
+            adapters=_adapter_limits(config, section),
+        )
         print(f"starting {len(section.url)} servers of vLLM ({folder}/server-N.log)", flush=True)
         try:
             with Servers(served):
                 yield
         finally:
             keep_logs(folder, run_directory(config))
+
+
+def _adapter_limits(config: TrainingConfig, section: VLLMEngineConfig) -> AdapterLimits | None:
+    """Return the limits of servers that take adapters; None where whole weights are pushed."""
+    lora = config.model.lora
+    if lora is None or section.push == "weights" or why_merged(section, lora):
+        return None
+    return limits_of(lora, config.rollout.max_staleness if isinstance(config, GRPOConfig) else 0)
 
 
 def _longest(config: TrainingConfig) -> int:
