@@ -124,11 +124,14 @@ class Endpoint:
         if len(received) > self.most_bytes:
             raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
         try:
-            if self.is_text:
-                return received.decode()
-            return parse_json(received) if received or not self.may_be_empty else None
+            return self._content(received)
         except ValueError as error:
             raise EndpointMistaken(f"answers {method} {path} with what is no JSON: {cut(received)}") from error
+
+    def _content(self, received: bytes) -> Any:
+        if self.is_text:
+            return received.decode()
+        return parse_json(received) if received or not self.may_be_empty else None
 
     def _exchange(self, message: _Message) -> tuple[int, bytes]:
         deadline = time.monotonic() + self.timeout_seconds

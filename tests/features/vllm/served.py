@@ -28,6 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import holdfast.features.vllm.servers
 from holdfast.features.vllm.adapters import file_digest
+from holdfast.features.vllm.servers import ROUTES
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -121,6 +122,8 @@ class ServedModel:
                 del self.adapters[asked["lora_name"]]
                 self.note(f"unloaded {asked['lora_name']}")
                 return b"Success: removed"
+            case "/sleep" | "/wake_up":
+                self.note("sleeps" if path == "/sleep" else "wakes")
             case "/pause":
                 with self.lock:
                     self.paused = True
@@ -289,8 +292,12 @@ def serving(served: ServedModel) -> Iterator[str]:
 
         def do_GET(self) -> None:  # its name there
             adapters = [{"id": label, "parent": "policy"} for label in served.adapters]
-            told = {"data": [{"id": "policy", "parent": None}, *adapters]} if self.path == "/v1/models" else {}
-            known = self.path in {"/v1/models", "/health"} and self.path not in served.refused
+            answers: dict[str, Any] = {
+                "/v1/models": {"data": [{"id": "policy", "parent": None}, *adapters]},
+                "/health": {},
+                "/openapi.json": {"paths": {route: {} for route in ROUTES if route != "/reset_prefix_cache"}},
+            }
+            told, known = answers.get(self.path, {}), self.path in answers and self.path not in served.refused
             status = 200 if known else 404
             self._tell(503 if served.busy(self.path) else status, served.answer(self.path, told))
 

@@ -96,6 +96,15 @@ def model_names_of(listed: Any) -> list[str]:
     return [entry.key("id").text() for entry in Field(MODELS, listed).key("data").items(1)]
 
 
+def route_names_of(listed: Any) -> frozenset[str]:
+    """Read the routes in a server's description of itself.
+
+    Raises:
+        EndpointMistaken: It answers something else.
+    """
+    return frozenset(Field("/openapi.json", listed).key("paths").names())
+
+
 def digests_of(answer: Any) -> list[dict[str, str]]:
     """Read the hashes of files by name, for each worker of a server.
 

@@ -12,8 +12,9 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.vllm.answers import ServerState
 from holdfast.features.vllm.buckets import Leases
 from holdfast.features.vllm.lora import largest_rank, why_merged
-from holdfast.features.vllm.servers import BACKEND, VLLMServer, template_digest, tokenizer_digest
+from holdfast.features.vllm.servers import BACKEND, ROUTES, VLLMServer, template_digest, tokenizer_digest
 from holdfast.http import EndpointRefuses, EndpointUnwell, pause_seconds
+from holdfast.text.escaping import escaped
 from holdfast.training.run import ShardedModel
 
 
@@ -37,7 +38,26 @@ def met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngin
             f"rollout.engine.url: {'; '.join(f'the server at {url} {why}' for url, why in dead.items())}, although it "
             "said that it was well a moment before. Look at its log, and start it again by `holdfast serve RUN.yaml`."
         )
+    for server in servers:
+        _warn_of_version(server, str(states[server.url].facts["version"]), section.version)
     return [states[server.url] for server in servers]
+
+
+def _warn_of_version(server: VLLMServer, version: str, expected: str) -> None:
+    """Say that a server has another version than was run, and which of the routes that a run uses it lists."""
+    if version.startswith(expected):
+        return
+    paths = server.paths()
+    routes = "it does not list its routes"
+    if paths is not None:
+        missing = [route for route in ROUTES if route not in paths]
+        routes = f"routes that it lists: {', '.join(route for route in ROUTES if route in paths) or 'none'}"
+        routes += f"; that it does not: {', '.join(missing)}" if missing else ""
+    print(
+        f"warning: the server at {server.url} is vLLM {escaped(version)}, and {expected} is what was run "
+        f"(rollout.engine.version); {routes}",
+        flush=True,
+    )
 
 
 def states_of(
@@ -144,11 +164,6 @@ def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig
         (
             facts["vocabulary"] == vocabulary,
             f"serves another model: its vocabulary has {facts['vocabulary']} tokens, the policy's {vocabulary}",
-        ),
-        (
-            str(facts.get("version")).startswith(section.version),
-            f"is vLLM {facts.get('version')}, and {section.version} is what was tested (tools/install_vllm.sh; "
-            "rollout.engine.version says what to expect)",
         ),
         (
             None in {tokenizer, facts.get("tokenizer")} or tokenizer == facts["tokenizer"],

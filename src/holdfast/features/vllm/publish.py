@@ -30,7 +30,9 @@ from holdfast.features.vllm.lora import why_merged
 from holdfast.features.vllm.nccl import NCCLPublisher, refuse_nccl
 from holdfast.features.vllm.proof import Proof, Prover, Suspects
 from holdfast.features.vllm.servers import VLLMServer
+from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
@@ -113,6 +115,9 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         self._publisher, self._leases = Publisher(Path(section.folder), section.bucket_mib), Leases(mark)
         self._nccl = NCCLPublisher() if section.transport == "nccl" else None
         self._adapters = AdapterPublisher(Path(section.folder)) if section.push == "adapters" else None
+        self._shares = section.shares_gpus
+        self._ranks: RankGroup | None = None
+        """Ranks that sample, once something was pushed; servers that share their GPUs may be asleep between pushes."""
         self._with_base: frozenset[str] = frozenset()
         """Identities of the server processes that have the base of the adapters; on rank 0."""
         self._prover = prover
@@ -137,6 +142,9 @@ class ServedEngine(VLLMEngine, PublishedEngine):
 
     def _publish(self, sharded: ShardedModel) -> None:
         start, ranks = time.perf_counter(), sharded.setting.ranks
+        if self._shares and self._ranks is not None:
+            ranks.on_first_rank(lambda: self._ask_all("/wake_up"))
+        self._ranks = ranks
         self._pushes += 1
         label = f"{self._mark_of_run}-{self._pushes}"
         self.expect(label, sharded.state.updates)
@@ -180,6 +188,29 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         finally:
             for _ in tensors:  # the other ranks are gathering
                 pass
+
+    def sleep(self) -> bool:
+        """Have servers on the ranks' GPUs give their memory back until the next push; return whether they do.
+
+        Raises:
+            RunStopped: One refuses; on all ranks, which call this together.
+        """
+        if not self._shares or self._ranks is None:
+            return False
+        self._ranks.on_first_rank(lambda: self._ask_all("/sleep", level="1"))
+        return True
+
+    def _ask_all(self, path: str, **query: str) -> None:
+        for server in self.servers:
+            try:
+                server.post(path, **query)
+            except EndpointRefuses as error:
+                raise RunStopped(
+                    f"The server at {server.url} {error}, asked for {path}. Start servers that share the ranks' GPUs "
+                    "by `holdfast serve`; the same command then goes on from the last checkpoint."
+                ) from error
+            except EndpointUnwell:
+                continue  # the next push sees that it died
 
     def close(self) -> None:
         """Close connections, and let other runs push."""

@@ -35,6 +35,7 @@ from holdfast.features.vllm.answers import (
     model_names_of,
     next_tops_of,
     reply_of,
+    route_names_of,
     server_lease_of,
     server_state_of,
     tops_of,
@@ -45,6 +46,12 @@ BACKEND = "holdfast"
 """Of the transfer, as `extension.py` registers it."""
 _OF_GENERATE = "generate-tokens-"
 """What that route puts before a request's name."""
+_OPENAPI = "/openapi.json"
+ROUTES = (
+    GENERATE, MODELS, RPC, "/health", "/abort_requests", "/pause", "/resume", "/reset_prefix_cache",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+)  # fmt: skip
+"""Routes that every run uses."""
 _LOOK_SECONDS = 5.0
 """For a server to say that it is well."""
 _LEASE_SECONDS = 30.0
@@ -118,6 +125,13 @@ class VLLMServer:
             EndpointRefuses, EndpointUnwell: It did not do it.
         """
         return self.control.ask("POST", f"{path}?{urlencode(query)}" if query else path, content)
+
+    def paths(self) -> frozenset[str] | None:
+        """Return the routes that the server lists; None if it lists none."""
+        try:
+            return route_names_of(self.control.ask("GET", _OPENAPI))
+        except (EndpointRefuses, EndpointUnwell):
+            return None
 
     def load_adapter(self, label: str, directory: Path) -> None:
         """Load an adapter from peft's two files under a name.
