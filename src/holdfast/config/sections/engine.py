@@ -118,9 +118,10 @@ class VLLMEngineConfig(EndpointConfig):
     """Longest wait for one whole answer."""
     requests: PositiveInt = 64
     """Most requests of one rank at a time."""
-    push: Literal["auto", "adapters", "weights"] = "auto"
+    push: Literal["auto", "adapters", "weights"] = "weights"
     """What a push sends of a policy with LoRA: `adapters` alone, beside a base that each server gets once; `weights`:
-    all of them, adapters merged. `auto`: adapters, where vLLM can load them and the servers take some."""
+    all of them, adapters merged. `auto`: adapters, where vLLM can load them and the servers take some. No vLLM has run
+    with adapters pushed yet, so they are asked for by name."""
     transport: Literal["files", "nccl"] = "files"
     """How weights travel: `files` by buckets in `folder`; `nccl` from GPU to GPU through vLLM's own transfer, which
     needs vLLM where rank 0 runs. No GPU has run the second yet."""

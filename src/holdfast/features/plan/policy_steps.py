@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast import registry
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.sections.rollout import EngineConfig, SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -155,10 +154,6 @@ def sampling_of(
     sampler = sampler or _sampler_of(step, section)
     if not isinstance(sampler.engine, InProcessEngine):
         step.notes.append(f"rollout: {_left_out(section)}")
-        if isinstance(section.engine, VLLMEngineConfig):
-            on_cpu = step.setting.world.device.type == "cpu"
-            commands = registry.load(registry.SERVER_COMMANDS)(step.setting.config, section.engine, on_cpu=on_cpu)
-            step.notes.extend(f"server: {command}" for command in commands)
         return lambda: None
     own_rows = -(-rows // step.setting.ranks.size)
     at_once = max(1, min(own_rows, section.rows // group))

@@ -113,15 +113,6 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
             keep_logs(folder, run_directory(config))
 
 
-def planned_commands(config: TrainingConfig, section: VLLMEngineConfig, *, on_cpu: bool) -> list[str]:
-    """Return the command lines of the servers that a run starts, with `model` for the directory of their model.
-
-    Raises:
-        ConfigError: The run needs another context than it gives them.
-    """
-    return [] if section.start is None else _command_lines(_spec(config, section, Path(), on_cpu=on_cpu, visible={}))
-
-
 def _command_lines(served: ServerSpec) -> list[str]:
     gpus = [served.visible.get(url) for url in served.section.url]
     commands = [shlex.join(command_of(served, url)) for url in served.section.url]

@@ -44,7 +44,7 @@ def test_sixty_pushes_of_adapters_alone_are_proved_and_take_no_more_memory(
         return digests
 
     monkeypatch.setattr(AdapterPublisher, "_write", noted)
-    policy = policy_for(tree_of(with_adapters.urls, model={"lora": LORA}), world)
+    policy = policy_for(adapter_tree(with_adapters, LORA), world)
     factors = sum(value.numel() for name, value in policy.sharded.model.named_parameters() if ".lora_" in name)
     with closing(policy.engine):
         policy.publish()
@@ -62,6 +62,13 @@ def test_sixty_pushes_of_adapters_alone_are_proved_and_take_no_more_memory(
     assert _resident_mib(with_adapters) - before < GROWTH_MIB
     assert len(sizes) == PUSHES + 2
     assert max(sizes) <= 1.1 * factors * 4 + 4096  # a config of two KiB beside a small adapter
+
+
+def adapter_tree(fleet: Fleet, lora: dict[str, Any]) -> dict[str, Any]:
+    """Return a run that pushes its adapters alone."""
+    tree = tree_of(fleet.urls, model={"lora": lora})
+    tree["rollout"]["engine"]["push"] = "adapters"
+    return tree
 
 
 def move_adapters(policy: Policy, scale: float, seed: int = 0) -> None:
@@ -113,7 +120,7 @@ SPOILED = {
 def test_faults_of_adapters_are_found(
     with_adapters: Fleet, world: World, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    policy = policy_for(tree_of(with_adapters.urls, model={"lora": LORA}), world)
+    policy = policy_for(adapter_tree(with_adapters, LORA), world)
     server = policy.engine.servers[0]
     with closing(policy.engine):
         if fault == "wrong base":
@@ -145,7 +152,7 @@ def test_faults_of_adapters_are_found(
 
 def test_an_adapter_of_a_larger_rank_than_the_servers_is_refused(with_adapters: Fleet, world: World) -> None:
     with pytest.raises(ConfigError, match="takes adapters up to rank 8, and model.lora has 12"):
-        policy_for(tree_of(with_adapters.urls, model={"lora": {"rank": 12}}), world)
+        policy_for(adapter_tree(with_adapters, {"rank": 12}), world)
 
 
 def test_sixty_pushes_of_adapters_are_proved_and_take_no_more_memory(
