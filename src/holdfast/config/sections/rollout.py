@@ -125,6 +125,12 @@ class RolloutConfig(EngineConfig):
                 "renormalise",
                 "top_k, top_p and min_p leave no token out, so there is nothing to renormalise; leave it out",
             )
+        if self.max_staleness and isinstance(self.engine, VLLMEngineConfig) and self.engine.shares_gpus:
+            yield (
+                "engine.start.share",
+                "servers that share the ranks' GPUs sleep while the policy is updated, and max_staleness: "
+                f"{self.max_staleness} samples then; leave out one of the two",
+            )
         if self.max_staleness and not isinstance(self.engine, VLLMEngineConfig | RecordedEngineConfig):
             yield (
                 "max_staleness",

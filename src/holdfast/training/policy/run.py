@@ -26,7 +26,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
-from holdfast.training.engines import give_weights
+from holdfast.training.engines import PublishedEngine, give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
@@ -81,7 +81,8 @@ class Sampler:
 
     def release(self, sharded: ShardedModel) -> None:
         """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-        if not sharded.plan.whole and self.published is not None and self.engine.sleep():
+        is_copy = not sharded.plan.whole or isinstance(self.engine, PublishedEngine)
+        if is_copy and self.published is not None and self.engine.sleep():
             self.published = None
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from holdfast import patience
+from holdfast import patience, registry
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.keep.retention import steps
@@ -246,8 +246,8 @@ def without_user(url: str) -> str:
 def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
     """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
     for key, section in endpoints_of(run.config):
-        if isinstance(section, VLLMEngineConfig) and section.start:
-            yield _startable(key, section)
+        if isinstance(section, VLLMEngineConfig) and section.start is not None:
+            yield _startable(run.config, key, section)
             continue
         secret = api_key(section.api_key_variable, key)
         addresses = (
@@ -257,14 +257,18 @@ def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
             yield _asked(key, section, url, secret)
 
 
-def _startable(key: str, section: VLLMEngineConfig) -> Finding:
+def _startable(config: TrainingConfig, key: str, section: VLLMEngineConfig) -> Finding:
     if shutil.which(section.python) is None:
         return fail(
             "endpoints",
             f"{key}: {section.python} is no program here, and servers of vLLM are to be started with it",
             f"Install vLLM (tools/install_vllm.sh .venv-vllm), and name its Python in {key}.python.",
         )
-    return ok("endpoints", f"{key}: the run starts its {len(section.url)} servers itself, by {section.python}")
+    try:
+        where = registry.load(registry.SERVER_DEVICES)(config, section)
+    except ConfigError as error:
+        return fail("endpoints", str(error), f"Mend {key}.start, rollout.engine.url or launch.ranks.")
+    return ok("endpoints", f"{key}: the run starts its {len(section.url)} servers itself, by {section.python}, {where}")
 
 
 def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
