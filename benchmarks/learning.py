@@ -289,8 +289,11 @@ def compare_grpo(options: argparse.Namespace) -> bool:
         for name, span in spans.items():
             values = [result[name] for result in seeds]
             span.append((min(values), max(values)))
-    if options.ours:
-        return False
+    return not options.ours and _spreads_apart(spans)
+
+
+def _spreads_apart(spans: dict[str, list[tuple[float, float]]]) -> bool:
+    """Print how far each number of both trainers spreads over seeds; return whether two spreads do not meet."""
     missed = False
     for name, ((low, high), (other_low, other_high)) in spans.items():
         apart = max(low, other_low) > min(high, other_high)

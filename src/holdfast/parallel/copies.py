@@ -147,7 +147,7 @@ class ComputeCopies:
                 unit = self._units[unit_of[canonical_name(name)]]
                 unit.pairs.append(pair)
                 pairs[id(parameter)] = pair
-                pair.copy.register_post_accumulate_grad_hook(partial(self._arrived, unit, pair))
+                pair.copy.register_post_accumulate_grad_hook(partial(self._arrived, unit, pair))  # type: ignore[no-untyped-call]  # torch has no types for it
         self._slots = [
             (module, name, pairs[id(parameter)])
             for module in self._policy.modules()

@@ -117,8 +117,8 @@ def _pack_branches(  # noqa: PLR0913, PLR0917 - as `pack`
             after = end
         start += length
     branches = tuple(tuple(branch) if size else () for (size, _), branch in zip(documents, branch_lengths, strict=True))
-    end = (padding,)[:padding]
-    return _batch(filled, examples, shares, dtype, (lengths + end,), branches + ((),) * len(end))
+    filler = (padding,) if padding else ()  # a document of its own, which is no branch
+    return _batch(filled, examples, shares, dtype, (lengths + filler,), branches + ((),) * len(filler))
 
 
 def _refuse_other_heads(members: Sequence[Example], size: int) -> None:

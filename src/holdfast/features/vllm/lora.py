@@ -18,14 +18,14 @@ class AdapterLimits(NamedTuple):
 
     rank: int
     """Largest rank of an adapter."""
-    count: int
+    adapters: int
     """Most adapters at a time."""
 
     def flags(self) -> dict[str, str]:
         """Return vLLM's flags with values; `--enable-lora` has none."""
         return {
-            "--max-loras": str(self.count),
-            "--max-cpu-loras": str(self.count + 1),  # an adapter that is still in use must not be evicted
+            "--max-loras": str(self.adapters),
+            "--max-cpu-loras": str(self.adapters + 1),  # an adapter that is still in use must not be evicted
             "--max-lora-rank": str(self.rank),
         }
 

@@ -20,12 +20,12 @@ from urllib.parse import urlencode
 
 import xxhash
 
+from holdfast.answers import LARGEST_VOCABULARY
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import (
     GENERATE,
-    LARGEST_VOCABULARY,
     MODELS,
     RPC,
     Reply,

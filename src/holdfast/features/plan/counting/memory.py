@@ -210,7 +210,7 @@ def watched_storages(ledger: Ledger) -> Iterator[None]:
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
     for name, call in (hooked | {"post_backward": reducing}).items():
         setattr(FSDPParamGroup, name, call)
-    ComputeCopies.enter, ComputeCopies.add = copying, adding  # type: ignore[method-assign]
+    ComputeCopies.enter, ComputeCopies.add = copying, adding  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
