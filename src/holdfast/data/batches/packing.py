@@ -107,18 +107,25 @@ def _pack_branches(  # noqa: PLR0913, PLR0917 - as `pack`
     start = 0
     for (size, members), length in zip(documents, lengths, strict=True):
         _refuse_other_heads([examples[index] for index in members], size)
-        after = start + size
-        for index in members:
-            end = after + examples[index].tokens.size - size
-            if index == members[0]:
-                filled.put((0, slice(start, end)), index, examples[index], shares[index].weight)
-            else:
-                filled.put_branch(slice(after, end), start, index, examples[index], shares[index])
-            after = end
+        _put_members(filled, start, size, members, examples, shares)
         start += length
     branches = tuple(tuple(branch) if size else () for (size, _), branch in zip(documents, branch_lengths, strict=True))
     filler = (padding,) if padding else ()  # a document of its own, which is no branch
     return _batch(filled, examples, shares, dtype, (lengths + filler,), branches + ((),) * len(filler))
+
+
+def _put_members(  # noqa: PLR0913, PLR0917 - one call's own arguments
+    filled: _Columns, start: int, size: int, members: range, examples: Sequence[Example], shares: Sequence[Share]
+) -> None:
+    """Put a head of `size` tokens at `start`, and behind it what each of its members adds."""
+    after = start + size
+    for index in members:
+        end = after + examples[index].tokens.size - size
+        if index == members[0]:
+            filled.put((0, slice(start, end)), index, examples[index], shares[index].weight)
+        else:
+            filled.put_branch(slice(after, end), start, index, examples[index], shares[index])
+        after = end
 
 
 def _refuse_other_heads(members: Sequence[Example], size: int) -> None:
