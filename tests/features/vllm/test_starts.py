@@ -16,8 +16,9 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.lora import AdapterLimits
-from holdfast.features.vllm.placement import describe, gpus_of_servers, visible_names
+from holdfast.features.vllm.placement import describe, gpus_of_servers
 from holdfast.features.vllm.processes import Servers, ServerSpec, command_of, environment_of
+from holdfast.launch.environment import visible_names
 from tests.features.vllm.served import AHEAD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from holdfast.config.sections.engine import StartConfig, VLLMEngineConfig
@@ -59,13 +58,6 @@ def _refuse_gpus(devices: Sequence[int], count: int, ranks: int) -> None:
                 f"{_KEY}.devices: GPU {device} is a rank's: the {ranks} ranks have GPUs 0 to {ranks - 1}. Name others, "
                 f"or set {_KEY}.share: true, which has servers sleep while the policy is updated."
             )
-
-
-def visible_names(gpus: list[int], environ: Mapping[str, str] | None = None) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES that shows these GPUs to a server; "" for none."""
-    environ = os.environ if environ is None else environ
-    visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
 
 
 def describe(config: TrainingConfig, section: VLLMEngineConfig, environ: Mapping[str, str] | None = None) -> str:

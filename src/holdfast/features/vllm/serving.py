@@ -20,9 +20,9 @@ from holdfast.config.verbs.roots import engine_of, load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.lora import AdapterLimits, limits_of, why_merged
-from holdfast.features.vllm.placement import gpus_of_servers, visible_names
+from holdfast.features.vllm.placement import gpus_of_servers
 from holdfast.features.vllm.processes import Servers, ServerSpec, command_of, keep_logs
-from holdfast.launch.environment import computes_on_cpu
+from holdfast.launch.environment import computes_on_cpu, visible_names
 from holdfast.training.directory import run_directory
 
 
