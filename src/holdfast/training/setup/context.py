@@ -24,6 +24,8 @@ def join_context(config: TrainingConfig, world: World, origin: Blueprint, policy
         mesh = context_mesh(config.parallel, world)
         assert mesh is not None
         policy.context = ContextGroup(mesh.get_group("context"))
+        if world.is_first:
+            print(f"every packed row is shared by {config.parallel.context} ranks (parallel.context)", flush=True)
         if world.is_first and world.local_size and world.local_size % config.parallel.context:
             print(
                 f"note: this machine has {world.local_size} ranks, so some groups of parallel.context="
