@@ -42,11 +42,13 @@ def test_a_push_of_adapters_moves_their_bytes_alone(tmp_path: Path, staleness: i
         # Of a rank whose bytes are more than the file's header, as any real adapter's are.
         tree = lora_tree([url], str(tmp_path), steps=6, lora={"rank": 32}, **(AHEAD if staleness else {}))
         tree["rollout"]["max_staleness"] = staleness
+        tree["rollout"]["engine"]["folder"] = str(tmp_path)
         run(tmp_path, tree)
 
     assert sum(what == "pushed" for _, what in served.events) == 1  # the base
     loaded, unloaded = adapters_of(served)
-    assert len(loaded) == len(set(loaded)) >= 7
+    # One before step 1, and one after each step whose weights are sampled from.
+    assert len(loaded) == len(set(loaded)) >= 7 - staleness
     assert sorted(unloaded) == sorted(loaded)
     assert max(_alive(served)) <= staleness + 2
     assert not served.adapters
@@ -55,7 +57,7 @@ def test_a_push_of_adapters_moves_their_bytes_alone(tmp_path: Path, staleness: i
     metrics = [line for line in read_metrics(tmp_path / "r" / METRICS) if "loss" in line]
     assert len(metrics) == 6
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics[: 1 if staleness else None])
-    assert not list(Path("/dev/shm").glob("holdfast-*/" + WEIGHTS))  # noqa: S108 - what the run wrote there
+    assert not list(tmp_path.glob("holdfast-*/" + WEIGHTS))
 
 
 def _alive(served: ServedModel) -> list[int]:
