@@ -34,7 +34,6 @@ def branched(sizes: tuple[int, ...], head: int, seed: int) -> list[Example]:
     return found
 
 
-@torch.no_grad()
 def differences(world: World, tree: dict[str, Any], rows: Any, packs: list[tuple[Any, Any]]) -> list[float]:
     """Return, for each pack, how far log-probabilities of a shared row are from those of the whole row on one rank."""
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
@@ -45,7 +44,8 @@ def differences(world: World, tree: dict[str, Any], rows: Any, packs: list[tuple
         shares = [Share(1.0, 1.0)] * len(examples)
         starts = None if heads is None else [CommonStart(*head) for head in heads]
         batch = pack(examples, shares, heads=starts, multiple_of=ranks, dtype=torch.float64)
-        expected = policy(pack(examples, shares, heads=starts, dtype=torch.float64)).logprobs
-        scored = policy(split_row(batch, world.rank % ranks, ranks)).logprobs
+        with torch.no_grad():
+            expected = policy(pack(examples, shares, heads=starts, dtype=torch.float64)).logprobs
+            scored = policy(split_row(batch, world.rank % ranks, ranks)).logprobs
         found.append(float((scored - expected).abs().max()) if expected.numel() else float(scored.numel()))
     return found
