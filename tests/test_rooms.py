@@ -41,13 +41,14 @@ ROOMS = {
     "models": """
         accuracy names support
         files layers
+        chunks
         scores
         heads
         adapters check
         setup
     """,
     "parallel": """
-        collectives failure plan rank_log rendezvous
+        collectives context copies failure plan rank_log rendezvous
         shards
         apply mesh stream
         host_memory
@@ -65,7 +66,7 @@ ROOMS = {
     "rollout": """
         sampling
         engine
-        local
+        episodes local
     """,
     "training": """
         directory observe phases randomness

@@ -59,12 +59,12 @@ PLANTED = (
         "assert isinstance(output, LossSum)\n            output.loss.item()\n            torch", SFT),
     Bug("a data-dependent index", "models/heads/policy.py", "targets = batch.tokens.flatten()[batch.scored]",
         "targets = batch.tokens.flatten()[batch.loss_mask.flatten()]", SFT),
-    Bug("logits kept in float32 for the product", "models/scores.py", "narrow = exponentials.to(hidden.dtype)",
-        "narrow = exponentials.to(hidden.dtype).clone()", SFT),
-    Bug("a head gradient in float64", "models/scores.py", "else torch.float32\n        self.hidden",
-        "else torch.float64\n        self.hidden", SFT),
-    Bug("two chunks of logits alive", "models/scores.py", "            del chunk  # or two",
-        "            outputs.last = chunk  # or two", ("sft chunks of logits",)),
+    Bug("slopes copied for the product", "models/scores.py", "narrow = slopes.to(states.dtype)",
+        "narrow = slopes.to(states.dtype).clone()", SFT),
+    Bug("a head gradient in float64", "models/scores.py", "else torch.float32\n        self._states",
+        "else torch.float64\n        self._states", SFT),
+    Bug("a buffer for every chunk of logits", "models/chunks/kernel_form.py", "if self._buffer is None:",
+        "if (last := self._buffer) is not None or not last:", ("sft chunks of logits",)),
     Bug("a missing reshard", "parallel/apply.py", "reshard_after_forward=unit.reshard", "reshard_after_forward=False",
         SFT),
     Bug("sums reduced in float32", "parallel/collectives.py",
@@ -98,7 +98,8 @@ PLANTED = (
 )  # fmt: skip
 
 DRAWN_FROM = (
-    "training/step.py", "models/scores.py", "models/heads/policy.py", "models/layers/attention.py",
+    "training/step.py", "models/scores.py", "models/chunks/kernel_form.py", "models/heads/policy.py",
+    "models/layers/attention.py",
     "models/layers/routers.py", "parallel/apply.py", "parallel/shards.py", "parallel/collectives.py", "optim/lowbit.py",
     "optim/muon.py", "data/batches/packing.py", "training/other_models/reference.py", "training/policy/critic.py",
     "rollout/local/inprocess.py", "rollout/local/cache.py", "rollout/local/replica.py", "rollout/local/predictor.py",

@@ -2,7 +2,7 @@
 
 Read `patience.current` where a wait begins, never at import: tests replace it with shorter times before they fork the
 processes that they start. Two programs have constants of their own, because they import next to nothing in order to
-start in milliseconds: `rewards/code/judge.py` and the guard of `launch/processes.py`.
+start in milliseconds: `rewards/code/run_tests.py` and the guard of `launch/processes.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Patience:
     """Beyond a judged program's own limit: for the judge to start, and to end what the code has started."""
     scorer_grace_seconds: float = 5.0
     """Beyond a reward's own limits, for starting and ending what it runs."""
+    environment_start_seconds: float = 120.0
+    """For importing an environment's file."""
     pool_close_seconds: float = 5.0
     """For reward workers to leave, before they are killed and again after it."""
     young_folder_seconds: float = 60.0
@@ -91,9 +93,8 @@ class Patience:
     """A rank that noticed a save's time-out first leaves the others this long to notice theirs."""
     deletion_seconds: float = 10.0
     """Longest wait of a run that has ended for the deletion of older checkpoints."""
-    emergency_look_seconds: float = 0.5
-    """Between two looks whether a rank that fails asks for a save."""
-    emergency_retry_seconds: float = 0.1
+    raising_seconds: float = 5.0
+    """Longest wait of a rank that raises for the others to raise too, so that the last whole step can be saved."""
 
     tracker_close_seconds: float = 4.0
     """For a tracker to send the rest when a run ends; a second of the five that this may take is left to kill it."""

@@ -91,6 +91,32 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True)
+class EpisodeSummary:
+    """What several turns in an environment came to."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """The whole conversation, its prompt included."""
+    prompt_messages: int
+    """Of these, those that the episode began with."""
+    turns: int
+    ended: str
+    """By what: done, turns, room, seconds, cut, fault."""
+    reward: float
+    """The environment's, summed."""
+    called: Mapping[str, int]
+    """Calls by tool."""
+    failed_calls: int
+    cut_turns: int
+    """Turns that were cut at their length."""
+    waited_seconds: float
+    """For the environment."""
+    info: Mapping[str, float]
+    """What the environment told beside."""
+    fault: str = ""
+    """Of an environment that failed, a clause."""
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One completion of a prompt, from sampling to training. L counts prompt and completion."""
 
@@ -120,6 +146,8 @@ class Trajectory:
     per_token: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """[L, ...] each; carried by pack, split and unpack without knowing what they mean."""
     model_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    episode: EpisodeSummary | None = None
+    """Of several turns; None of one answer."""
 
     @property
     def completion_length(self) -> int:
@@ -166,7 +194,8 @@ class Batch:
     counts: tuple[float, ...]
     """What each sequence adds to the denominator of the loss, in the order of `sequence_ids`."""
     count: float
-    """Sum of `counts`."""
+    """What this rank adds to the denominator: the sum of `counts`, or 0 on all ranks of a context group but the
+    first."""
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     """[B, T, ...] each"""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -175,6 +204,11 @@ class Batch:
     """By input, how many of its rows belong to each sequence; where sequences share a head, the first one owns the rows
     of all. If no row belongs to a sequence, the inputs are placeholders: another rank has real ones, and all ranks must
     run the same FSDP units. Nothing may depend on the values of placeholders."""
+    span: tuple[int, int] | None = None
+    """Under context parallelism, start and end of the positions whose hidden states this rank computes; the ranks of a
+    context group have the same batch but for it. None: all positions."""
+    scored_in_span: Tensor | None = None
+    """[n] int64, indices into `scored` of the tokens whose predictor lies in `span`"""
 
     @property
     def stands_in(self) -> bool:

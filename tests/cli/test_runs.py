@@ -215,24 +215,6 @@ def test_a_report_that_a_killed_launcher_left_says_why_a_run_failed(
     assert only(warm, tmp_path)["why"] == "Rank 1: OSError: gone"
 
 
-@pytest.mark.parametrize("has", ["an export", "all steps", "neither"])
-def test_a_run_of_an_earlier_version_is_done_if_its_last_step_is_there(
-    warm: WarmPython, ended: Path, tmp_path: Path, has: str
-) -> None:
-    events = (ended / "events.jsonl").read_text().splitlines(keepends=True)
-    (ended / "events.jsonl").write_text("".join(line for line in events if '"done"' not in line))
-    if has != "an export":
-        shutil.rmtree(ended / "exports/final")
-    if has == "neither":
-        config = ended / "config.resolved.yaml"
-        config.write_text(config.read_text().replace("steps: 2", "steps: 3"))
-
-    run = only(warm, tmp_path)
-
-    expected = ("failed", "nothing says how it ended") if has == "neither" else ("done", "")
-    assert (run["state"], run["why"]) == expected
-
-
 def test_what_is_no_run_is_named_and_passed_over(warm: WarmPython, ended: Path, tmp_path: Path) -> None:
     runs = ended.parent
     (runs / "notes").mkdir()

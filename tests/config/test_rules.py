@@ -130,7 +130,7 @@ MODEL = "model: {path: some-model}\n"
         (
             WHOLE.replace("path: some-model", "path: m, lora: {quantize: nf4}") + "parallel: {compile: blocks}\n",
             "run.yaml:4: parallel.compile: blocks, but model.lora.quantize computes with matrices that are made anew "
-            "in every forward pass, which is not built for compiled blocks; use head or off",
+            "in every forward pass, which is not built for compiled blocks; use off",
         ),
         (
             "steps: 1\n" + ROWS + "model: {path: m, dropout: true, router_loss: global}\n",
@@ -186,7 +186,19 @@ MODEL = "model: {path: some-model}\n"
         (
             "steps: 1\n" + MODEL + "data: {path: a, max_length: 8192}\n",
             "run.yaml:3: data.max_length: 8192 does not fit tokens_per_micro_batch=4096; raise "
-            "tokens_per_micro_batch to at least 8192 or lower max_length",
+            "tokens_per_micro_batch to at least 8192, lower max_length, or let more ranks share a row "
+            "(parallel.context: 2)",
+        ),
+        (
+            "steps: 1\n" + MODEL + "data: {path: a, max_length: 9000}\nparallel: {context: 2}\n",
+            "run.yaml:3: data.max_length: 9000 does not fit parallel.context=2 x tokens_per_micro_batch=4096; raise "
+            "tokens_per_micro_batch to at least 4500, lower max_length, or let more ranks share a row "
+            "(parallel.context: 3)",
+        ),
+        (
+            "steps: 1\n" + MODEL + "data: {path: a, packing: none}\nparallel: {context: 2}\n",
+            "run.yaml:4: parallel.context: 2 splits packed rows, and data.packing: none packs none; leave one of the "
+            "two out",
         ),
         (
             "steps: 1\n" + MODEL + "data: {path: a, packing: wrapped, average: prompt_mean}\n",
@@ -202,26 +214,10 @@ MODEL = "model: {path: some-model}\n"
             "run.yaml:3: data.validation_split: 1 should be less than 1",
         ),
         (
-            "steps: 3\n" + ROWS + "model: {path: m, unfreeze: {at_step: 1, patterns: [mlp]}}\n",
-            "run.yaml:3: model.unfreeze: nothing is frozen at first; name in freeze what is to be trained only later",
-        ),
-        (
-            "steps: 3\n" + ROWS + "model: {path: m, freeze: [mlp], unfreeze: {at_step: 3, patterns: [mlp]}}\n",
-            "run.yaml:3: model.unfreeze.0.at_step: 3 steps come first and the run has steps=3, so nothing would train "
-            "what is unfrozen then; lower at_step or raise steps",
-        ),
-        (
-            "steps: 3\n"
-            + ROWS
-            + "model: {path: m, freeze: [mlp], unfreeze: {at_step: 1, patterns: [mlp]}}\n"
-            + "optim: {kind: path, path: a.py:A}\n",
-            "run.yaml:3: model.unfreeze: optim.kind: path is a class of your own, and what it does with parameters "
-            "that come later is not known; use an optimizer of Holdfast's, or freeze for the whole run",
-        ),
-        (
-            "steps: 3\n" + ROWS + "model: {path: m, lora: {rank: 2}, unfreeze: {at_step: 1, patterns: [mlp]}}\n",
-            "run.yaml:3: model.unfreeze: lora trains its adapters for the whole run; name what else is trained in "
-            "lora.train",
+            "steps: 3\n" + ROWS + "model: {path: m, freeze: [mlp], unfreeze: {at_step: 1, patterns: [mlp]}}\n",
+            "run.yaml:3: model.unfreeze: there is no such key: a run trains the same parameters from its first step to "
+            "its last; name what is frozen in freeze, and after that run go on without it and with "
+            "checkpoint.resume.unfreeze: [PATTERN]",
         ),
     ],
 )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.config.load import from_mapping, load_config
-from holdfast.config.sections.metrics import HealthConfig
+from holdfast.config.load import from_mapping
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, planned_steps
-from holdfast.errors import ConfigError
 
 LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
 
@@ -65,22 +61,3 @@ def test_every_verb_says_whether_what_it_trains_writes_texts(root: type[Training
     writes = "rollout" in root.model_fields
 
     assert root.samples is writes
-
-
-def test_thresholds_of_alarms_in_earlier_exports_are_passed_over_and_unknown_in_a_users_file(tmp_path: Path) -> None:
-    """They stand in the holdfast.yaml of every export of an earlier version."""
-    earlier = {
-        "enabled": False, "repeat_steps": 50, "lasting_steps": 5, "flat_reward_steps": 20, "flat_groups": 0.8,
-        "truncated": 0.3, "lowest_entropy": 0.01, "reward_faults": 0.01, "kl_jump": 10.0, "gradient_spike": 10.0,
-    }  # fmt: skip
-
-    exported, own = tmp_path / "holdfast.yaml", tmp_path / "mine.yaml"
-    for file in (exported, own):
-        named = {"run": {"name": "a"}, "steps": 1, "metrics": {"health": earlier}}
-        file.write_text(json.dumps(LEAST | named), encoding="utf-8")
-
-    config = load_config(exported, ["run.name=a"], SFTConfig).config
-
-    assert config.metrics.health == HealthConfig(enabled=False)
-    with pytest.raises(ConfigError, match=r"metrics\.health\.kl_jump: unknown key; this section has enabled"):
-        load_config(own, [], SFTConfig)

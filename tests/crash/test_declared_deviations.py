@@ -156,9 +156,7 @@ def forged(saved: Path) -> None:
 def test_a_checkpoint_whose_tensors_are_not_what_was_saved_is_passed_over(
     pools: Any, tmp_path: Path, ranks: int
 ) -> None:
-    """What was unfrozen for the newest one is frozen again for the one before it."""
     later: dict[str, Any] = {
-        "model": {"freeze": [r"layers\.0\."], "unfreeze": {"at_step": 3, "patterns": [r"layers\.0\."]}},
         "optim": {"lr": 2e-3, "schedule": "constant", "ema": {"decay": 0.9}},
     }
     pools(2).run(run, values_of(tmp_path / "one", steps=4, **later))

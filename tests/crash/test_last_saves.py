@@ -153,7 +153,7 @@ def test_an_error_is_told_although_a_save_hangs(pools: Any, tmp_path: Path) -> N
 
 
 def raise_while_another_rank_saves(world: World, values: dict[str, Any]) -> str:
-    """All ranks raise the same error, rank 1 a second later: its thread takes part in the save of rank 0 already."""
+    """All ranks raise the same error, rank 1 a second later, and the save takes longer than that."""
     plain = LocalStorage.publish
 
     def slow(self: LocalStorage, staging: str, final: str) -> None:
@@ -176,7 +176,7 @@ def raise_while_another_rank_saves(world: World, values: dict[str, Any]) -> str:
         LocalStorage.publish = plain  # type: ignore[method-assign]
 
 
-def test_a_rank_that_raises_later_waits_for_the_save_it_takes_part_in(pools: Any, tmp_path: Path) -> None:
+def test_a_rank_that_raises_first_waits_for_the_others_before_it_saves(pools: Any, tmp_path: Path) -> None:
     values = values_of(tmp_path, steps=4, checkpoint={"every_steps": 3})
 
     for said in pools(2).run(raise_while_another_rank_saves, values):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -150,29 +149,6 @@ def test_a_critic_goes_on_at_another_number_of_ranks(pools: Any, places: tuple[P
     ((kind, words),) = pools(1).errors(live_run, alone, ROWS)
     assert kind == "CheckpointMismatch"
     assert "the checkpoint has a critic, and this run has none (allow it with resume.drop)" in words
-
-
-@pytest.mark.deep
-def test_what_is_unfrozen_while_the_critic_warms_up_is_trained_after_it_and_in_a_resumed_run(
-    pools: Any, places: tuple[Path, Path], tmp_path: Path
-) -> None:
-    def tree(place: str, steps: int) -> dict[str, Any]:
-        found = run_tree(places, tmp_path / place, steps)
-        found["model"] |= {"freeze": ["embeddings"], "unfreeze": {"at_step": 1, "patterns": ["embeddings"]}}
-        found["checkpoint"] |= {"every_steps": 1}
-        return found | {"critic": found["critic"] | {"warmup_steps": 1}}
-
-    (whole, _) = pools(2).run(live_run, tree("straight", 3), ROWS)
-    (stopped, _) = pools(2).run(live_run, tree("resumed", 2), ROWS)
-    shutil.rmtree(Path(stopped) / "checkpoints/step-00000002")  # as if it had ended right after the critic's step
-    (again, _) = pools(2).run(live_run, tree("resumed", 3), ROWS)
-
-    one, two = saved(whole), saved(again)
-    assert set(one) == set(two)
-    for key, values in one.items():
-        np.testing.assert_array_equal(two[key], values, err_msg=key)
-    start = dict(tiny_model(KIND).named_parameters())["model.embed_tokens.weight"].detach().numpy()
-    assert np.abs(one["model.model.embed_tokens.weight"] - start).max() > 1e-3
 
 
 def other_tokenizer(place: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.config.sections.model import ModelConfig, UnfreezeConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.errors import ModelError
 from holdfast.models.files.configuration import sub_configs
@@ -407,34 +407,3 @@ def test_a_model_in_memory_is_copied_and_left_as_it_is() -> None:
 def test_a_module_that_is_no_model_of_transformers_is_refused_by_its_class() -> None:
     with pytest.raises(ModelError, match=r"given in Python is a torch\.nn\.modules\.linear\.Linear, and none of trans"):
         planned(from_values(), live=torch.nn.Linear(2, 2), tokenizer=character_tokenizer())
-
-
-def test_what_is_unfrozen_later_counts_as_trained_and_is_told(tmp_path: Path) -> None:
-    later = [UnfreezeConfig(at_step=3, patterns=[r"layers\.1"]), UnfreezeConfig(at_step=2, patterns=["mlp"])]
-    origin = planned(from_values().model_copy(update={"freeze": [r"layers\.", "norm"], "unfreeze": later}))
-
-    frozen = {name for name, value in origin.model.named_parameters() if not value.requires_grad}
-    assert "model.norm.weight" in frozen
-    assert "model.layers.0.self_attn.q_proj.weight" in frozen
-    assert not any("mlp" in name or "layers.1" in name for name in frozen)
-    assert [stage.at_step for stage in origin.stages] == [2, 3]
-    assert [len(stage.names) for stage in origin.stages] == [6, 6]  # of nine in each block, three are its mlp's
-    assert any(
-        note.startswith("frozen until step 2 is done, and trained from then on: 6 tensors") for note in origin.notes
-    )
-
-
-@pytest.mark.parametrize(
-    ("pattern", "said"),
-    [
-        ("layer.9", r"model\.unfreeze: 'layer\.9' matches no parameter"),
-        ("lm_head|embed", r"model\.unfreeze: '.*' at step 2 matches only parameters that are trained by then"),
-        (r"layers\.0", r"model\.unfreeze: '.*' at step 2 matches only parameters that are trained by then"),
-    ],
-)
-def test_unfreezing_what_is_not_frozen_is_refused(pattern: str, said: str) -> None:
-    later = [UnfreezeConfig(at_step=1, patterns=[r"layers\.0"]), UnfreezeConfig(at_step=2, patterns=[pattern])]
-    config = from_values().model_copy(update={"freeze": [r"layers\."], "unfreeze": later})
-
-    with pytest.raises(ModelError, match=said):
-        planned(config)

@@ -1,4 +1,4 @@
-"""The mark of weights files knows every byte, and marks of earlier versions are still understood."""
+"""The mark of weights files knows every byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 from safetensors.torch import save_file
 
 from holdfast.config.load import from_mapping
@@ -16,10 +15,10 @@ from holdfast.config.sections.model import LoRAConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import AdapterFile, check_base
-from holdfast.models.files.origin import files_fingerprint, same_files
+from holdfast.models.files.origin import files_fingerprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.fingerprints import fingerprint_once, with_current_marks
+from holdfast.training.fingerprints import fingerprint_once
 
 MIB = 2**20
 
@@ -36,13 +35,6 @@ def change(directory: Path, place: int) -> None:
         file.write(b"\xff")
 
 
-def early_mark(directory: Path) -> str:
-    """Return the mark of one file as earlier versions made it: of its size, first and last MiB."""
-    data = (directory / "model.safetensors").read_bytes()
-    ends = xxhash.xxh3_128_hexdigest(data[:MIB] + data[-MIB:])
-    return xxhash.xxh3_128_hexdigest(f"{len(data)} {ends}".encode())
-
-
 @pytest.mark.parametrize("place", [0, 3 * MIB // 2, 3 * MIB - 300])
 def test_one_changed_byte_anywhere_changes_the_mark(tmp_path: Path, place: int) -> None:
     directory = written(tmp_path / "a")
@@ -50,34 +42,8 @@ def test_one_changed_byte_anywhere_changes_the_mark(tmp_path: Path, place: int) 
 
     change(directory, place)
 
-    assert not same_files(before, files_fingerprint(directory))
+    assert files_fingerprint(directory) != before
     assert files_fingerprint(written(tmp_path / "b")) == before
-
-
-def test_an_early_mark_is_that_of_its_files_and_of_no_others(tmp_path: Path) -> None:
-    directory = written(tmp_path / "a")
-    early = early_mark(directory)
-    assert same_files(early, files_fingerprint(directory))
-
-    change(directory, 0)
-
-    assert not same_files(early, files_fingerprint(directory))
-    assert not same_files("", files_fingerprint(directory))
-
-
-def test_a_resume_takes_an_early_mark_for_the_files_it_was_made_of(tmp_path: Path) -> None:
-    directory = written(tmp_path / "a")
-    now = {"model": {"model.path": files_fingerprint(directory), "size": "5"}, "data": {"rows": "x"}}
-    then = {"model": {"model.path": early_mark(directory), "size": "4"}, "tokenizer": {"words": "y"}}
-    now["data"]["date"], then["data"] = "2026-11", {"date": "2026"}
-
-    found = with_current_marks(then, now)
-
-    assert found == {
-        "model": {"model.path": files_fingerprint(directory), "size": "4"},
-        "tokenizer": {"words": "y"},
-        "data": {"date": "2026"},
-    }
 
 
 def adapter_beside(place: Path, mark: str) -> AdapterFile:
@@ -88,20 +54,14 @@ def adapter_beside(place: Path, mark: str) -> AdapterFile:
 
 def test_adapters_are_refused_beside_a_base_that_differs_inside(tmp_path: Path) -> None:
     directory = written(tmp_path / "a")
-    new = adapter_beside(tmp_path / "new", files_fingerprint(directory))
-    early = adapter_beside(tmp_path / "early", early_mark(directory))
+    stored = adapter_beside(tmp_path / "adapter", files_fingerprint(directory))
     section = LoRAConfig(path="adapter")
-    for stored in (new, early):
-        check_base(directory, stored, section)
+    check_base(directory, stored, section)
 
     change(directory, 3 * MIB // 2)
 
     with pytest.raises(ModelError, match=r"the mark of their files is (\w{12}), here it is (?!\1)\w{12}\."):
-        check_base(directory, new, section)
-    check_base(directory, early, section)  # its mark knows no better
-    change(directory, 0)
-    with pytest.raises(ModelError, match=r"the mark of their files is (\w{12}), here it is (?!\1)\w{12}\."):
-        check_base(directory, early, section)
+        check_base(directory, stored, section)
 
 
 def bytes_read(world: World, directory: str) -> tuple[int, str]:

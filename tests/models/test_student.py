@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads.student import distilled
 from holdfast.models.layers.family import HeadSpec
-from holdfast.models.scores import HeadWeights
 from holdfast.objectives.supervised import Distillation
 from tests.models.test_scores import draw, fair_accuracy, leaves, plain
 from tests.oracle import distillation as oracle
@@ -144,7 +144,7 @@ MEASURE = """
 import json, torch
 from pathlib import Path
 from holdfast.models.layers.family import HeadSpec
-from holdfast.models.scores import HeadWeights
+from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads.student import distilled
 from holdfast.objectives.supervised import Distillation
 

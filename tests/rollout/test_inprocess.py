@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.models.names import named_parameters
 from holdfast.models.setup.model import Blueprint, blueprint
-from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.engine import Request, Sampled, converse, generate
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.inprocess import DecodedRow, Decoding, InProcessEngine
 from holdfast.rollout.sampling import Stops, mixed, uniform
@@ -272,3 +272,39 @@ def test_an_interrupted_rollout_returns_at_once_and_says_so() -> None:
     assert len(found) == 20
     assert {sampled.finish for sampled in found} <= {Finish.STOP, Finish.ABORT}
     assert max(len(sampled.tokens) for sampled in found) <= 3
+
+
+class TwoTurns:
+    """A source whose completions are continued once, each behind a token of its own."""
+
+    def __init__(self, first: list[Request]) -> None:
+        self.waiting, self.started, self.turns = list(first), dict[int, Request](), list[Sampled]()
+
+    def ready(self, *, wait: bool) -> list[Request]:  # noqa: ARG002 - nothing outside is waited for
+        waiting, self.waiting = self.waiting, []
+        self.started |= {request.request_id: request for request in waiting}
+        return waiting
+
+    def finished(self, sampled: Sequence[Sampled]) -> None:
+        self.turns += sampled
+        for turn in sampled:
+            if turn.request_id < 100:
+                prompt = np.concatenate([self.started[turn.request_id].prompt, turn.tokens, [5 + turn.place]])
+                number = 100 + 10 * turn.request_id + turn.place
+                self.waiting.append(Request(number, prompt, (mixed(3, number),)))
+
+
+def test_turns_that_join_while_others_are_decoded_are_those_of_rounds() -> None:
+    model, sampling = reference("llama"), SamplingConfig(max_new_tokens=9)
+    joined, rounds = TwoTurns(requests()), TwoTurns(requests())
+
+    converse(engine_of(model), joined, sampling)
+    while asked := rounds.ready(wait=True):
+        rounds.finished(generate(engine_of(model), asked, sampling))
+
+    assert len(joined.turns) == len(rounds.turns) == 24
+    for turn, expected in zip(
+        *(sorted(source.turns, key=lambda item: item[:2]) for source in (joined, rounds)), strict=True
+    ):
+        assert turn.tokens.tolist() == expected.tokens.tolist()
+        assert np.allclose(turn.logprobs, expected.logprobs, rtol=0, atol=1e-6)

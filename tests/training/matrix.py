@@ -25,8 +25,8 @@ from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.metrics.sink import read_metrics
+from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.files.vision import image_side
-from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.models.setup.model import configured
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft_step

@@ -21,18 +21,18 @@ def run(**data: Any) -> SFTConfig:
     return from_mapping({"model": {"path": "m"}, "steps": 1, "data": section}, SFTConfig)
 
 
-def test_replayed_experts_are_told_and_their_absence_is_as_before() -> None:
+def test_replayed_experts_are_part_of_a_run() -> None:
     tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
 
     plain, replayed = (
         _loss(from_mapping({**tree, "rollout": {"replay_routing": on}}, GRPOConfig))["rollout"] for on in (False, True)
     )
 
-    assert "replay_routing" not in plain
-    assert replayed == plain[:-1] + ',"replay_routing":true}'
+    assert replayed == plain.replace('"replay_routing":false', '"replay_routing":true')
+    assert replayed != plain
 
 
-def test_smoothed_labels_are_told_and_their_absence_is_as_before() -> None:
+def test_smoothed_labels_are_part_of_a_run() -> None:
     tree = {"model": {"path": "m"}, "steps": 1, "data": {"synthetic": {"task": "sort"}}}
 
     plain, zero, smoothed = (
@@ -40,7 +40,7 @@ def test_smoothed_labels_are_told_and_their_absence_is_as_before() -> None:
         for section in ({"kind": "nll"}, {"label_smoothing": 0}, {"label_smoothing": 0.1})
     )
 
-    assert plain == zero == '{"kind":"nll"}'
+    assert plain == zero == '{"kind":"nll","label_smoothing":0.0}'
     assert smoothed == '{"kind":"nll","label_smoothing":0.1}'
 
 
@@ -53,16 +53,15 @@ def test_how_tokens_are_decoded_is_no_part_of_a_run() -> None:
 
 
 def test_how_long_rewards_may_take_is_no_part_of_a_run() -> None:
-    """Checkpoints from before there was a bound on a step go on, and it may be moved like the wait for other ranks."""
+    """The bound on a step may be moved like the wait for other ranks."""
     tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
-    before = (
-        '{"batch_size": 16, "max_unscored_steps": 3, "on_error": {"kind": "drop_sample"}, "on_nan": {"kind": '
-        '"drop_sample"}, "on_none": {"kind": "drop_sample"}, "on_timeout": {"kind": "drop_sample"}, '
-        '"start_timeout_seconds": 120.0, "timeout_seconds": 10.0, "workers": "auto"}'
+
+    plain, bounded, patient = (
+        _loss(from_mapping({**tree, "rewards": rewards}, GRPOConfig))["rewards"]
+        for rewards in ({}, {"step_timeout_seconds": 60}, {"timeout_seconds": 60})
     )
 
-    for rewards in ({}, {"step_timeout_seconds": 60}):
-        assert _loss(from_mapping({**tree, "rewards": rewards}, GRPOConfig))["rewards"] == before
+    assert plain == bounded != patient
 
 
 def test_of_two_templates_of_one_name_the_one_in_the_current_directory_counts(
@@ -148,8 +147,6 @@ def test_modules_that_a_file_of_code_imports_from_beside_it_are_its_files(tmp_pa
     assert changed_fingerprints({"files": before}, {"files": after}) == {
         "files": ["data.filter mine.py imports pack/inner.py"]
     }
-    early = {"data.filter mine.py": before["data.filter mine.py"]}
-    assert changed_fingerprints({"files": early}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
 
 
 @pytest.mark.parametrize(("changed", "where"), [("model.safetensors", "sharded"), ("tokenizer.json", "whole")])
@@ -167,13 +164,11 @@ def test_a_reward_model_that_was_replaced_in_place_is_another_one(tmp_path: Path
 
     what = "weights" if changed == "model.safetensors" else "configuration and tokenizer"
     assert changed_fingerprints({"files": before}, {"files": after}) == {"files": [f"reward model scorer {what}"]}
-    assert changed_fingerprints({"files": {}}, {"files": after}) == {}, "a checkpoint of an earlier version goes on"
 
 
-def test_a_checkpoint_from_before_images_were_read_goes_on() -> None:
+def test_other_images_and_images_that_are_gone_are_named() -> None:
     now = {"data": {"rows of source 0": "a", "images of source 0": "b"}}
 
-    assert changed_fingerprints({"data": {"rows of source 0": "a"}}, now) == {}
     assert changed_fingerprints({"data": {"rows of source 0": "a", "images of source 0": "c"}}, now) == {
         "data": ["images of source 0"]
     }

@@ -65,15 +65,8 @@ class Section(BaseModel):
         strict=False,
     )
 
-    passed_over: ClassVar[frozenset[str]] = frozenset()
-    """Keys of earlier versions that had nothing to do with a run's numbers: exports that hold them still load."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _pass_over_earlier_keys(cls, values: Any, info: ValidationInfo) -> Any:
-        if cls.passed_over and info.context == EXPORTED and isinstance(values, Mapping):
-            return {key: value for key, value in values.items() if key not in cls.passed_over}
-        return values
+    removed: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of a key that the section does not have and that people look for, by the key."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what is wrong with values that are right one by one but not together."""
@@ -192,6 +185,20 @@ def section_of(shorthand: str, *, takes_functions: bool) -> dict[str, Any]:
     """Return the section that a kind alone, or a function in a file, stands for."""
     is_function = takes_functions and _FUNCTION.search(shorthand)
     return {"kind": PATH, "path": shorthand} if is_function else {"kind": shorthand}
+
+
+class OnOrSection:
+    """Lets true stand for a section's defaults and false for null, in the file and in the JSON schema."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(_as_switched, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "boolean"}, *handler(schema)["anyOf"]]}
+
+
+def _as_switched(value: Any) -> Any:
+    return ({} if value else None) if isinstance(value, bool) else value
 
 
 class OneOrSeveral:

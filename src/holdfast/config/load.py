@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from holdfast import registry
-from holdfast.config.base import EXPORTED, kinds_of
+from holdfast.config.base import EXPORTED, Section, kinds_of
 from holdfast.config.merge import merged
 from holdfast.config.remedies import belongs_to_sibling, example, path_of_default, written_as_section
 from holdfast.config.tree import all_keys, key_path, section_at, takes_null
@@ -124,6 +124,8 @@ def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> st
     name = str(path[-1])
     section, choice = section_at(root, path[:-1], document.values)
     assert section is not None, "pydantic finds unknown keys in sections only"
+    if issubclass(section, Section) and name in section.removed:
+        return f"there is no such key: {section.removed[name]}"
     if belonging := belongs_to_sibling(path, document.values, root):
         return belonging
     kinds = [kinds_of(member)[0] for member in choice.sections if name in member.model_fields]

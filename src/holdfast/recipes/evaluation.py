@@ -23,6 +23,7 @@ from holdfast.training.distillation.build import build_distillation_evaluation
 from holdfast.training.distillation.run import evaluate_distilled
 from holdfast.training.evaluate import evaluate
 from holdfast.training.policy.build import build_policy_evaluation
+from holdfast.training.policy.episodes import open_environments
 from holdfast.training.policy.evaluate import evaluate_policy
 from holdfast.training.policy.reward_columns import check_answers, check_columns, check_returns
 from holdfast.training.policy.rewards import open_rewards
@@ -77,8 +78,11 @@ def _measured(config: TrainingConfig, base: Path, world: World, label: str) -> t
     """Return the numbers, and what there is to say about them."""
     match config:
         case GRPOConfig():
-            with open_rewards(config, base, world) as rewards:
-                policy = build_policy_evaluation(config, base, world, rewards.score, rewards.columns)
+            with (
+                open_rewards(config, base, world) as rewards,
+                open_environments(config, base, world) as environments,
+            ):
+                policy = build_policy_evaluation(config, base, world, rewards.score, rewards.columns, environments)
                 check_columns(policy, rewards.columns)
                 check_answers(policy, rewards.answers, rewards.unreadable)
                 check_returns(policy, rewards.try_out)

@@ -24,6 +24,7 @@ from holdfast.parallel.mesh import World
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.critic import stand_still, train_critic, with_values
+from holdfast.training.policy.episodes import check_environments, open_environments
 from holdfast.training.policy.evaluate import evaluate_policy
 from holdfast.training.policy.experience import pack_rollout, score_rollout, with_advantages
 from holdfast.training.policy.metrics import (
@@ -46,12 +47,16 @@ from holdfast.types import MiniBatch
 
 def grpo(config: GRPOConfig, base: Path, world: World, live: Live | None = None) -> Outcome:
     """Train, evaluate and export as the configuration says."""
-    with open_rewards(config, base, world, live) as rewards:
-        run = build_policy_run(config, base, world, rewards.score, live, rewards.columns)
+    with (
+        open_rewards(config, base, world, live) as rewards,
+        open_environments(config, base, world) as environments,
+    ):
+        run = build_policy_run(config, base, world, rewards.score, live, rewards.columns, environments)
         walk_a_step(run, learn)
         check_columns(run.evaluation, rewards.columns)
         check_answers(run.evaluation, rewards.answers, rewards.unreadable)
         check_returns(run.evaluation, rewards.try_out)
+        check_environments(run.evaluation)
         try:
             return fit(run.common, partial(grpo_step, run), partial(evaluate_policy, run.evaluation))
         finally:
@@ -102,7 +107,7 @@ def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) 
         sums.append(result.sums)
         if number < len(mini_batches):  # later passes have the same tokens
             log_ratios.append(log_ratios_of(mini_batch, result.logprobs))
-    everyone = run.setting.ranks.gather(np.concatenate(log_ratios))
+    everyone = run.setting.gather_once(np.concatenate(log_ratios))
     return of_several_updates(lines, sums) | mismatch_spread(np.concatenate(everyone))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -44,6 +44,12 @@ class Sample:
     row: Mapping[str, Any]
     """Every column of the prompt's row. Plain values: what they need to be unpickled is imported in the workers."""
     progress: RunProgress = RunProgress()
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """Of an episode, the whole conversation; `completion` is its last answer."""
+    prompt_messages: int = 0
+    """Of these, those that it began with."""
+    environment_reward: float | None = None
+    """Of an episode, what its environment gave."""
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,8 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
     Raises:
         CannotStart: File, module or function is not there, its code raises or starts threads, or the class refuses.
     """
-    source, _, function_name = path.rpartition(":")
-    module = _in_file(source, base, name) if source.endswith(".py") else _installed(source, base, name)
-    module_file = module.__file__ or source
-    function: Any = getattr(module, function_name, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise CannotStart(
-            f"reward {name}: {module_file} has no function {function_name}. It has {', '.join(names) or 'none'}."
-        )
+    function, module_file = load_name(path, base, f"reward {name}")
+    function_name = path.rpartition(":")[2]
     if not inspect.isclass(function):
         return function, True
     try:
@@ -100,11 +93,35 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
     return instance, False
 
 
-def _in_file(file: str, base: Path, name: str) -> ModuleType:
+def load_name(path: str, base: Path, subject: str) -> tuple[Callable[..., Any], str]:
+    """Import `file.py:name`, looked up beside the YAML, then where the run starts, or `package.module:name`.
+
+    Args:
+        path: Of a function or a class.
+        base: The YAML's directory.
+        subject: What a message is about, such as `reward short`.
+
+    Returns:
+        The function or class, and the file it is in.
+
+    Raises:
+        CannotStart: File, module or name is not there, or its code raises or starts threads.
+    """
+    source, _, name = path.rpartition(":")
+    module = _in_file(source, base, subject) if source.endswith(".py") else _installed(source, base, subject)
+    module_file = module.__file__ or source
+    value: Any = getattr(module, name, None)
+    if not callable(value):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise CannotStart(f"{subject}: {module_file} has no function {name}. It has {', '.join(names) or 'none'}.")
+    return value, module_file
+
+
+def _in_file(file: str, base: Path, subject: str) -> ModuleType:
     script = next((path for path in (base / file, Path(file)) if path.is_file()), None)
     if script is None:
         raise CannotStart(
-            f"reward {name}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
+            f"{subject}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
         )
     module_file = script.resolve()
     _look_beside(module_file.parent)
@@ -112,13 +129,13 @@ def _in_file(file: str, base: Path, name: str) -> ModuleType:
     module_name = f"holdfast_reward_{module_file.stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    with _importing(str(module_file), name):
+    with _importing(str(module_file), subject):
         return load_module(module_file, module_name)
 
 
-def _installed(module: str, base: Path, name: str) -> ModuleType:
+def _installed(module: str, base: Path, subject: str) -> ModuleType:
     _look_beside(base)
-    with _importing(module, name):
+    with _importing(module, subject):
         return importlib.import_module(module)
 
 
@@ -129,7 +146,7 @@ def _look_beside(folder: Path) -> None:
 
 
 @contextmanager
-def _importing(source: str, name: str) -> Iterator[None]:
+def _importing(source: str, subject: str) -> Iterator[None]:
     """Import a file or a module within the block.
 
     Raises:
@@ -140,13 +157,13 @@ def _importing(source: str, name: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         raise CannotStart(
-            f"reward {name}: {source} raises when it is imported: {describe_error(error)}{_line_in(source, error)}. "
+            f"{subject}: {source} raises when it is imported: {describe_error(error)}{_line_in(source, error)}. "
             "Correct the file, or install what it needs in this environment."
         ) from error
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         raise CannotStart(
-            f"reward {name}: {source} starts a thread when it is imported ({threads[0]}), and workers are forks of the "
+            f"{subject}: {source} starts a thread when it is imported ({threads[0]}), and workers are forks of the "
             "process that imports it, in which threads are gone. Start it on the first call."
         )
 

@@ -97,6 +97,42 @@ class RolloutEngine(Protocol):
         """Release all resources."""
 
 
+class TurnSource(Protocol):
+    """Episodes of several turns: what can be sampled follows from what was."""
+
+    def ready(self, *, wait: bool) -> list[Request]:
+        """Return the turns that can be sampled now.
+
+        Args:
+            wait: Nothing else is to be done: return nothing only where nothing is left.
+        """
+
+    def finished(self, sampled: Sequence[Sampled]) -> None:
+        """Take turns that have been sampled."""
+
+
+@runtime_checkable
+class EpisodeEngine(Protocol):
+    """An engine that takes further turns while it samples."""
+
+    def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
+        """Sample until a source has no more turns."""
+
+
+def converse(
+    engine: RolloutEngine,
+    source: TurnSource,
+    sampling: SamplingConfig,
+    interrupted: Interrupted = lambda: False,
+) -> None:
+    """Sample until a source has no more turns: turn by turn, or in rounds where the engine knows no other way."""
+    if isinstance(engine, EpisodeEngine):
+        engine.converse(source, sampling, interrupted)
+        return
+    while requests := source.ready(wait=True):
+        source.finished(generate(engine, requests, sampling, interrupted))
+
+
 def generate(
     engine: RolloutEngine,
     requests: Sequence[Request],

@@ -162,7 +162,7 @@ def run_id(directory: Path) -> str:
 
 
 def parent(directory: Path) -> dict[str, Any] | None:
-    """Return what the run in a directory started from, as run.json has it; an earlier version recorded nothing."""
+    """Return what the run in a directory started from, as run.json has it."""
     try:
         recorded_parent: dict[str, Any] | None = read_json(directory / IDENTITY).get("parent")
     except (OSError, ValueError, AttributeError):  # `run_id` says what is wrong with it

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
-from holdfast.config.base import Section
 from holdfast.config.public import hashed
 from holdfast.config.sections.advantage import UserAdvantageConfig
-from holdfast.config.sections.algorithm import NLLConfig, UserObjectiveConfig
+from holdfast.config.sections.algorithm import UserObjectiveConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.sections.preference import UserLossConfig
@@ -30,7 +29,7 @@ from holdfast.data.content.images import ImageFiles, images_fingerprint
 from holdfast.data.tokens.chat_template import template_text
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
-from holdfast.models.files.origin import files_fingerprint, locate, remember_fingerprint, same_files
+from holdfast.models.files.origin import files_fingerprint, locate, remember_fingerprint
 from holdfast.models.files.vision import VIDEO_FILE
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.collectives import RankGroup
@@ -41,9 +40,8 @@ _TEXT = ("system", "template_kwargs", "train_on", "train_on_prompt", "append_eos
 _OF_POLICIES = ("reward", "rewards", "advantage", "groups", "kl", "entropy", "correction", "off_policy_mask", "updates")
 _SAMPLED_BY = {
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "group_size", "seed",
+    "replay_routing",
 }  # fmt: skip
-_OF_LATER = ("dora", "experts", "quantize", "any_base")
-"""Keys of model.lora that runs of earlier versions had not: without them, a run is what it was."""
 _IMAGES = "images of source "
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
@@ -63,11 +61,9 @@ def identity(
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
     data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
-    data |= _later_keys(config)
+    data["data.on_bad_row"] = config.data.on_bad_row
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
-    shapes = [source.rows for source in config.data.all_sources()]
-    if set(shapes) != {"auto"}:  # checkpoints from before shapes were remembered go on
-        data["data.rows"] = json.dumps(shapes)
+    data["data.rows"] = json.dumps([source.rows for source in config.data.all_sources()])
     data["data.sources weights"] = json.dumps([source.weight for source in config.data.all_sources()])
     model = origin.original_config.to_dict()
     model = {name: model[name] for name in sorted(model) if name not in _NOT_THE_MODEL}
@@ -86,21 +82,11 @@ def identity(
     return {kind: {what: hashed(value) for what, value in values.items()} for kind, values in kinds.items()}
 
 
-def _later_keys(config: TrainingConfig) -> dict[str, str]:
-    """Return settings that earlier versions lacked, if not at the default, so that old checkpoints match."""
-    values: dict[str, str] = {}
-    if config.data.on_bad_row != "stop":
-        values["data.on_bad_row"] = config.data.on_bad_row
-    if isinstance(config, GRPOConfig) and config.data.max_prompt_length is not None:
-        values["data.max_prompt_length"] = str(config.data.max_prompt_length)
-    return values
-
-
 def _adapters(config: TrainingConfig) -> dict[str, str]:
     lora = config.model.lora
     if lora is None:
         return {}
-    return {"model.lora": lora.model_dump_json(exclude={name for name in _OF_LATER if not getattr(lora, name)})}
+    return {"model.lora": lora.model_dump_json()}
 
 
 def _starts_from_files(config: TrainingConfig) -> bool:
@@ -117,9 +103,7 @@ def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]
     settings = {key: value for key, value in origin.image_processor.to_dict().items() if not key.startswith("_")}
     bounds: dict[str, Any] = {"data.min_pixels": config.data.min_pixels, "data.max_pixels": config.data.max_pixels}
     videos = ("video_fps", "video_min_pixels", "video_max_pixels")
-    fields = type(config.data).model_fields
-    # Only what was set: checkpoints from before there were videos go on.
-    bounds |= {f"data.{key}": value for key in videos if (value := getattr(config.data, key)) != fields[key].default}
+    bounds |= {f"data.{key}": getattr(config.data, key) for key in videos}
     file = None if origin.directory is None else origin.directory / VIDEO_FILE
     if file is not None and file.exists():
         bounds["video processor"] = hash_file(file)
@@ -140,39 +124,25 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     """Return what the loss is made of."""
     loss: dict[str, str] = {"data.average": config.data.average}
     if isinstance(config, SFTConfig | GRPOConfig):
-        loss["objective"] = _objective(config.objective)
+        loss["objective"] = config.objective.model_dump_json()
     if isinstance(config, SFTConfig) and config.neftune_alpha is not None:
         loss["neftune_alpha"] = str(config.neftune_alpha)
     if isinstance(config, DPOConfig):
         loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
-    sync = sync_of(config.reference) if isinstance(config, DPOConfig | GRPOConfig) else None
-    if sync is not None:  # checkpoints from before a reference could follow go on
-        loss["reference.sync"] = sync.model_dump_json()
+    if isinstance(config, DPOConfig | GRPOConfig):
+        sync = sync_of(config.reference)
+        loss["reference.sync"] = "null" if sync is None else sync.model_dump_json()
     if isinstance(config, GRPOConfig):
         # Neither moves a number.
         moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
         tree = config.model_dump(mode="json", exclude=moved)
-        tree["rewards"]["on_timeout"] = _on_timeout(config)
+        loss["data.max_prompt_length"] = str(config.data.max_prompt_length)
         loss |= {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
-        # Only where it is on: checkpoints from before there was such a thing go on.
-        sampled_by = _SAMPLED_BY | ({"replay_routing"} if config.rollout.replay_routing else set())
-        loss["rollout"] = config.rollout.model_dump_json(include=sampled_by)
+        loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
         if config.critic is not None:
             loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
         loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     return loss
-
-
-def _objective(section: Section) -> str:
-    """Return a loss's section; checkpoints from before there was label smoothing go on where there is none."""
-    return section.model_dump_json(exclude={"label_smoothing"} if section == NLLConfig() else None)
-
-
-def _on_timeout(config: GRPOConfig) -> dict[str, Any]:
-    """Return what a timeout does; checkpoints from before there was `auto` go on where it changes nothing."""
-    policy = config.rewards.on_timeout
-    is_as_before = policy.kind == "auto" and all(reward.kind != "math" for reward in config.reward)
-    return {"kind": "drop_sample"} if is_as_before else policy.model_dump(mode="json")
 
 
 def _has_reference(config: TrainingConfig) -> bool:
@@ -211,13 +181,11 @@ def adapter_fingerprint(setting: ConfiguredRun) -> str:
 
 
 def changed_fingerprints(saved: Identity, current: Identity) -> dict[str, list[str]]:
-    """Return the changed names by kind; names that earlier versions did not record do not count as changed."""
+    """Return the changed names by kind."""
     changes = {}
     for kind, values in current.items():
-        # Checkpoints of earlier versions hold settings as they were.
-        before = {name: hashed(mark) for name, mark in saved.get(kind, {}).items()}
-        comparable = {*before, *(name for name in values if not (is_new(name) or name.startswith(_IMAGES)))}
-        changed = [name for name in sorted(comparable) if before.get(name) != values.get(name)]
+        before = saved.get(kind, {})
+        changed = [name for name in sorted({*before, *values}) if before.get(name) != values.get(name)]
         if changed:
             changes[kind] = changed
     return changes
@@ -312,27 +280,9 @@ def is_fingerprinted(config: TrainingConfig) -> bool:
     return config.model.lora is not None or config.checkpoint.frozen == "skip" or compares
 
 
-def with_current_marks(saved: Identity, current: Identity) -> Identity:
-    """Return a checkpoint's identity with marks of an earlier version written as new ones, where they fit those."""
-    return {
-        kind: {
-            name: current[kind][name]
-            if name in current.get(kind, {}) and same_files(value, current[kind][name])
-            else value
-            for name, value in values.items()
-        }
-        for kind, values in saved.items()
-    }
-
-
 IMPORTS, REWARD_MODEL = " imports ", "reward model "
 _TEXTS = {".json", ".jinja", ".model", ".txt", ".bin"}
 """What a model directory holds beside safetensors: its configuration, its tokenizer, weights of the old format."""
-
-
-def is_new(name: str) -> bool:
-    """Return whether earlier versions did not record this name, so that their checkpoints lack it."""
-    return IMPORTS in name or name.startswith(REWARD_MODEL)
 
 
 def helper_hashes(prefix: str, file: Path) -> dict[str, str]:

@@ -45,7 +45,7 @@ Step = Callable[[], dict[str, float] | None]
 """Makes one step and returns its metrics, or None when the data has ended."""
 
 
-class Evaluate(Protocol):
+class EvaluateRun(Protocol):
     """A function that measures a run on its evaluation sets."""
 
     def __call__(self, *, interrupted: Callable[[], bool]) -> dict[str, float]:
@@ -68,7 +68,7 @@ class Outcome:
     """Command that exports the newest checkpoint; None if there is no checkpoint."""
 
 
-def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
+def fit(run: Run, step: Step, evaluate: EvaluateRun) -> Outcome:
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
     dry, first = run.setting.config.dry_run, run.trained.state.step
     signals = StopRequests(speaks_first=run.setting.world.failure.directory is None)
@@ -104,7 +104,7 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
 class _Loop:
     run: Run
     step: Step
-    evaluate: Evaluate
+    evaluate: EvaluateRun
     checkpoints: Checkpoints
     journal: Journal
     requests: StopRequests
@@ -233,7 +233,7 @@ class _Loop:
                 self.profiler.after(run.trained.state.step)
                 self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
                 self.line |= stragglers.look(run.trained.state.step)
-                self.journal.saved(self.checkpoints.check_step_after(done, self.requests))
+                self.journal.saved(self.checkpoints.check_first_step(self.requests))
                 event = StepEvent(run.trained.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
@@ -285,7 +285,7 @@ class _Loop:
         self._export([name for name in due_exports(self.run, metrics) if name == BEST])
 
     def _save_before(self, error: Exception) -> None:
-        """Save the last whole step before an error ends the run, whether it is this rank's alone or everybody's."""
+        """Save the last whole step before an error that all ranks raise ends the run."""
         if isinstance(error, CheckpointError | RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
             return
         manifest = self.checkpoints.save_before_leaving()

@@ -18,6 +18,7 @@ from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import End, Lines, LoggedDisplay, ProgressDisplay, open_progress
 from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink, TrackerProcesses
+from holdfast.models.heads.form import FormRecord, described, form_record
 from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
 from holdfast.rewards.base import FAULTS
@@ -128,7 +129,20 @@ class Journal:
     def started(self) -> None:
         """Note a start that has something to do: when, and on how many of which devices."""
         world = self._run.setting.world
-        self.event("start", time=time.time(), ranks=world.size, device=world.device.type)
+        head = form_record(self._run.trained.model, world.device)
+        if world.is_first and head is not None:
+            self._note_head_change(head)
+        form = {} if head is None else {"head": head}
+        self.event("start", time=time.time(), ranks=world.size, device=world.device.type, **form)
+
+    def _note_head_change(self, head: FormRecord) -> None:
+        """Say that the head's sums are formed in another order than by the start before this one, if they are."""
+        starts = [event["head"] for event in directory.events(self._run.setting.directory, "start") if "head" in event]
+        if starts and starts[-1] != head:
+            self.say(
+                f"note: the head runs by {described(head)}; until step {self._first_step} it was "
+                f"{described(starts[-1])}. Its sums are added up in another order, so numbers may differ by rounding"
+            )
 
     def report(self, line: Mapping[str, float]) -> None:
         """Take a step's numbers, or an evaluation's; one over no sets has none."""

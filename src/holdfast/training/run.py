@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import ConfigDict
+from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.loading.companions import AheadOfStep, Companion
@@ -23,11 +24,10 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.heads.policy import PolicyModel
-from holdfast.models.setup.model import Blueprint, cost_of
+from holdfast.models.setup.model import Blueprint
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
 from holdfast.optim.reference_ema import FollowingModel
-from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.host_memory import HostOffload
 from holdfast.parallel.mesh import World
@@ -37,6 +37,8 @@ from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.training.phases import PhaseClock, PhasePeaks
 from holdfast.types import Batch, Example
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -90,6 +92,10 @@ class Setting(ConfiguredRun):
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
         """Return a setting with a group of its own; all ranks call this together."""
         return cls(config=config, base=base, world=world, ranks=RankGroup(config.launch.timeout_minutes))
+
+    def gather_once(self, item: T) -> list[T]:
+        """Return the items of those ranks that have different batches: of a context group, its first rank's."""
+        return self.ranks.gather(item)[:: self.config.parallel.context]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -179,8 +185,8 @@ class Trained(ShardedModel):
     optimizer: Optimizer
     averages: Averages | None
     """Averages of the trained weights (`optim.ema`), if the run keeps some."""
-    unfreezing: Unfreezing
-    """What is frozen at first and trained later."""
+    parameters: Mapping[str, nn.Parameter]
+    """Sharded parameters, by canonical name."""
     total_steps: int | None
     """Updates of the whole run; None if a clock or the data's end stops it."""
     cost: ModelCost
@@ -190,23 +196,6 @@ class Trained(ShardedModel):
     """The reference policy, where it follows the weights."""
     updating: bool = False
     """Whether an update is in progress or was interrupted, so that tensors may belong to two different steps."""
-
-    def unfreeze(self, step: int) -> None:
-        """Set which parameters are trained after so many steps; all ranks call this at the same step.
-
-        It belongs to the end of a step, not to the beginning of the next: a checkpoint of a step always holds the same.
-        """
-        changing = self.unfreezing.changing(step)
-        if not changing:
-            return
-        sharded_parameters(self.model)  # what is gathered would keep its flags
-        self.unfreezing.set_step(step)
-        self.cost = cost_of(self.model, self.origin)
-        self.setting.log.messages += [
-            f"trained from step {stage.at_step + 1} on: {', '.join(stage.patterns)}"
-            for stage in changing
-            if stage.at_step <= step
-        ]
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -277,7 +266,7 @@ class Run:
         }
         if trained.following is not None:
             names = {name for name, value in sharded_parameters(trained.model).items() if value.requires_grad}
-            companions[REFERENCE_POLICY] = Companion(trained.following.model, None, names | trained.unfreezing.names)
+            companions[REFERENCE_POLICY] = Companion(trained.following.model, None, names)
         return companions
 
     @property

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast import patience
-from holdfast.config.yaml12 import parse_file
-from holdfast.errors import ConfigError
 from holdfast.files import RegularFile, parse_json, read_bytes, read_json
 from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER, METRICS
 
@@ -56,8 +54,6 @@ def state_of(run_directory: Path, events: Sequence[Mapping[str, Any]], step: int
         return RunState("failed", f"{who} ended without a word")
     if ending:
         return _as_state(ending)
-    if _reached_end(run_directory, step):
-        return RunState("done", "")
     return RunState("failed", _SILENT)
 
 
@@ -131,22 +127,6 @@ def _failure_report(run_directory: Path) -> str | None:
 
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
-
-
-def _reached_end(run_directory: Path, step: int | None) -> bool:
-    """Return whether a run of an earlier version, which recorded no end, made its last step or its last export."""
-    if step is None:
-        return False
-    try:
-        if _number(read_json(run_directory / "exports" / "final" / "holdfast_export.json").get("step")) >= step:
-            return True
-    except (OSError, ValueError, AttributeError):
-        pass
-    try:
-        last = parse_file(run_directory / "config.resolved.yaml").values.get("steps")
-    except (OSError, ConfigError):
-        return False
-    return isinstance(last, int) and step >= last
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:

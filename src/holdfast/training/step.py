@@ -73,7 +73,8 @@ def train_step(
     trained.setting.log.batches += mini_batch.micro_batches
     with trained.setting.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
-            set_last_micro_batch(trained.model, trained.plan, last=index == len(mini_batch.micro_batches) - 1)
+            last = index == len(mini_batch.micro_batches) - 1
+            set_last_micro_batch(trained.model, trained.plan, first=index == 0, last=last)
             batch = to_device(micro_batch, trained.setting.world.device)
             output = trained.model(
                 batch,
@@ -119,7 +120,7 @@ def _update(
         trained.updating = True
         trained.optimizer.step()
         if trained.averages is not None:
-            trained.averages.update(trained.unfreezing.parameters, state.step)
+            trained.averages.update(trained.parameters, state.step)
         state.skipped_in_a_row = 0
     else:
         state.skipped_steps += 1
@@ -148,12 +149,11 @@ def _update(
 
 
 def _end_step(trained: Trained) -> None:
-    """Count a step, unfreeze parameters and let the reference follow, before a checkpoint can be taken."""
+    """Count a step and let the reference follow, before a checkpoint can be taken."""
     following, step = trained.following, trained.state.step + 1
     due = following is not None and following.is_due(step)
     trained.updating |= due  # from here on, and until it has followed, the reference is of another step than the count
     trained.state.step = step
-    trained.unfreeze(step)
     if due:
         assert following is not None
         following.follow(sharded_parameters(trained.model), trained.state.step)

@@ -17,14 +17,14 @@ from holdfast.features.forensics.recorder import read_record, record_path
 from holdfast.training.policy.build import unreplayable_steps
 from holdfast.training.policy.samples import SampleRow, sample_table
 
-HEAD = {"step": 1, "base": "/", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
+HEAD = {"step": 1, "base": "/", "compute_dtype": "float32", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {
     "prompt_id": 0,
     "prompt": [5, 6],
     "source": "rows",
     "completions": [
         {"sample_id": 0, "seed": 1, "temperature": 1.0, "tokens": [7], "trained": True, "sampler_logprobs": [-0.5],
-         "weights_version": 0, "text": "a"}
+         "versions": [[0, 0]], "text": "a"}
     ],
     "facts": {"greedy": None, "completions": [{"reward": 1.0, "parts": {"exact": 1.0}, "finish": "stop"}]},
 }  # fmt: skip

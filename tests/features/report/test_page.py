@@ -284,4 +284,3 @@ def test_seconds_by_phase_are_shares_of_steps_and_evaluations(tmp_path: Path) ->
 
     rows = re.findall(r"<tr><td[^>]*>([a-z_ ]+)</td><td[^>]*>[\d,.]+</td><td[^>]*>([\d.]+)%", page)
     assert rows == [("rollout", "48.0"), ("forward_backward", "32.0"), ("evaluation", "20.0")]
-    assert "rest of the step" not in page

@@ -1,4 +1,4 @@
-"""Marks and sentences: which end belongs to which resume, in runs of this version and of earlier ones."""
+"""Marks and sentences: which end belongs to which resume."""
 
 from __future__ import annotations
 
@@ -24,16 +24,6 @@ def test_every_kill_stands_before_its_resume(tmp_path: Path) -> None:
     assert marks == [("failed", 14), ("resumed", 10), ("failed", 37), ("resumed", 30), ("failed", 52), ("resumed", 50)]
     sentences = [mark.text for mark in read_run(run.place).marks if mark.kind == "resumed"]
     assert sentences[0] == "continued from step 10 on 2 ranks; steps 11 to 14 were made again"
-
-
-def test_runs_of_earlier_versions_noted_no_starts(tmp_path: Path) -> None:
-    run = killed_run(tmp_path)
-    events = [line for line in (run.place / "events.jsonl").read_text().splitlines() if '"start"' not in line]
-    run.write("events.jsonl", "\n".join(events) + "\n")
-
-    assert told(run.place, "failed", "resumed") == [
-        ("failed", 14), ("resumed", 10), ("failed", 37), ("resumed", 30), ("failed", 52), ("resumed", 50)
-    ]  # fmt: skip
 
 
 def test_an_end_that_nobody_noted_is_a_death_without_a_word(tmp_path: Path) -> None:

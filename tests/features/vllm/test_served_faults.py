@@ -9,19 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import xxhash
 
 from holdfast import patience
-from holdfast.config.load import from_mapping
-from holdfast.config.sections.engine import VLLMEngineConfig
-from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.features.vllm.engine import VLLMEngine
-from holdfast.rollout.engine import Request
-from holdfast.rollout.sampling import Stops
-from holdfast.training.policy.ahead import CompletionsAhead
 from tests.features.vllm.served import AHEAD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import STOPPING, ahead_of, recorded, run
 
@@ -158,25 +149,6 @@ def test_completions_of_a_checkpoint_are_not_joined_to_prompts_of_other_data(
     assert len(ahead_of(tmp_path, 2)) == 8
     assert all(one["versions"] == [[0, 2]] for one in recorded(tmp_path, 3))
     assert "note: 8 completions that the checkpoint has of this step are of other prompts" in capsys.readouterr().out
-
-
-def test_completions_that_an_earlier_version_saved_are_read_and_dropped(tmp_path: Path) -> None:
-    asked = Request(7, np.array([5, 6]), (1, 2))
-    config = from_mapping(ahead_tree(["http://127.0.0.1:9"], str(tmp_path)), GRPOConfig)
-    section = config.rollout.engine
-    assert isinstance(section, VLLMEngineConfig)
-    engine = VLLMEngine(section, [], Stops(frozenset(), lambda tokens: ""))
-    ahead = CompletionsAhead(engine, config)
-    saved = [one | {"request_id": 7, "place": place} for place, one in enumerate(ahead.largest()[:2])]
-    digest = xxhash.xxh3_128_hexdigest(np.array([5, 6], "<i8").tobytes())
-    earlier, later = {name: value for name, value in saved[0].items() if name != "prompt"}, saved[1]
-
-    ahead.restore([earlier, later | {"prompt": digest}])
-    ahead.begin([asked])
-
-    assert [(one["request_id"], one["place"], one["prompt"]) for one in ahead.finished()()] == [(7, 1, digest)]
-    assert ahead.end(ahead.taken_count)[0].startswith("note: 1 completions")
-    engine.close()
 
 
 @pytest.mark.parametrize(

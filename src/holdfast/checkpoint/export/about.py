@@ -1,6 +1,6 @@
 """The file of an export that records its run, its step, the run's parent, and the hashes of its weights.
 
-An export is identified by this file only, not by its path or time. Exports of earlier versions lack it.
+An export is identified by this file only, not by its path or time.
 """
 
 from __future__ import annotations

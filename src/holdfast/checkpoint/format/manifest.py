@@ -18,8 +18,7 @@ from holdfast.errors import UserError
 from holdfast.files import parse_json, size_words
 
 FORMAT = 2
-"""The newest format that this version reads. Format 1 names the file of a rank's state by the rank; format 2 names it
-by the mesh coordinate, and may hold quantised optimizer state."""
+"""The format that is written, and the newest that is read."""
 NAME = "manifest.json"
 _HASH_KEY = "xxh3_128"
 """Key of the hash; it sorts after `manifest`, so that the file ends with its hash."""
@@ -91,7 +90,6 @@ class Manifest:
     seconds: float = 0.0
     """Duration of the save until the manifest was written."""
     format: int = FORMAT
-    """The oldest format that can represent the checkpoint, so that earlier versions can read most of them."""
 
     def __repr__(self) -> str:
         """Return one line: the names and hashes of every file and tensor fill screens."""

@@ -48,7 +48,7 @@ def fresh(prefix: str, name: str) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the file for one rank's state where there is no mesh, and in format 1."""
+    """Return the file for one rank's state where there is no mesh."""
     return f"{RANK}/rank-{rank:05d}.json"
 
 

@@ -58,7 +58,6 @@ def evaluate_model(target: str, overrides: Sequence[str], data: str | None = Non
         "model.tokenizer=null",
         "model.image_processor=null",
         "model.freeze=[]",
-        "model.unfreeze=[]",
         "model.lora=null",
         "model.trust_remote_code=false",  # whoever wrote the export has no say in that
     ]

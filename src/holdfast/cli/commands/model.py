@@ -40,11 +40,10 @@ def parameters(path: Path, overrides: Sequence[str]) -> Iterator[str]:
     loaded = load_run(path, overrides)
     config = loaded.config
     origin = blueprint(config.model, loaded.base, seed=config.seed, scorer=config.scores)
-    later = {name: stage.at_step for stage in origin.stages for name in stage.names}
     for name, parameter in named_parameters(origin.model).items():
         shape = "x".join(str(size) for size in parameter.shape) or "scalar"
         state = "trained" if parameter.requires_grad else "frozen"
-        yield f"{name}  {shape}  {f'frozen until step {later[name]} is done' if name in later else state}"
+        yield f"{name}  {shape}  {state}"
 
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -29,7 +29,7 @@ from holdfast.training.run_state import RunState, json_lines, state_of
 WIDTH = 100
 _WIDEST_NAME, _WIDEST_RATING = 28, 30
 _TAIL_BYTES = 1 << 18
-_ABOUT, _RATING = "holdfast_export.json", "holdfast_rating.json"
+_ABOUT = "holdfast_export.json"
 """As `checkpoint.export.about` and `training.saving.exports` name them; these import torch."""
 
 
@@ -225,12 +225,9 @@ def _storage(directory: Path) -> str | None:
 
 
 def _rating(export: Path) -> dict[str, Any] | None:
-    """Return what the best export is the best of; earlier versions have it in a file of its own."""
-    for name in (_ABOUT, _RATING):
-        try:
-            values = read_json(export / name)
-            rating = values["rating"] if name == _ABOUT else values
-            return {"metric": str(rating["metric"]), "value": float(rating["value"])}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return None
+    """Return what the best export is the best of."""
+    try:
+        rating = read_json(export / _ABOUT)["rating"]
+        return {"metric": str(rating["metric"]), "value": float(rating["value"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

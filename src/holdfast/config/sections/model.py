@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,7 +11,6 @@ from holdfast.config.base import (
     ByKind,
     Mistake,
     NonNegative,
-    OneOrSeveral,
     Pattern,
     Positive,
     PositiveInt,
@@ -87,11 +86,11 @@ class LoRAConfig(Section):
     """Stacks of experts' matrices that get an adapter for each expert, by parameter name, as in
     ["experts.down_proj"]."""
     exclude: list[Pattern] = Field(default_factory=list)
-    """Layers and stacks that get none."""
+    """Layers and stacks of experts that get no adapter."""
     ranks: dict[Pattern, PositiveInt] = Field(default_factory=dict)
     """Pattern to another rank, as in {"q_proj|v_proj": 64}; the first that matches counts."""
     dropout: ProperFraction = 0.0
-    """Of what goes into A, while training."""
+    """Dropout rate of the input of A, in training."""
     quantize: FourBitKind | None = None
     """Keep the frozen linear layers of the blocks in 4 bits (QLoRA, arXiv:2305.14314), in blocks of 64 numbers; needs
     `bitsandbytes`."""
@@ -133,22 +132,18 @@ class HeadConfig(Section):
     itself is gathered in the compute dtype. The log-sum-exp is float32 or better in both cases."""
 
     chunk_tokens: PositiveInt | None = None
-    """Tokens scored at once; the logits of one chunk are the only logits in memory. Default: as many as fit 32 MiB
-    of float32 logits on the CPU, 512 MiB on a GPU."""
-
-
-class UnfreezeConfig(Section):
-    """Parameters that are frozen at first and trained later."""
-
-    at_step: PositiveInt
-    """Steps that are made without them; the one after these is the first that trains them."""
-
-    patterns: Annotated[list[Pattern], Field(min_length=1)]
-    """As in `model.freeze`, with its words; each must match something that is frozen until then."""
+    """Tokens scored at once; the logits of one chunk are the only logits in memory. Default on the CPU: as many as fit
+    32 MiB of float32 logits. On a GPU 4,096, or as many as fit 2 GiB of logits and a 32nd of the card's memory; where
+    torch's operations sweep them instead of the kernels, 512 MiB of float32 logits."""
 
 
 class ModelConfig(Section):
     """A Hugging Face model: weights from `path`, or a random start from `config`."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "unfreeze": "a run trains the same parameters from its first step to its last; name what is frozen in freeze, "
+        "and after that run go on without it and with checkpoint.resume.unfreeze: [PATTERN]"
+    }
 
     path: str | None = None
     """A local directory with safetensors files, or a hub name."""
@@ -189,10 +184,6 @@ class ModelConfig(Section):
     `vision_tower`, `projector` (between tower and language model), `language_model` (with its head), `embeddings`
     (with a head tied to them)."""
 
-    unfreeze: Annotated[list[UnfreezeConfig], OneOrSeveral()] = Field(default_factory=list)
-    """What of `freeze` is trained from some step on. Until then it has no gradient and no optimizer state, and it is
-    stored in `dtype` from the start."""
-
     lora: LoRAConfig | None = None
     """Train low-rank adapters and nothing else; needs `peft`. With `frozen_dtype: bfloat16` the model is kept in half
     the memory, and adapters stay in `dtype`."""
@@ -222,13 +213,6 @@ class ModelConfig(Section):
             yield "path", "no model is named; set path (a directory or hub name) or config (a random start)"
         if self.lora is not None and self.freeze:
             yield "freeze", "lora freezes everything but its adapters; name what else is trained in lora.train"
-        if self.lora is not None and self.unfreeze:
-            yield (
-                "unfreeze",
-                "lora trains its adapters for the whole run; name what else is trained in lora.train",
-            )
-        elif self.unfreeze and not self.freeze:
-            yield "unfreeze", "nothing is frozen at first; name in freeze what is to be trained only later"
         yield from self._of_random_starts()
 
     def _of_random_starts(self) -> Iterator[Mistake]:

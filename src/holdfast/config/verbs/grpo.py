@@ -10,7 +10,8 @@ from pydantic import Field
 from holdfast.config.base import Mistake, OneOrSeveral
 from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConfig, GRPOAdvantageConfig
 from holdfast.config.sections.data import PromptDataConfig
-from holdfast.config.sections.engine import RecordedEngineConfig
+from holdfast.config.sections.engine import LocalEngineConfig, RecordedEngineConfig
+from holdfast.config.sections.environment import EnvironmentConfig
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
     ByCovariance,
@@ -49,6 +50,8 @@ class GRPOConfig(TrainingConfig):
     reward: Annotated[list[Reward], Field(min_length=1, examples=["my_reward.py:score"]), OneOrSeveral()]
     """One reward or several; several are summed by their weights."""
     rewards: RewardPoolConfig = RewardPoolConfig()
+    environment: EnvironmentConfig | None = None
+    """What the policy acts in over several turns; null: every completion is one answer."""
     advantage: AdvantageConfig = GRPOAdvantageConfig()
     critic: CriticConfig | None = None
     """The value model of `advantage: gae`; null: none."""
@@ -72,6 +75,7 @@ class GRPOConfig(TrainingConfig):
         yield from self._reference()
         yield from self._critic()
         yield from self._offload()
+        yield from self._environment()
         if sync_of(self.reference) is not None and self.kl.coefficient == 0:
             yield "reference.sync", "kl.coefficient is 0, so no reference can follow; set it, or leave sync out"
 
@@ -151,7 +155,7 @@ class GRPOConfig(TrainingConfig):
             key = "model.dropout" if self.model.dropout else "model.lora.dropout"
             yield key, "a ratio compares two forward passes of one policy, which dropout makes differ; turn it off"
         if self.rollout.replay_routing and self.parallel.compile == "blocks":
-            yield "rollout.replay_routing", "a compiled block chooses its experts itself; use parallel.compile: head"
+            yield "rollout.replay_routing", "a compiled block chooses its experts itself; use parallel.compile: off"
 
     def _groups(self) -> Iterator[Mistake]:
         groups, labels = self.groups, [reward.label for reward in self.reward]
@@ -230,6 +234,24 @@ class GRPOConfig(TrainingConfig):
         for name in ("parameters", "optimizer"):
             if self.parallel.cpu_offload and getattr(self.residency, name) == "host":
                 yield f"residency.{name}", "parallel.cpu_offload keeps them in host memory all the time; leave it out"
+
+    def _environment(self) -> Iterator[Mistake]:
+        """Yield what episodes of several turns do not go with yet."""
+        if self.environment is None:
+            if any(reward.kind == "environment" for reward in self.reward):
+                yield "reward", "environment is what an environment gives, and there is none; set environment.path"
+            return
+        if not isinstance(self.rollout.engine, LocalEngineConfig):
+            yield (
+                "rollout.engine.kind",
+                f"{self.rollout.engine.kind} samples single answers, and an environment wants turns; use auto",
+            )
+        if self.rollout.record:
+            yield "rollout.record", "what is recorded of a step is single answers; leave it out with an environment"
+        if self.rollout.replay_routing:
+            yield "rollout.replay_routing", "experts are told of single answers; leave it out with an environment"
+        if self.critic is not None:
+            yield "critic", "it passes rewards back within one answer; compare episodes, by advantage: grpo for example"
 
     def _critic(self) -> Iterator[Mistake]:
         gae, critic = isinstance(self.advantage, GAEAdvantageConfig), self.critic

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.config.path_uses import KEYS, misplaced
 from holdfast.data.rows.arrow_rows import ARROW_SUFFIXES, PARQUET_SUFFIXES, choose_split
-from holdfast.data.rows.json_rows import JSON_SUFFIXES, TABLE_SUFFIXES, TEXT_SUFFIXES
+from holdfast.data.rows.json_rows import JSON_SUFFIXES, TABLE_SUFFIXES
 from holdfast.errors import DataError
 from holdfast.files import REGULAR, expanded, file_kind, is_lfs_pointer
 
@@ -17,12 +18,11 @@ _KINDS = {
     "JSON": JSON_SUFFIXES,
     "parquet": PARQUET_SUFFIXES,
     "table": TABLE_SUFFIXES,
-    "text": TEXT_SUFFIXES,
     "arrow": ARROW_SUFFIXES,
 }
 SUFFIXES = tuple(suffix for suffixes in _KINDS.values() for suffix in suffixes)
 _FIRST = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
-"""Where a directory has files of these kinds, those of others are notes and tables beside the rows."""
+"""Where a directory has files of these kinds, those of others are tables beside the rows."""
 
 _SPLIT_SUFFIX = re.compile(r"(?P<path>.+)@(?P<split>[\w.\-+%:\[\]]+)")
 _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?:ing)?(?![a-z])")
@@ -105,7 +105,7 @@ def files_of_split(paths: Sequence[Path], split: str | None, path: str) -> list[
         _refuse_without_rows(file)
     unknown = [file for file in files if not file.name.endswith(SUFFIXES)]
     if unknown:
-        raise DataError(f"{unknown[0]} is no kind of file we read. {_ends_in()}.")
+        raise DataError(f"{unknown[0]} is no kind of file we read. {_conversion(unknown[0])}{_ends_in()}.")
     kinds = [kind for kind, suffixes in _KINDS.items() if any(file.name.endswith(suffixes) for file in files)]
     if len(kinds) > 1:
         example = next(file.suffix for file in files if file.name.endswith(_KINDS[kinds[-1]]))
@@ -124,14 +124,29 @@ def _refuse_without_rows(file: Path) -> None:
 
 def _ends_in() -> str:
     """Say which files are read."""
-    plain = ", ".join(suffix for suffix in SUFFIXES if not suffix.endswith((".gz", ".zst")))
-    return f"Files of rows end in {plain}; a .gz or .zst may follow where they are text, as in rows.jsonl.zst"
+    plain = ", ".join(suffix for suffix in SUFFIXES if not suffix.endswith(".gz"))
+    return f"Files of rows end in {plain}; a .gz may follow where they are text, as in rows.jsonl.gz"
+
+
+def _conversion(file: Path) -> str:
+    """Say how a file becomes one that is read, where a command does it; else ""."""
+    name = shlex.quote(str(file))
+    match file.suffix:
+        case ".zst":
+            return f"Unpack it with `zstd -d {name}`. "
+        case ".txt":
+            each_line = "[print(json.dumps({'text': text})) for text in map(str.strip, sys.stdin) if text]"
+            target = shlex.quote(str(file.with_suffix(".jsonl")))
+            return f'Write its lines as rows with `python -c "import json, sys; {each_line}" < {name} > {target}`. '
+    return ""
 
 
 def _by_name(directory: Path) -> dict[str, list[Path]]:
     data_files = _data_files(directory)
     if not data_files:
-        raise DataError(f"{directory} has no data files. {_ends_in()}.")
+        other = next((file for file in sorted(directory.iterdir()) if _conversion(file)), None)
+        hint = "" if other is None else f"It holds {other.name}. {_conversion(other)}"
+        raise DataError(f"{directory} has no data files. {hint}{_ends_in()}.")
     files = [file for file in data_files if file.name.endswith(_FIRST)] or data_files
     splits: dict[str, list[Path]] = {}
     unnamed: list[Path] = []

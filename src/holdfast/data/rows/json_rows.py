@@ -1,4 +1,4 @@
-"""JSON lines, JSON arrays, and what is read like them (tables and lines of text), as rows by number.
+"""JSON lines, JSON arrays and tables of text, as rows by number.
 
 The file stays on disk; memory holds one offset per row. Every value is as the file writes it: a columnar reader would
 fill the keys that one row lacks and another has with nulls, and so rewrite tool schemas and tool calls.
@@ -23,15 +23,14 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from holdfast.data.rows.text_files import line_rows, table_rows
+from holdfast.data.rows.text_files import table_rows
 from holdfast.errors import DataError
 from holdfast.files import RegularFile, parse_json
 
-_PACKINGS = ("", ".gz", ".zst")
+_PACKINGS = ("", ".gz")
 _TABLES = {".csv": ",", ".tsv": "\t"}
 JSON_SUFFIXES = tuple(f"{kind}{packing}" for packing in _PACKINGS for kind in (".jsonl", ".ndjson", ".json"))
 TABLE_SUFFIXES = tuple(f"{kind}{packing}" for packing in _PACKINGS for kind in _TABLES)
-TEXT_SUFFIXES = tuple(f".txt{packing}" for packing in _PACKINGS)
 
 _WRAPPERS = ("data", "rows", "train", "examples", "instances", "samples", "items", "records")
 """Names under which files of one object have their rows."""
@@ -185,15 +184,10 @@ def _lines(path: Path, unit: str) -> Iterator[bytes]:
             yield from opened
             return
         # Closed before the file is: whoever reads a part of the rows leaves generators behind.
-        with closing(_elements_of(opened, path, unit)) as elements:
+        rows = table_rows(opened, path, _TABLES[_kind(path)]) if unit == "row" else array_elements(opened, path)
+        with closing(rows) as elements:
             for element in elements:
                 yield json.dumps(element, ensure_ascii=False).encode() + b"\n"
-
-
-def _elements_of(opened: IO[bytes], path: Path, unit: str) -> Generator[Any]:
-    if unit == "row":
-        return table_rows(opened, path, _TABLES[_kind(path)])
-    return line_rows(opened, path) if unit == "text" else array_elements(opened, path)
 
 
 @contextmanager
@@ -205,42 +199,13 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
     """
     with _opened(path) as raw:
         try:
-            match path.suffix:
-                case ".gz":
-                    with gzip.GzipFile(fileobj=raw) as unpacked:
-                        yield cast("IO[bytes]", unpacked)
-                case ".zst":
-                    with io.BufferedReader(_Zstandard(raw, path)) as unpacked:
-                        yield unpacked
-                case _:
-                    yield io.BufferedReader(raw)
+            if path.suffix != ".gz":
+                yield io.BufferedReader(raw)
+                return
+            with gzip.GzipFile(fileobj=raw) as unpacked:
+                yield cast("IO[bytes]", unpacked)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DataError(f"{path}: damaged gzip file ({error}). Compress it again, or unpack it.") from None
-
-
-class _Zstandard(io.RawIOBase):
-    """The bytes of a zstandard file, unpacked front to back."""
-
-    def __init__(self, raw: RegularFile, path: Path) -> None:
-        from pyarrow import CompressedInputStream  # type: ignore[import-untyped]  # has no stubs
-
-        self._path = path
-        self._stream = CompressedInputStream(raw, "zstd")
-
-    def readable(self) -> bool:
-        """Say that it can be read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer."""
-        try:
-            data = self._stream.read(len(buffer))
-        except OSError as error:
-            if error.errno is not None:  # the disk's, not the library's
-                raise
-            raise DataError(f"{self._path}: damaged zstd file ({error}). Compress it again, or unpack it.") from None
-        buffer[: len(data)] = data
-        return len(data)
 
 
 def _opened(path: Path) -> RegularFile:
@@ -256,12 +221,9 @@ def _kind(path: Path) -> str:
 
 
 def _unit(path: Path) -> str:
-    """Say what a row is in this file: a `line`, an `element` of one JSON array, a table's `row`, or a `text`."""
-    kind = _kind(path)
-    if kind in _TABLES:
+    """Say what a row is in this file: a `line`, an `element` of one JSON array, or a table's `row`."""
+    if _kind(path) in _TABLES:
         return "row"
-    if kind == ".txt":
-        return "text"
     with _decompressed(path) as opened:
         head = opened.read(4096)
     return "element" if head.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[") else "line"

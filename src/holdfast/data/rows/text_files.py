@@ -1,4 +1,4 @@
-"""Tables of text (csv, tsv) and plain text files, read by Python's csv module and line by line.
+"""Tables of text (csv, tsv), read by Python's csv module.
 
 Every value is text, as the file writes it: `007` stays `007`, and `NA` is not a missing value.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
@@ -25,26 +24,30 @@ def table_rows(opened: IO[bytes], path: Path, delimiter: str) -> Generator[dict[
         DataError: A row has more or fewer fields than there are columns, or is not written as csv; with its last line.
     """
     csv.field_size_limit(_LONGEST_FIELD)  # of the whole process; nobody else here reads csv
-    with _text(opened, path, newline="") as text:
-        lines = csv.reader(text, delimiter=delimiter, strict=True)
-        columns: list[str] = []
-        try:
-            for fields in lines:
-                if not fields:
-                    continue
-                if not columns:
-                    columns = _columns(fields, path)
-                    continue
-                if len(fields) != len(columns):
-                    separator = "tab" if delimiter == "\t" else "comma"
-                    raise DataError(
-                        f"{path}, line {lines.line_num}: the row has {len(fields)} fields, and the first line names "
-                        f"{len(columns)} columns. A field with a {separator}, a quotation mark or a line "
-                        "break in it stands in quotation marks."
-                    )
-                yield dict(zip(columns, fields, strict=True))
-        except csv.Error as error:
-            raise DataError(f"{path}, line {lines.line_num}: cannot be read as a table ({error}).") from None
+    text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
+    lines = csv.reader(text, delimiter=delimiter, strict=True)
+    columns: list[str] = []
+    try:
+        for fields in lines:
+            if not fields:
+                continue
+            if not columns:
+                columns = _columns(fields, path)
+                continue
+            if len(fields) != len(columns):
+                separator = "tab" if delimiter == "\t" else "comma"
+                raise DataError(
+                    f"{path}, line {lines.line_num}: the row has {len(fields)} fields, and the first line names "
+                    f"{len(columns)} columns. A field with a {separator}, a quotation mark or a line "
+                    "break in it stands in quotation marks."
+                )
+            yield dict(zip(columns, fields, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {lines.line_num}: cannot be read as a table ({error}).") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error}).") from None
+    finally:
+        text.detach()
 
 
 def _columns(fields: list[str], path: Path) -> list[str]:
@@ -52,24 +55,3 @@ def _columns(fields: list[str], path: Path) -> list[str]:
     if twice is not None:
         raise DataError(f"{path}: the first line names the columns, and two of them are called {twice!r}.")
     return fields
-
-
-def line_rows(opened: IO[bytes], path: Path) -> Generator[dict[str, str]]:
-    """Yield every line that is not blank as one text, without its line break.
-
-    Raises:
-        DataError: The file is not UTF-8.
-    """
-    with _text(opened, path, newline=None) as text:
-        yield from ({"text": line.removesuffix("\n")} for line in text if line.strip())
-
-
-@contextmanager
-def _text(opened: IO[bytes], path: Path, newline: str | None) -> Iterator[io.TextIOWrapper]:
-    decoded = io.TextIOWrapper(opened, encoding="utf-8-sig", newline=newline)
-    try:
-        yield decoded
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error}).") from None
-    finally:
-        decoded.detach()

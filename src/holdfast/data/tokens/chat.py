@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -84,6 +84,7 @@ class RowTokeniser:
         base: Path,
         images: ImageSide | str = BLIND,
         formats: Mapping[str, RowFormat] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Read the templates.
 
@@ -93,6 +94,7 @@ class RowTokeniser:
             base: The YAML's directory, where template files are looked up after the current directory.
             images: Turns images into tokens; or a sentence that says why none can be trained on.
             formats: The shape of a source's rows, by its name; `auto`, which recognises it, where none is named.
+            tools: Schemas of what a policy may call, in the place of rows' own; every prompt is a conversation then.
 
         Raises:
             DataError: A template file is missing or wrong, or a template variable is not the template's to set.
@@ -105,7 +107,8 @@ class RowTokeniser:
         self._template = _chat_template(tokenizer, text, base, images)
         self._has_template = bool(tokenizer.name_or_path and self._template.source)  # built-in ones have no name
         # Whoever sets one of these wants a chat: a prompt that is plain text becomes the user's message.
-        self._wraps_text = bool(text.system or text.chat_template or text.template_kwargs)
+        self._wraps_text = tools is not None or bool(text.system or text.chat_template or text.template_kwargs)
+        self._tools = tools
 
     @property
     def fingerprint(self) -> str:
@@ -166,6 +169,21 @@ class RowTokeniser:
         written, counts = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
         return Opening(written, laid, self._images.positions(laid), counts)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """What conversations are written with."""
+        return self._template
+
+    def conversation(self, row: Row, row_name: str) -> Conversation:
+        """Return the messages of a row's prompt, where every prompt is a conversation.
+
+        Raises:
+            DataError: As `opening`.
+        """
+        content = self._prompt(row, row_name)
+        assert isinstance(content, Conversation)
+        return self._prepared(content, row_name)
 
     def _prompt(self, row: Row, row_name: str) -> Conversation | PlainText:
         if self._format is not None:
@@ -260,6 +278,8 @@ class RowTokeniser:
                 f"{row_name} is a conversation, but the tokenizer has no chat template to write it with ({refusal}). "
                 "Set data.chat_template to a jinja file."
             ) from None
+        if self._tools is not None:
+            conversation = replace(conversation, tools=list(self._tools))
         if self._text.system is None or conversation.messages[0]["role"] in ("system", "developer"):
             return conversation
         system = {"role": "system", "content": self._text.system}

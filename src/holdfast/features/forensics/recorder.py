@@ -42,8 +42,8 @@ class Record:
     """Directory of the run's YAML."""
     metrics: Mapping[str, float]
     rollout: Rollout
-    compute_dtype: str | None
-    """Dtype in which the run computed; None in records of earlier versions."""
+    compute_dtype: str
+    """Dtype in which the run computed."""
 
 
 def record_path(directory: Path, step: int) -> Path:
@@ -141,7 +141,7 @@ def read_record(directory: Path, step: int) -> Record:
         trained = [_group(line) for line in lines if "left_out" not in line]
         groups, facts = zip(*trained, strict=True) if trained else ((), ())
         rollout = Rollout(groups, facts, facts, {}, ())
-        return Record(head["step"], Path(head["base"]), head["metrics"], rollout, head.get("compute_dtype"))
+        return Record(head["step"], Path(head["base"]), head["metrics"], rollout, head["compute_dtype"])
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{path} is damaged ({type(error).__name__}: {error}), so step {step} cannot be made again."
@@ -173,10 +173,8 @@ def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
 def _trajectory(prompt: Prompt, completion: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
     size, sampled = prompt.tokens.size, np.asarray(completion["tokens"], np.int64)
     is_sampled = np.arange(size + sampled.size) >= size
-    versions = np.where(is_sampled, completion.get("weights_version", -1), -1).astype(
-        np.int32
-    )  # earlier records have one version
-    for start, version in completion.get("versions", ()):
+    versions = np.full(is_sampled.size, -1, np.int32)
+    for start, version in completion["versions"]:
         versions[size + start :] = version
     return Trajectory(
         prompt_id=prompt.prompt_id,

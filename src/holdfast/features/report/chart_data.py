@@ -10,9 +10,7 @@ from typing import Any
 
 from holdfast.features.report.curves import Column
 from holdfast.features.report.metrics import (
-    EVALUATING,
     EVALUATION,
-    ROUNDING,
     TIMING,
     evaluations_of,
     leading,
@@ -69,6 +67,10 @@ def _chart(name: str, names: Sequence[str], verb: str) -> dict[str, Any]:
 def _run(run: RunRecord) -> dict[str, Any]:
     axes: dict[tuple[int, ...], int] = {}
     curves = run.curves
+    marks: dict[str, list[list[Any]]] = {}
+    for kind in ENTRY_KINDS:
+        of_kind = [[mark.step, mark.text] for mark in run.marks if mark.kind == kind]
+        marks[kind] = of_kind[:: -(-len(of_kind) // MOST_MARKS) or 1]
     return {
         "name": run.name,
         "curves": {escaped(name): _column(column, axes) for name, column in curves.columns.items()},
@@ -79,7 +81,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         },
         "steps": [_axis(axis) for axis in axes],
         "rewinds": [[rewind.to, rewind.last] for rewind in curves.rewinds],
-        "marks": {kind: _marks(run, kind) for kind in ENTRY_KINDS},
+        "marks": marks,
         "phases": _phases(run),
         "samples": samples_data(run.samples.items),
     }
@@ -100,30 +102,20 @@ def _axis(steps: tuple[int, ...]) -> dict[str, Any]:
     return {"from": steps[0] if steps else 0, "added": added, "count": len(steps)}
 
 
-def _marks(run: RunRecord, kind: str) -> list[list[Any]]:
-    marks = [mark for mark in run.marks if mark.kind == kind]
-    stride = -(-len(marks) // MOST_MARKS) or 1
-    return [[mark.step, mark.text] for mark in marks[::stride]]
-
-
 def _phases(run: RunRecord) -> dict[str, Any]:
-    """Return the mean seconds of each phase over parts of the run, and what of a step belongs to none."""
+    """Return the mean seconds of each phase over stretches of the run."""
     columns = run.curves.columns
     times = columns.get("step_time")
     if times is None or not len(times.steps):
         return {}
-    steps, step_seconds = bucket_means(times.steps, times.values, _PHASE_POINTS)
+    steps, _ = bucket_means(times.steps, times.values, _PHASE_POINTS)
     phase_seconds = {
         name.removeprefix(TIMING): bucket_means(times.steps, _at(times.steps, column), _PHASE_POINTS)[1]
         for name, column in columns.items()
         if name.startswith(TIMING)
     }
-    of_steps = [values for name, values in phase_seconds.items() if TIMING + name != EVALUATING]
-    remainder = [total - sum(values) for total, values in zip(step_seconds, zip(*of_steps, strict=True), strict=False)]
     ranked = sorted(phase_seconds, key=lambda name: -sum(phase_seconds[name]))
     phases = [[escaped(name), [rounded(value) for value in phase_seconds[name]]] for name in ranked]
-    if sum(remainder) > ROUNDING * sum(step_seconds):  # an earlier version's phases left some time to none
-        phases.append(["rest of the step", [rounded(max(0.0, value)) for value in remainder]])
     return {"steps": steps, "parts": phases}
 
 

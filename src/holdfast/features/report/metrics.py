@@ -40,8 +40,6 @@ _SUPERVISED_LOSS = Label("Loss", "nats per token")
 TIMING = "timing/"
 EVALUATING = "timing/evaluation"
 """No part of a step's time."""
-ROUNDING = 1e-6
-"""Share of the time in steps that phases may miss by rounding."""
 EVALUATION = "eval/"
 MOST_CHARTS = 12
 """Charts that stand on the page; every other metric can be chosen in one more."""

@@ -42,7 +42,7 @@ def write_page(directories: Sequence[Path], output: Path | None, between: Callab
         between: Called now and then; what it raises ends the work, and no page is left.
 
     Raises:
-        UserError: A directory is none of a run, or the page would replace something else.
+        UserError: A directory is none of a run, the page would replace something else, or plotly is not installed.
     """
     if len(directories) > MOST_RUNS:
         raise UserError(
@@ -83,13 +83,16 @@ def _check_target(target: Path) -> None:
 
 
 def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing) -> str:
-    """Return the page about runs."""
-    from plotly.offline import get_plotlyjs
+    """Return the page about runs.
 
+    Raises:
+        UserError: Plotly is not installed.
+    """
+    plotly = _plotly_script()
     assets = files("holdfast.features.report")
     page_scripts = [assets.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS]
     theme = assets.joinpath("theme.js").read_text(encoding="utf-8")
-    scripts = [str(get_plotlyjs()), *page_scripts]
+    scripts = [plotly, *page_scripts]
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash_source, [theme, *scripts]))}; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -112,6 +115,14 @@ def page_of(runs: Sequence[RunRecord], between: Callable[[], None] = do_nothing)
     body = [_top(runs, title), tag("main", *_main(runs)), data, *(f"<script>{script}</script>" for script in scripts)]
     head_text, body_text = "\n".join(head), "\n".join(body)
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head_text}\n</head>\n<body>\n{body_text}\n</body>\n</html>\n'
+
+
+def _plotly_script() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UserError("The curves of a page are drawn by plotly: pip install 'holdfast[report]'.") from error
+    return str(get_plotlyjs())
 
 
 def _hash_source(script: str) -> str:

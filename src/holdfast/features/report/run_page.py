@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from holdfast import patience
+from holdfast.errors import UserError
 from holdfast.features.report.page import write_page
 from holdfast.training.directory import IDENTITY, count_starts
 
@@ -37,6 +38,8 @@ def write_at_end(directory: Path, starts_before: int, *, stopped: bool) -> None:
         print(f"what happened, on one page: {page}", flush=True)
     except _PageTimeout:
         print(f"The run's page was not written in {seconds:g} s: `holdfast report {directory}` does.", file=sys.stderr)
+    except UserError as error:
+        print(f"The run's page was not written. {error} Then `holdfast report {directory}` writes it.", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the run has ended, and a page must not change how
         print(f"The run's page could not be written: {type(error).__name__}: {error}", file=sys.stderr)
 

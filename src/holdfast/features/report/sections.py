@@ -12,7 +12,6 @@ from holdfast.features.report.html import html_table, section, tag, text
 from holdfast.features.report.metrics import (
     EVALUATING,
     EVALUATION,
-    ROUNDING,
     TIMING,
     evaluations_of,
     leading,
@@ -152,9 +151,6 @@ def _seconds_by_phase(columns: Mapping[str, Column]) -> tuple[dict[str, float], 
     """Return the seconds of each phase, and of all steps and evaluations."""
     phases = {name: sum(filter(math.isfinite, columns[name].values)) for name in columns if name.startswith(TIMING)}
     total = sum(columns["step_time"].values) + phases.get(EVALUATING, 0.0)
-    remainder = total - sum(phases.values())
-    if remainder > ROUNDING * total:  # a run of an earlier version, whose phases left some time to none
-        phases["rest of the step"] = remainder
     return phases, total
 
 

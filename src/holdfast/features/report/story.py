@@ -1,7 +1,7 @@
 """Lists the events of a run in order (starts, ends, saves, evaluations, alarms), each with its step and a sentence.
 
 `metrics.jsonl` says where a resume went back to, `events.jsonl` what ended the start before. A start leaves an event of
-its own; in runs of earlier versions, which lack it, an end belongs to the first resume that its step allows.
+its own.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ def marks_of(curves: Curves, events: Sequence[Event]) -> list[Mark]:
     """Return all marks of a run, in the order in which they happened; evaluations come last."""
     marks: list[Mark] = []
     offset = 0
-    notes_starts = any(event.get("event") == "start" for event in events)
     for rewind in curves.rewinds:
         end = _end_of_start(rewind, events, offset)
         start = events[end] if end < len(events) and events[end].get("event") == "start" else {}
-        if notes_starts and not start and rewind.to == rewind.last:
+        if not start and rewind.to == rewind.last:
             continue  # a start that found nothing to do
         marks += _within(events[offset:end])
         marks.append(_ending(rewind, events[offset:end]))
@@ -84,10 +83,6 @@ def _end_of_start(rewind: Rewind, events: Sequence[Event], offset: int) -> int:
         event = events[index]
         if event.get("event") == "start" and _step(event) == rewind.to and index > offset:
             return index
-    for index in range(offset, len(events)):
-        event = events[index]
-        if event.get("event") in _ENDINGS and rewind.to <= _step(event) <= rewind.last + 1:
-            return index + 1
     return next((i for i in range(offset, len(events)) if _step(events[i]) > rewind.last + 1), len(events))
 
 

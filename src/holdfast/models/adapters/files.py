@@ -21,7 +21,7 @@ from holdfast.models.adapters.live import Adapter, adapters_of, lengths, whole_m
 from holdfast.models.files.conversion import Header
 from holdfast.models.files.four_bit import FourBitLinear, four_bit_layers, packed
 from holdfast.models.files.loading import RowSlices, WeightGroup, WeightSource
-from holdfast.models.files.origin import files_fingerprint, same_files
+from holdfast.models.files.origin import files_fingerprint
 from holdfast.models.files.safetensors_files import read_header
 from holdfast.models.heads.scorer import LAYER
 from holdfast.models.names import named_parameters
@@ -187,12 +187,9 @@ def check_base(directory: Path, stored: AdapterFile, section: LoRAConfig) -> Non
     if stored.base is None or section.any_base:
         return
     directory_mark = files_fingerprint(directory)
-    if same_files(stored.base, directory_mark):
+    if stored.base == directory_mark:
         return
-    # Of marks that both tell every byte, the second half; an earlier version's has the first alone.
-    stored_mark, directory_mark = (
-        mark.split("-")[-1 if "-" in stored.base else 0] for mark in (stored.base, directory_mark)
-    )
+    stored_mark, directory_mark = (mark.split("-")[-1] for mark in (stored.base, directory_mark))
     raise ModelError(
         f"model.lora.path: {stored.path.parent} holds adapters that were trained beside other weights than those in "
         f"{directory}: the mark of their files is {stored_mark[:12]}, here it is {directory_mark[:12]}. Name their own "

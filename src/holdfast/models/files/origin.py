@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ _TEXTS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merg
 
 
 _EDGE = 2**20
-"""Bytes at either end of a weights file that enter the first half of its fingerprint."""
+"""Bytes at either end of a weights file that a rank hashes to tell whether its files are those of another rank."""
 
 _READ: dict[tuple[tuple[str, int, int, int], ...], str] = {}
 """Cache of fingerprints by path, size, modification time and inode of the files."""
@@ -49,12 +48,6 @@ def remember_fingerprint(directory: Path, mark: str) -> None:
     files = sorted(directory.glob("*.safetensors"))
     if mark.startswith(f"{_edges_fingerprint(files)}-"):
         _READ[_state_of(files)] = mark
-
-
-def same_files(recorded: str, current: str) -> bool:
-    """Compare a recorded fingerprint with a current one; earlier versions recorded EDGES alone."""
-    early = re.fullmatch(r"([0-9a-f]{32})-[0-9a-f]{32}", current)
-    return recorded == current or (early is not None and recorded == early[1])
 
 
 def _state_of(files: list[Path]) -> tuple[tuple[str, int, int, int], ...]:

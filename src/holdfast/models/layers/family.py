@@ -31,8 +31,8 @@ class HeadSpec:
     float32_product: bool = False
     """Multiply in float32 even when hidden states are bfloat16."""
     chunk_tokens: int | None = None
-    compiled: bool = False
-    """Sweep a chunk's logits with kernels that torch.compile fuses."""
+    kernel_tokens: int | None = None
+    """Tokens whose logits Triton kernels sweep at once; None where torch's operations do."""
     support: Support | None = None
     """Renormalise log-probabilities over these tokens and the drawn one; None: over the whole vocabulary."""
 

@@ -50,7 +50,7 @@ from holdfast.models.heads.scorer import (
 from holdfast.models.layers.attention import PACKED, register_attention, upstream_attention
 from holdfast.models.layers.family import Family, family_of
 from holdfast.models.names import named_parameters
-from holdfast.models.setup.freezing import Stage, freeze, timetable
+from holdfast.models.setup.freezing import freeze
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,6 @@ class Blueprint:
     """Notes for the user, printed at the start of a run."""
     image_processor: Any = None
     """transformers' image processor; None for a model that reads text alone."""
-    stages: tuple[Stage, ...] = ()
-    """What is frozen at first, in the order in which it is trained later."""
 
 
 def blueprint(  # noqa: PLR0913 - what a model can be made of
@@ -117,8 +115,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     _follow_settings(model, config)
     if config.lora is not None:
         notes.append(add_adapters(model, config.lora, storage_of(config)[1]))
-    stages = freeze(model, config.freeze, config.unfreeze)
-    notes += timetable(stages, model)
+    freeze(model, config.freeze)
     drawn = seed if scorer or directory is None else None
     source, used = _source(skeleton, live, directory, (old_vocabulary, new_vocabulary), drawn)
     if config.lora is not None:
@@ -138,7 +135,6 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         choose_attention(model, family, config.attention, notes),  # it adds a note
         tuple(notes),
         load_image_processor(config, raw_config, directories),
-        stages,
     )
 
 

@@ -7,9 +7,8 @@ Invariant: no survivor waits more than 10 s to learn of a failure. A survivor ma
 rollout), or in one that cannot notice (NCCL between GPUs of one machine); a thread therefore polls for reports, and
 ends such a rank.
 
-Background saves run collectives of their own, so each rank also writes a note of the phase that its save is in. A
-process that has stopped answering is distinguished from one whose save thread alone is late: training can wait for the
-latter.
+Background saves run collectives of their own, so each rank also writes a note of its save's phase. A process that has
+stopped answering is distinguished from one whose save thread alone is late: training can wait for the latter.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ Listener = Callable[[str, Failure], None]
 """Called with "silent" or "failed" and a description of the rank that it happened to."""
 
 _PHASE_BYTES = 64
-_SAVE_NOTE = "save-asked-for"
 
 
 @dataclass(frozen=True)
@@ -160,13 +158,18 @@ class FailureChannel:
         """Return whether an error says that another rank is gone."""
         return self._world_size > 1 and broken_by_peer(error)
 
-    def ask_for_save(self, run: str) -> None:
-        """Ask all ranks to save what they hold of a run: this one is about to fail and still can."""
-        self._board.write(f"{_SAVE_NOTE}-{run}", str(self._rank))
-
-    def save_is_asked_for(self, run: str) -> bool:
-        """Return whether some rank asked."""
-        return self._board.read(f"{_SAVE_NOTE}-{run}") is not None
+    def all_ranks_raise(self, run: str) -> bool:
+        """Return whether all ranks of a run raise within `raising_seconds`; each of them calls this when it does."""
+        if self._world_size == 1:
+            return True
+        notes = [f"raises-{run}-rank-{rank}" for rank in range(self._world_size)]
+        self._board.write(notes[self._rank], "")
+        deadline = time.monotonic() + patience.current.raising_seconds
+        while any(self._board.read(note) is None for note in notes):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def report(self, error: BaseException) -> Failure:
         """Report an error of this rank; return the first failure of the run, which may be another rank's."""

@@ -35,6 +35,8 @@ def rule(section: Mapping[str, Any]) -> One:
             return lambda sample: 0.0 - penalty * repeated_share(sample.completion_tokens, size)
         case {"kind": "overlong", "max_length": longest, "cache": cache}:
             return lambda sample: overlong_punishment(len(sample.completion_tokens), longest, cache)
+        case {"kind": "environment"}:
+            return lambda sample: sample.environment_reward
     raise AssertionError(section)
 
 

@@ -44,9 +44,7 @@ _ONE: Mapping[str, One] = {
 _MANY: Mapping[str, One] = {
     **{name: value for name, value in _ONE.items() if name not in {"prompt", "completion"}},
     "prompts": lambda sample: sample.row["prompt"] if _is_conversation(sample) else sample.prompt,
-    "completions": lambda sample: (
-        [{"role": "assistant", "content": sample.completion}] if _is_conversation(sample) else sample.completion
-    ),
+    "completions": lambda sample: _answered(sample),  # noqa: PLW0108 - defined below
 }
 _VERL: Mapping[str, One] = {
     "data_source": lambda sample: sample.row.get("data_source", ""),
@@ -174,6 +172,8 @@ class _Call:
     def one(self, sample: Sample) -> Any:
         """Call it with one sample."""
         values = {**sample.row, **{name: value(sample) for name, value in _ONE.items()}}
+        if sample.messages is not None:
+            values["messages"] = sample.messages
         return self.run(values, sample.row)
 
     def batch(self, samples: Sequence[Sample]) -> Any:
@@ -243,6 +243,13 @@ def _ground_truth(sample: Sample) -> Any:
     if isinstance(verl, Mapping) and "ground_truth" in verl:
         return verl["ground_truth"]
     return sample.row.get("ground_truth", sample.row.get("answer"))
+
+
+def _answered(sample: Sample) -> Any:
+    """Return what follows the prompt: messages where the prompt is one, and every turn of an episode."""
+    if sample.messages is not None:
+        return list(sample.messages[sample.prompt_messages :])
+    return [{"role": "assistant", "content": sample.completion}] if _is_conversation(sample) else sample.completion
 
 
 def _is_conversation(sample: Sample) -> bool:

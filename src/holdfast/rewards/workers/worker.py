@@ -26,7 +26,7 @@ from holdfast.text.escaping import escaped_paragraph
 
 def main() -> None:
     """Serve one pool until its rank closes it or dies."""
-    requests, replies = _take_channels(Path(sys.argv[1]))
+    requests, replies = take_channels(Path(sys.argv[1]))
     settings = framing.read_frame(requests)
     if settings is None:
         return
@@ -46,7 +46,7 @@ def main() -> None:
     Supervisor(scorers, setup, requests, replies).run()
 
 
-def _take_channels(log: Path) -> tuple[int, int]:
+def take_channels(log: Path) -> tuple[int, int]:
     """Move the channels from descriptors 0 and 1 to new ones, and redirect what user code prints to the log."""
     # User code prints to descriptor 1 and may read from 0; on the channel itself, its text would be taken for a reply.
     requests, replies = os.dup(0), os.dup(1)

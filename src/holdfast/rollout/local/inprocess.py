@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.layers.attention import Documents
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import output_layer_of
-from holdfast.models.scores import HeadWeights
 from holdfast.models.setup.model import Blueprint
-from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.engine import Interrupted, Request, Sampled, TurnSource
 from holdfast.rollout.local.cache import CACHED, PromptCache, RowCache, register_cache
 from holdfast.rollout.local.graphs import NotReplayable, Recorder
 from holdfast.rollout.local.predictor import DeviceRows, EagerRows, Predictor, RowState
@@ -254,6 +255,22 @@ class InProcessEngine(ReplicaEngine):
                 if setup.static is not None:
                     setup.static.close()
 
+    @torch.no_grad()
+    def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
+        """Sample until a source has no more turns; a turn's whole prompt is computed again."""
+        self._sampling = sampling
+        with self._replica.for_few_rows():
+            predictor = Predictor(self._replica, self._routers, self._head(), self._spec, sampling)
+            # Prompts grow, and what is recorded has room for a known number of tokens: operation by operation.
+            setup = _DecodingSetup(predictor, self._stops.with_texts(sampling.stop), sampling.max_new_tokens, None)
+            decoding: Decoding | None = None
+            while True:
+                self._waiting.extend(source.ready(wait=decoding is None and not self._waiting))
+                if decoding is None and not self._waiting:
+                    return
+                decoding, done = self._advance(decoding, setup, interrupted)
+                source.finished(done)
+
     def _setup(self) -> _DecodingSetup:
         predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
         stops, limit = self._stops.with_texts(self._sampling.stop), self._sampling.max_new_tokens
@@ -268,20 +285,27 @@ class InProcessEngine(ReplicaEngine):
         done: list[Sampled] = []
         decoding: Decoding | None = None
         while self._waiting or decoding is not None:
-            if decoding is None or 2 * len(decoding.rows) <= self._rows:
-                decoding, ended = self._admit(decoding, setup)
-                done += [self._sampled(row, finish) for row, finish in ended]
-            if decoding is not None:
-                self._run(decoding, setup)
-                ended = decoding.take(setup.stops, abort=interrupted())
-                done += [self._sampled(row, finish) for row, finish in ended]
-                decoding = decoding.remaining()
-            if interrupted():
-                done += [
-                    self._aborted(request, index) for request in self._waiting for index in range(len(request.seeds))
-                ]
-                self._waiting.clear()
+            decoding, ended = self._advance(decoding, setup, interrupted)
+            done += ended
         return sorted(done, key=lambda sampled: (sampled.request_id, sampled.place))
+
+    def _advance(
+        self, decoding: Decoding | None, setup: _DecodingSetup, interrupted: Interrupted
+    ) -> tuple[Decoding | None, list[Sampled]]:
+        """Take waiting requests in, draw tokens until the next look, and return what is decoded and what has ended."""
+        done: list[Sampled] = []
+        if decoding is None or 2 * len(decoding.rows) <= self._rows:
+            decoding, ended = self._admit(decoding, setup)
+            done += [self._sampled(row, finish) for row, finish in ended]
+        if decoding is not None:
+            self._run(decoding, setup)
+            ended = decoding.take(setup.stops, abort=interrupted())
+            done += [self._sampled(row, finish) for row, finish in ended]
+            decoding = decoding.remaining()
+        if interrupted():
+            done += [self._aborted(request, index) for request in self._waiting for index in range(len(request.seeds))]
+            self._waiting.clear()
+        return decoding, done
 
     def _run(self, decoding: Decoding, setup: _DecodingSetup) -> None:
         """Draw tokens until the next look."""

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.layers.routers import Routers
-from holdfast.models.scores import HeadWeights, logits_of
 from holdfast.rollout.local.cache import HeldCache, RowCache
 from holdfast.rollout.local.replica import Replica
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform

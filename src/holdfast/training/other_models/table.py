@@ -150,13 +150,12 @@ def save_table(table: ReferenceTable, path: Path, about: Mapping[str, str]) -> N
         raise ConfigError(f"reference.cache: {path} cannot be written ({error}). Name another file.") from error
 
 
-def load_table(path: Path, about: Mapping[str, str], earlier: Mapping[str, str] | None = None) -> ReferenceTable:
+def load_table(path: Path, about: Mapping[str, str]) -> ReferenceTable:
     """Read a table and verify it.
 
     Args:
         path: The file.
         about: What it must be of.
-        earlier: The same as earlier versions wrote it, if that was otherwise.
 
     Raises:
         ConfigError: It is damaged, or was made of other things.
@@ -172,7 +171,7 @@ def load_table(path: Path, about: Mapping[str, str], earlier: Mapping[str, str] 
         raise ConfigError(_damaged(path, str(error))) from error
     if metadata.get("hash") != _hash(table) or metadata.get("format") != _FORMAT:
         raise ConfigError(_damaged(path, "its hash is not that of its content"))
-    differing = [name for name in about if metadata.get(name) not in {about[name], (earlier or about)[name]}]
+    differing = [name for name in about if metadata.get(name) != about[name]]
     if differing:
         raise ConfigError(
             f"{path} holds log-probabilities of a reference that this run does not have: {_setting_names(differing)} "
@@ -235,10 +234,10 @@ def _table(inputs: TableInputs, path: Path) -> ReferenceTable:
             "reference.precompute keeps what a model in a directory says, and this one was given in Python. Save it "
             "and name model.path, or leave precompute out."
         )
-    about, earlier = ranks.on_all_ranks(lambda: _about_now_and_earlier(inputs))
+    about = ranks.on_all_ranks(lambda: _about(inputs))
     exists = ranks.agree(path.exists())
     if exists:
-        table = ranks.on_first_rank(lambda: load_table(path, about, earlier))
+        table = ranks.on_first_rank(lambda: load_table(path, about))
     else:
         why = "all rows, once"
         reference = build_reference(measured, inputs.live, config.reference, why=why)
@@ -262,15 +261,10 @@ def _all_rows(inputs: TableInputs) -> Iterator[SampleStream]:
         yield one_pass(inputs.config, rows, ranks, inputs.layout)
 
 
-def _about_now_and_earlier(inputs: TableInputs) -> tuple[dict[str, str], dict[str, str]]:
-    """Return hashes of all that the numbers depend on, and the same as earlier versions wrote them; reads files."""
-    mark = weights_fingerprint(inputs.measured.origin, inputs.config.seed)
-    return _about(inputs, mark), _about(inputs, mark.split("-")[0])
-
-
-def _about(inputs: TableInputs, mark: str) -> dict[str, str]:
-    """Return hashes of all that the numbers depend on, given the mark of the weights."""
+def _about(inputs: TableInputs) -> dict[str, str]:
+    """Return hashes of all that the numbers depend on; reads files."""
     config, data, origin = inputs.config, inputs.data, inputs.measured.origin
+    mark = weights_fingerprint(origin, config.seed)
     model = config.model.model_dump_json(exclude={"path", "tokenizer"})
     precision: str = config.parallel.compute_dtype
     if isinstance(config.reference, ServerReferenceConfig):

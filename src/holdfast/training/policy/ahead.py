@@ -83,7 +83,7 @@ class CompletionsAhead:
         marked = [record for record in saved if record["mark"] == mark]
         self.flight, self._restored = (
             None,
-            [_Restored(record.get("prompt", ""), _sampled_from(record)) for record in marked],
+            [_Restored(record["prompt"], _sampled_from(record)) for record in marked],
         )
         self.saved_count, self.taken_count = len(saved), 0
 
@@ -103,7 +103,7 @@ class CompletionsAhead:
 
 class _Restored(NamedTuple):
     prompt: str
-    """Digest; "" in what earlier versions wrote."""
+    """Digest."""
     sampled: Sampled
 
 

@@ -18,6 +18,7 @@ from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.batches.prompts import prompt_tokeniser
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import ImageSide
+from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError, DataError
 from holdfast.models.layers.expert_choices import why_not_replayed
 from holdfast.models.layers.routers import routers_of
@@ -32,6 +33,7 @@ from holdfast.training.observe import load_function
 from holdfast.training.other_models.reference import NO_IMAGES, Reference, build_reference, following_of
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
+from holdfast.training.policy.episodes import episodes_of
 from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
 from holdfast.training.run import Setting, ShardedModel
@@ -55,6 +57,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     score: Score,
     live: Live | None = None,
     columns: Mapping[str, Sequence[str]] | None = None,
+    environments: EnvironmentPool | None = None,
 ) -> PolicyRun:
     """Return a run that is ready for its first step; nothing has been written.
 
@@ -65,6 +68,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         score: Scores completions.
         live: Objects in the place of what the configuration names.
         columns: Columns that rewards need, by their names.
+        environments: Started, where the configuration has some.
 
     Raises:
         UserError: Anything that can be known now; the same error on all ranks.
@@ -73,11 +77,12 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     setting = Setting.of(config, base, world)
     setup = begin(setting, live)
     objective = _objective(config, setup)
-    sharded = _sharded(config, setup, columns)
+    sharded = _sharded(config, setup, columns, environments)
     if config.rollout.replay_routing:
         setting.ranks.on_all_ranks(lambda: _replay_routing(sharded))
     images = _images(config, sharded.origin)
-    tokenise = _tokeniser(config, sharded, images)
+    rows = _rows(config, sharded.setting, sharded.origin, images, environments)
+    tokenise = _tokeniser(config, sharded, rows)
     stream = setting.ranks.on_all_ranks(lambda: prompt_stream(setting, setup.data, tokenise))
     _check_shared_prefix(config, sharded)
     mark_reward_models(setting)
@@ -90,6 +95,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         prompt_sets=_prompt_sets(setup, sharded, tokenise),
         stream=stream,
         several_sources=len(setup.data.training) > 1,
+        episodes=setting.ranks.on_all_ranks(lambda: episodes_of(config, environments, sharded, rows)),
     )
     reference = _reference(config, sharded, live)
     run = PolicyRun(
@@ -108,8 +114,13 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     return run
 
 
-def build_policy_evaluation(
-    config: GRPOConfig, base: Path, world: World, score: Score, columns: Mapping[str, Sequence[str]] | None = None
+def build_policy_evaluation(  # noqa: PLR0913 - as above
+    config: GRPOConfig,
+    base: Path,
+    world: World,
+    score: Score,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    environments: EnvironmentPool | None = None,
 ) -> PolicyEvaluation:
     """Return a policy and what it is evaluated with.
 
@@ -118,9 +129,10 @@ def build_policy_evaluation(
     """
     setup = begin_evaluation(Setting.of(config, base, world))
     objective = _objective(config, setup)
-    sharded = _sharded(config, setup, columns)
+    sharded = _sharded(config, setup, columns, environments)
     images = _images(config, sharded.origin)
-    tokenise = _tokeniser(config, sharded, images)
+    rows = _rows(config, sharded.setting, sharded.origin, images, environments)
+    tokenise = _tokeniser(config, sharded, rows)
     return PolicyEvaluation(
         sharded=sharded,
         objective=objective,
@@ -128,6 +140,7 @@ def build_policy_evaluation(
         score=score,
         images=images,
         prompt_sets=_prompt_sets(setup, sharded, tokenise),
+        episodes=sharded.setting.ranks.on_all_ranks(lambda: episodes_of(config, environments, sharded, rows)),
     )
 
 
@@ -179,15 +192,18 @@ def _user_advantage(config: GRPOConfig, setting: Setting) -> Callable[[Groups], 
     return partial(user_advantages, function, name=section.path)
 
 
-def _sharded(config: GRPOConfig, setup: RunSetup, columns: Mapping[str, Sequence[str]] | None) -> ShardedModel:
+def _sharded(
+    config: GRPOConfig,
+    setup: RunSetup,
+    columns: Mapping[str, Sequence[str]] | None,
+    environments: EnvironmentPool | None,
+) -> ShardedModel:
     def look(origin: Blueprint) -> None:
         setting, ranks = setup.setting, setup.setting.ranks
         ranks.on_all_ranks(
             lambda: refuse_absent_columns(setup.data, columns or {}, skips=config.data.on_bad_row == "skip")
         )
-        rows = ranks.on_all_ranks(
-            lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, _images(config, origin))
-        )
+        rows = _rows(config, setting, origin, _images(config, origin), environments)
         sees = origin.image_processor is not None
         check_first_rows(setting, setup.data, _prompts(config, origin, rows), sees=sees)
 
@@ -205,6 +221,8 @@ def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
 
 def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
     """Return what turns images into tokens; or why no row may have some."""
+    if config.environment is not None:
+        return "episodes of an environment are text alone; leave it out"
     if config.rollout.record:
         return "rollout.record keeps no images, so a step with some could not be made again; leave it out"
     if isinstance(config.rollout.engine, VLLMEngineConfig):
@@ -214,9 +232,20 @@ def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
     return image_side_of(config, origin)
 
 
-def _tokeniser(config: GRPOConfig, sharded: ShardedModel, images: ImageSide | str) -> Tokenise[Prompt]:
-    setting, tokenizer = sharded.setting, sharded.origin.tokenizer
-    rows = setting.ranks.on_all_ranks(lambda: RowTokeniser(tokenizer, config.data, setting.base, images))
+def _rows(
+    config: GRPOConfig,
+    setting: Setting,
+    origin: Blueprint,
+    images: ImageSide | str,
+    environments: EnvironmentPool | None,
+) -> RowTokeniser:
+    tools = None if config.environment is None or environments is None else environments.tools
+    return setting.ranks.on_all_ranks(
+        lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, images, tools=tools)
+    )
+
+
+def _tokeniser(config: GRPOConfig, sharded: ShardedModel, rows: RowTokeniser) -> Tokenise[Prompt]:
     return _prompts(config, sharded.origin, rows, why_no_videos(sharded, config.rollout.engine))
 
 

@@ -173,9 +173,7 @@ def with_values(
         estimates = [_estimate(objective, section, batch) for batch in batches]
         metrics = _metrics(run, estimates)
         if section.whiten:
-            of_all = spread_of(
-                np.concatenate([estimate.advantages for estimate in estimates]), run.setting.ranks.gather
-            )
+            of_all = spread_of(np.concatenate([estimate.advantages for estimate in estimates]), run.setting.gather_once)
             estimates = [
                 estimate._replace(advantages=whitened(estimate.advantages, of_all, section.epsilon))
                 for estimate in estimates
@@ -196,7 +194,7 @@ def _metrics(run: PolicyRun, estimates: Sequence[_Estimates]) -> dict[str, float
     returns, values = (
         np.concatenate([getattr(estimate, name) for estimate in estimates]) for name in ("returns", "values")
     )
-    of_returns, errors = (spread_of(numbers, run.setting.ranks.gather) for numbers in (returns, returns - values))
+    of_returns, errors = (spread_of(numbers, run.setting.gather_once) for numbers in (returns, returns - values))
     metrics = {"value/mean": of_returns.mean - errors.mean, "value/return": of_returns.mean}
     explained = explained_variance(of_returns, errors)
     return metrics if explained is None else {**metrics, "value/explained_variance": explained}
@@ -231,7 +229,6 @@ def stand_still(run: PolicyRun, mini_batches: Sequence[MiniBatch]) -> dict[str, 
     """End a step without an update of the policy, and return what the step says of its data."""
     state = run.trained.state
     state.step += 1
-    run.trained.unfreeze(state.step)
     state.tokens += sum(mini_batch.tokens for mini_batch in mini_batches)
     state.samples += sum(mini_batch.samples for mini_batch in mini_batches)
     still = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "optim/skipped_steps": float(state.skipped_steps)}

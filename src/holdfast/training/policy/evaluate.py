@@ -15,9 +15,10 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.policy.groups import rewards_of, share_facts
-from holdfast.training.policy.metrics import fault_metrics, length_metrics, reward_metrics
-from holdfast.training.policy.rollouts import sample_groups, score_groups
+from holdfast.training.policy.metrics import episode_metrics, fault_metrics, length_metrics, reward_metrics
+from holdfast.training.policy.rollouts import sample
 from holdfast.training.policy.run import PolicyEvaluation, PromptSet
+from holdfast.training.policy.scoring import score_groups
 from holdfast.training.run import StepAbandoned
 from holdfast.types import Group
 
@@ -70,7 +71,7 @@ def _evaluate_set(policy: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[st
         )
         for prompt in own_prompts
     }
-    groups = sample_groups(policy.sharded, policy.sampler, own_prompts, evaluation_sampling(policy), seeds)
+    groups = sample(policy, own_prompts, evaluation_sampling(policy), seeds)
     groups, scored = score_groups(policy, groups)
     facts = share_facts(policy.setting.ranks, groups, scored)
     faults = fault_metrics(facts)
@@ -80,7 +81,8 @@ def _evaluate_set(policy: PolicyEvaluation, prompts: PromptSet) -> tuple[dict[st
             _failed(prompts.name, faults, sum(len(fact.completions) for fact in facts), reasons)
         )
     solved = solved_metrics(rewards_of(facts), options.success)
-    return {**reward_metrics(facts), **length_metrics(facts), **faults, **solved}, groups
+    metrics = {**reward_metrics(facts), **length_metrics(facts), **episode_metrics(facts), **faults, **solved}
+    return metrics, groups
 
 
 def _failed(name: str, faults: Mapping[str, float], completions: int, reasons: Sequence[str]) -> str:
@@ -157,4 +159,6 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
                     "rewards": dict(trajectory.rewards),
                     "finish": trajectory.finish.value,
                 }
+                if trajectory.episode is not None:
+                    line["messages"] = list(trajectory.episode.messages)
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

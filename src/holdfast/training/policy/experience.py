@@ -100,7 +100,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     layout = replace(
         layout_of(trained, run.evaluation.images),
         columns=batch_columns(run.config),
-        constant_length=run.config.rollout.max_new_tokens,
+        constant_length=_most_trained_tokens(run.config),
         angles_of=angles_by_length(
             sharded.origin.skeleton.config for sharded in (trained, *run.common.companions.values())
         ),
@@ -113,6 +113,12 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
             _mini_batch(run, rollout, rollout.facts[start:end], layout)
             for start, end in zip(edges[:-1], edges[1:], strict=True)
         ]
+
+
+def _most_trained_tokens(config: GRPOConfig) -> int:
+    """Return how many tokens of a completion, or of an episode, may be trained."""
+    turns = 1 if config.environment is None else config.environment.max_turns
+    return min(turns * config.rollout.max_new_tokens, config.data.max_length)
 
 
 def _pads_branches(policy: ShardedModel) -> bool:
@@ -139,7 +145,7 @@ def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], la
             completion.tokens,
             trained_tokens(completion, groups),
             fact.owner,
-            completion.tokens - completion.length,
+            completion.tokens - completion.length if fact.prompt_tokens is None else fact.prompt_tokens,
             fact.has_inputs,
         )
         for fact in facts
@@ -247,8 +253,8 @@ def _with_covariance_mask(run: PolicyRun, mini_batch: MiniBatch, section: ByCova
         selected = some_between(values, priorities, section.share, section.covariance_low, section.covariance_high)
     else:
         selected = highest(values, section.share)
-    sizes = run.setting.ranks.gather(sum(priorities_of_batch.size for priorities_of_batch in drawn))
-    start, marks = sum(sizes[: run.setting.ranks.rank]), []
+    sizes = run.setting.gather_once(sum(priorities_of_batch.size for priorities_of_batch in drawn))
+    start, marks = sum(sizes[: run.setting.ranks.rank // run.setting.config.parallel.context]), []
     for batch in mini_batch.micro_batches:
         end = start + batch.scored.numel()
         mark = torch.zeros_like(batch.loss_mask)
@@ -278,7 +284,7 @@ def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
 
 
 def _gathered_numbers(run: PolicyRun, arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate([array for of_rank in run.setting.ranks.gather(arrays) for array in of_rank])
+    return np.concatenate([array for of_rank in run.setting.gather_once(arrays) for array in of_rank])
 
 
 def _with_column(mini_batch: MiniBatch, name: str, values: Sequence[Tensor] | None) -> MiniBatch:

@@ -16,7 +16,7 @@ from holdfast.config.sections.advantage import AdvantageConfig
 from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
 from holdfast.parallel.collectives import RankGroup
 from holdfast.rewards.base import Scored
-from holdfast.types import Finish, Group, Trajectory
+from holdfast.types import EpisodeSummary, Finish, Group, Trajectory
 
 
 class CompletionSummary(NamedTuple):
@@ -35,6 +35,8 @@ class CompletionSummary(NamedTuple):
     """Further metrics that rewards reported."""
     nll: float = math.nan
     """Minus the log-probability of its tokens under the distributions they were drawn from, summed, in nats."""
+    episode: EpisodeSummary | None = None
+    """Without its messages."""
 
 
 class GroupFact(NamedTuple):
@@ -47,6 +49,8 @@ class GroupFact(NamedTuple):
     greedy: float = math.nan
     """Reward of the greedy completion, where the advantage needs one; NaN if it was not scored."""
     greedy_fault: str | None = None
+    prompt_tokens: int | None = None
+    """That all completions begin with; None where a completion is all that is not trained."""
     has_inputs: bool = False
     """Whether its prompt brings inputs only the model understands."""
 
@@ -65,6 +69,7 @@ def facts_of(rank: int, groups: Sequence[Group], scored: Sequence[Scored]) -> li
             group.prompt.prompt_id,
             rank,
             tuple(_fact(trajectory, next(following)) for trajectory in group.trajectories),
+            prompt_tokens=group.prompt.tokens.size,
             has_inputs=bool(group.prompt.model_inputs),
         )
         for group in groups
@@ -82,6 +87,7 @@ def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:
         scored.drop,
         dict(scored.metrics),
         -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
+        None if trajectory.episode is None else replace(trajectory.episode, messages=()),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.rewards.base import FAULTS
 from holdfast.training.policy.groups import GroupFact, rewards_of
 from holdfast.training.policy.rollouts import Rollout
-from holdfast.types import Finish, MiniBatch, host_value
+from holdfast.types import EpisodeSummary, Finish, MiniBatch, host_value
 
 _SUMMED = {"data/rows", "data/tokens", "data/micro_batches"}
 _QUANTILES = {"min": 0.0, "p01": 0.01, "median": 0.5, "p99": 0.99, "max": 1.0}
@@ -40,7 +41,7 @@ def rollout_metrics(rollout: Rollout, tolerance: float) -> dict[str, float]:
     - rollout/completions, rollout/groups, rollout/trained_groups: sampled, and trained on.
     """
     facts = rollout.sampled
-    metrics = {**reward_metrics(facts), **length_metrics(facts), **rollout.counted}
+    metrics = {**reward_metrics(facts), **length_metrics(facts), **episode_metrics(facts), **rollout.counted}
     if any(len(group.completions) > 1 for group in facts):
         metrics["frac_reward_zero_std"] = float(np.mean(flat_groups(rewards_of(facts), tolerance)))
     metrics |= fault_metrics(facts)
@@ -104,6 +105,42 @@ def length_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
         "completions/min_terminated_length": float(min(terminated)),
         "completions/max_terminated_length": float(max(terminated)),
     }
+
+
+def episode_metrics(facts: Sequence[GroupFact]) -> dict[str, float]:
+    """Return environment/* of episodes; nothing where completions are single answers.
+
+    - environment/turns/mean and max; environment/cut_turns: of all episodes.
+    - environment/ended/HOW: share of episodes that ended so (done, turns, room, seconds, cut, fault).
+    - environment/calls/TOOL and environment/failed_calls: calls, and those that could not be made or whose tool raised.
+    - environment/waited_seconds: mean time of an episode for its environment.
+    - environment/info/NAME: mean of what environments told.
+    """
+    episodes = [fact.episode for group in facts for fact in group.completions if fact.episode is not None]
+    if not episodes:
+        return {}
+    turns = [episode.turns for episode in episodes]
+    ends = Counter(episode.ended for episode in episodes)
+    metrics: dict[str, Any] = {
+        "turns/mean": np.mean(turns),
+        "turns/max": max(turns),
+        "cut_turns": sum(episode.cut_turns for episode in episodes),
+        "failed_calls": sum(episode.failed_calls for episode in episodes),
+        "waited_seconds": np.mean([episode.waited_seconds for episode in episodes]),
+        **{f"ended/{name}": count / len(episodes) for name, count in sorted(ends.items())},
+        **_told_of(episodes),
+    }
+    return {f"environment/{name}": float(value) for name, value in metrics.items()}
+
+
+def _told_of(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
+    """Return calls by tool, and means of what environments told."""
+    calls = Counter[str]()
+    for episode in episodes:
+        calls.update(episode.called)
+    told = _by_name([episode.info for episode in episodes])
+    means = {f"info/{name}": float(np.mean(numbers)) for name, numbers in told.items()}
+    return {f"calls/{name}": float(count) for name, count in sorted(calls.items())} | means
 
 
 def entropy_estimate(facts: Sequence[GroupFact], sampling: SamplingConfig) -> dict[str, float]:

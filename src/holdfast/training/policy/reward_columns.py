@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import product
+from typing import Any
 
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import ConfigError, DataError
 from holdfast.rewards.base import Sample, SampleOutcome
 from holdfast.text.numbers import number_as_text
-from holdfast.training.policy.rollouts import progress_of
 from holdfast.training.policy.run import PolicyEvaluation
+from holdfast.training.policy.scoring import progress_of
 from holdfast.training.setup.rows import OpenedData
 from holdfast.types import Finish, Prompt
 
@@ -151,11 +152,20 @@ def check_returns(
             finish=Finish.STOP.value,
             row=prompt.row,
             progress=progress,
+            **_as_episode(config, prompt, length),
         )
         for number, (prompt, length) in enumerate(product(prompts[:_TRIED], (1, 2)))
     ]
     samples = samples[: config.rewards.batch_size]  # one call: a rest of one completion would get its one value
     policy.setting.ranks.on_all_ranks(lambda: _refuse_malformed(try_out(samples) if samples else {}))
+
+
+def _as_episode(config: GRPOConfig, prompt: Prompt, length: int) -> dict[str, Any]:
+    """Return what a sample has besides, where completions are episodes."""
+    if config.environment is None:
+        return {}
+    said = [{"role": "user", "content": prompt.text}, {"role": "assistant", "content": prompt.text[-length:]}]
+    return {"messages": said, "prompt_messages": 1, "environment_reward": 0.0}
 
 
 def _refuse_malformed(outcomes: Mapping[str, Sequence[SampleOutcome]]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from holdfast.config.sections.reward import MathConfig, ModelRewardConfig, RewardPoolConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -59,7 +60,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
         functions = live.rewards
         here = ranks.on_all_ranks(lambda: InProcessRewards(functions, config.reward, section))
         ranks.close()
-        yield OpenRewards(here.score, here.columns, try_out=here.try_out)
+        yield OpenRewards(here.score, _of_rows(here.columns, config), try_out=here.try_out)
         return
     section = _limits(config, world)
     model_sections = [reward for reward in config.reward if isinstance(reward, ModelRewardConfig)]
@@ -79,7 +80,7 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
             log.settle(pool)
             return scorer.score(samples)
 
-        yield OpenRewards(score, scorer.columns, answers, scorer.unreadable, scorer.try_out)
+        yield OpenRewards(score, _of_rows(scorer.columns, config), answers, scorer.unreadable, scorer.try_out)
         ranks.close()
     finally:
         try:
@@ -87,6 +88,13 @@ def open_rewards(config: GRPOConfig, base: Path, world: World, live: Live | None
                 pool.close()
         finally:
             log.close(pool)
+
+
+def _of_rows(columns: Mapping[str, Sequence[str]], config: GRPOConfig) -> Mapping[str, Sequence[str]]:
+    """Return the columns that rows must have: the messages of an episode are its own."""
+    if config.environment is None:
+        return columns
+    return {label: [name for name in names if name != "messages"] for label, names in columns.items()}
 
 
 def _limits(config: GRPOConfig, world: World) -> RewardPoolConfig:
@@ -207,6 +215,16 @@ def _outcome(score: float) -> SampleOutcome:
     return SampleOutcome(fault="nan", message=f"gave {score}")
 
 
+class LoggingPool(Protocol):
+    """Processes that print into a file."""
+
+    log_path: Path
+    log_is_named: bool
+
+    def move_log(self, folder: Path) -> None:
+        """Copy the log into another folder, and print there from now on."""
+
+
 class RewardLog:
     """The log of what one rank's reward functions print: in the run's logs, or first in a temporary folder.
 
@@ -230,7 +248,7 @@ class RewardLog:
         else:
             self.folder = self._temporary = Path(tempfile.mkdtemp(prefix="holdfast-rewards-"))
 
-    def settle(self, pool: RewardPool | None) -> None:
+    def settle(self, pool: LoggingPool | None) -> None:
         """Move the log into the run's as soon as there is a run directory."""
         logs = self._run / LOGS
         # Without a shared disk a machine may have the logs of its ranks and no more.
@@ -244,7 +262,7 @@ class RewardLog:
                 pool.move_log(logs)
             self._is_settled = True
 
-    def close(self, pool: RewardPool | None) -> None:
+    def close(self, pool: LoggingPool | None) -> None:
         """Remove the temporary folder; a log that a message names and that has no other place stays."""
         self.settle(pool)
         if self._temporary is not None and (self._is_settled or pool is None or not pool.log_is_named):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.prompts import PromptBatch
 from holdfast.errors import RunStopped
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
-from holdfast.rewards.base import RunProgress, Sample, Scored
+from holdfast.rewards.base import Scored
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.policy.ahead import CompletionsAhead
@@ -37,7 +37,8 @@ from holdfast.training.policy.run import (
     Sampler,
     offloaded,
 )
-from holdfast.training.run import ShardedModel, StepAbandoned, Trained
+from holdfast.training.policy.scoring import score_groups
+from holdfast.training.run import ShardedModel, StepAbandoned
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _MESSAGES = 3
@@ -163,7 +164,7 @@ def _one_round(run: PolicyRun, batch: PromptBatch, ahead: CompletionsAhead | Non
     config = run.config
     seeds = _seeds_of(run, batch, run.trained.state.step)
     policy = run.evaluation
-    groups = sample_groups(run.trained, policy.sampler, batch.own_prompts, config.rollout, seeds, ahead)
+    groups = sample(policy, batch.own_prompts, config.rollout, seeds, ahead)
     groups, scored = score_groups(policy, groups)
     facts = share_facts(run.setting.ranks, groups, scored)
     if config.advantage.needs_greedy:
@@ -200,9 +201,7 @@ def _with_greedy(
     """Complete every prompt once more, greedily; return what that earns, and what scoring said of all completions."""
     sampling = run.config.rollout.model_copy(update={"temperature": 0.0})
     policy = run.evaluation
-    groups = sample_groups(
-        run.trained, policy.sampler, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts}
-    )
+    groups = sample(policy, prompts, sampling, {prompt.prompt_id: (0,) for prompt in prompts})
     rewarded, greedy_scored = score_groups(policy, groups)
     facts_with_greedy = with_baselines(
         facts, share_facts(run.setting.ranks, rewarded, greedy_scored), run.config.groups
@@ -231,6 +230,23 @@ def _summed_counts(rounds: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.counted.items():
             counted[name] = counted.get(name, 0.0) + value
     return counted | {"rollout/rounds": float(len(rounds))}
+
+
+def sample(
+    policy: PolicyEvaluation,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    seeds: Mapping[int, tuple[int, ...]],
+    ahead: CompletionsAhead | None = None,
+) -> list[Group]:
+    """Return this rank's prompts with single answers or episodes; arguments as of `sample_groups`.
+
+    Raises:
+        StepAbandoned: A rank was asked to stop; the same on all ranks.
+    """
+    if policy.episodes is not None:
+        return policy.episodes.sample(policy, prompts, sampling, seeds)
+    return sample_groups(policy.sharded, policy.sampler, prompts, sampling, seeds, ahead)
 
 
 def sample_groups(
@@ -324,47 +340,6 @@ def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
             "them: look at grad_norm and loss in metrics.jsonl, and go on from an earlier checkpoint with a lower "
             "optim.lr, or with parallel.compute_dtype: float32."
         )
-
-
-def score_groups(policy: PolicyEvaluation, groups: Sequence[Group]) -> tuple[list[Group], list[Scored]]:
-    """Return this rank's groups with their rewards, and what scoring said of each completion."""
-    with policy.setting.phase("reward"):
-        progress = progress_of(policy)
-        samples = [
-            _sample_of(group.prompt, trajectory, progress) for group in groups for trajectory in group.trajectories
-        ]
-        # What ends the reward processes of one rank ends the run on all.
-        scored = policy.setting.ranks.on_all_ranks(lambda: policy.score(samples))
-    following = iter(scored)
-    rewarded = []
-    for group in groups:
-        pairs = [(trajectory, next(following)) for trajectory in group.trajectories]
-        trajectories = tuple(
-            replace(trajectory, reward=item.reward, rewards=dict(item.parts)) for trajectory, item in pairs
-        )
-        rewarded.append(replace(group, trajectories=trajectories))
-    return rewarded, scored
-
-
-def progress_of(policy: PolicyEvaluation) -> RunProgress:
-    """Return the progress of the run that reward functions receive."""
-    stream, sharded = policy.stream, policy.sharded
-    if stream is None or not isinstance(sharded, Trained):
-        return RunProgress(sharded.state.step)
-    return RunProgress(sharded.state.step, sharded.total_steps or 0, stream.epoch)
-
-
-def _sample_of(prompt: Prompt, trajectory: Trajectory, progress: RunProgress) -> Sample:
-    return Sample(
-        sample_id=trajectory.sample_id,
-        prompt=prompt.text,
-        completion=trajectory.completion,
-        prompt_tokens=prompt.tokens.tolist(),
-        completion_tokens=trajectory.tokens[trajectory.loss_mask].tolist(),
-        finish=trajectory.finish.value,
-        row=prompt.row,
-        progress=progress,
-    )
 
 
 def trajectory_of(prompt: Prompt, sampled: Sampled, seed: int, sampling: SamplingConfig, tokenizer: Any) -> Trajectory:

@@ -3,39 +3,56 @@
 The module also offloads tensors to host memory while completions are sampled and scored (`residency`). Parameters are
 offloaded once the engine has its copy, until the rollout ends, also with an error. Optimizer state and weight averages
 are offloaded until the update that reads them. Between steps nothing is offloaded, so that saves, exports, evaluations
-and resumes are not affected; the thread that saves in an emergency calls `restore_for_good`.
+and resumes are not affected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from holdfast.advantages.group import RewardMatrix
 from holdfast.advantages.user import Groups
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.parallel.shards import sharded_parameters
+from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
-from holdfast.training.engines import give_weights
+from holdfast.training.engines import PublishedEngine, give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
-from holdfast.types import MiniBatch, Prompt
+from holdfast.types import Group, MiniBatch, Prompt
 
 CRITIC = "critic"
 """Name of the critic among a run's companions."""
 
 Score = Callable[[Sequence[Sample]], list[Scored]]
 """Scores this rank's completions, in the order given."""
+
+
+Seeds = Mapping[int, tuple[int, ...]]
+"""By prompt id, one for each of its completions."""
+
+
+class Episodes(Protocol):
+    """Samples episodes in the place of single answers."""
+
+    def sample(
+        self, policy: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Seeds
+    ) -> list[Group]:
+        """Let this rank's prompts become episodes; all ranks call this together."""
+
+    def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+        """Begin an environment with rows of the first batch; all ranks call this together."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,8 @@ class Sampler:
 
     def release(self, sharded: ShardedModel) -> None:
         """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-        if sharded.plan.sharded and self.published is not None and self.engine.sleep():
+        is_copy = not sharded.plan.whole or isinstance(self.engine, PublishedEngine)
+        if is_copy and self.published is not None and self.engine.sleep():
             self.published = None
 
 
@@ -77,6 +95,8 @@ class PolicyEvaluation(Evaluation):
     prompt_sets: Sequence[PromptSet]
     images: ImageSide | str
     """What turns the images of rows into tokens; or why there is nothing that does."""
+    episodes: Episodes | None = None
+    """What samples episodes of several turns; None where a completion is one answer."""
     stream: PromptStream | None = None
     """The prompts that are trained on; None where a policy is evaluated alone."""
     several_sources: bool = False
@@ -157,6 +177,8 @@ def offloaded(run: PolicyRun) -> Iterator[None]:
                 host.offload(_PARAMETERS, _own_parameters(run))
                 for companion in run.common.companions.values():
                     host.offload(_PARAMETERS, sharded_parameters(companion.model).values())
+                for trained in everyone:
+                    free_copies(trained.model)
         yield
     finally:
         run.trained.restore(_PARAMETERS)
@@ -187,7 +209,7 @@ def check_offload(run: PolicyRun) -> None:
 
 def _own_parameters(run: PolicyRun) -> list[Tensor]:
     """Return the parameters that the engine has copies of: what is gathered, or cast."""
-    if not run.trained.plan.sharded:
+    if run.trained.plan.whole:
         return []
     computed: torch.dtype = getattr(torch, run.trained.plan.compute_dtype)
     replicated, gathered = set(run.trained.plan.replicated), run.trained.plan.shard > 1

@@ -29,6 +29,9 @@ class SampleRow(NamedTuple):
     finish: str
     trained: bool
     """Whether its group is trained on; groups that are left out of a step have no advantages."""
+    messages: list[Any] | None = None
+    """The whole conversation of an episode."""
+    prompt_messages: int = 0
 
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
@@ -103,7 +106,11 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, Any]:
-    return item._asdict() | ({"tokens": tokens} if tokens else {})
+    line = item._asdict()
+    del line["prompt_messages"]
+    if item.messages is None:
+        del line["messages"]
+    return line | ({"tokens": tokens} if tokens else {})
 
 
 def _sample_rows(step: int, group: Group, *, trained: bool) -> list[SampleRow]:
@@ -118,6 +125,8 @@ def _sample_rows(step: int, group: Group, *, trained: bool) -> list[SampleRow]:
             0.0 if trajectory.advantages is None else float(trajectory.advantages[-1]),
             trajectory.finish.value,
             trained,
+            None if trajectory.episode is None else list(trajectory.episode.messages),
+            0 if trajectory.episode is None else trajectory.episode.prompt_messages,
         )
         for trajectory in group.trajectories
     ]
@@ -190,10 +199,17 @@ def _numbers(item: SampleRow, reward_names: Sequence[str]) -> list[str]:
 
 def _spoken(item: SampleRow, room: int | None) -> str:
     arrow, cut = " -> ", " (cut)" if item.finish == Finish.LENGTH.value else ""
-    prompt, completion = _short(item.prompt, _LONGEST), _short(item.completion, _LONGEST)
+    prompt, completion = _short(item.prompt, _LONGEST), _short(_conversation(item), _LONGEST)
     if room is not None:
         prompt, completion = _shared(prompt, completion, room - len(arrow) - len(cut))
     return f"{prompt}{arrow}{completion}{cut}"
+
+
+def _conversation(item: SampleRow) -> str:
+    """Return an answer, or who said what in an episode."""
+    if item.messages is None:
+        return item.completion
+    return " | ".join(f"{message['role']}: {message['content']}" for message in item.messages[item.prompt_messages :])
 
 
 def _shared(first: str, second: str, room: int) -> tuple[str, str]:

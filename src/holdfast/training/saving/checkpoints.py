@@ -84,9 +84,8 @@ class Checkpoints:
                 directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)
                 remove_leftovers(self._storage)
                 clean_exports(run.setting.directory / EXPORTS)
-            self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds, self._patience)
-            self._emergency.start()
-            self._stack.callback(self._emergency.stop)
+            self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds)
+            self._stack.callback(self._emergency.close)
         except BaseException as error:
             self._leave_nothing(error)  # while nobody else can have taken it
             self._stack.close()
@@ -221,8 +220,8 @@ class Checkpoints:
         """
         self._rehearsals.before_first_step(requests)
 
-    def check_step_after(self, step: int, requests: StopRequests) -> list[Saved]:
-        """Rehearse again after the first step, and after each step that unfreezes parameters, if the tensors changed.
+    def check_first_step(self, requests: StopRequests) -> list[Saved]:
+        """Rehearse again after the first step, if the tensors changed.
 
         Returns:
             The save that this had to wait for.
@@ -230,7 +229,7 @@ class Checkpoints:
         Raises:
             RehearsalFailed: As `rehearse`.
         """
-        return self._rehearsals.after_step(step, requests, self.collect)
+        return self._rehearsals.after_step(requests, self.collect)
 
     @property
     def export_command(self) -> str | None:
@@ -321,7 +320,7 @@ class Checkpoints:
         self._emergency.mark()
 
     def save_before_leaving(self) -> Manifest | None:
-        """Save the last whole step because this rank is about to fail; the others take part, whatever they do.
+        """Save the last whole step if all ranks are about to fail.
 
         Returns:
             The checkpoint; None if there could be none.
@@ -329,7 +328,6 @@ class Checkpoints:
         return self._emergency.save()
 
     def _save_in_emergency(self, moment: StepState, ranks: RankGroup) -> Manifest | None:
-        self._run.trained.host_offload.restore_for_good()  # the main thread may be in a rollout, and go on with it
         if not self._collect_before_leaving(self._patience):
             return None  # it would hang where that one does
         newest = self.session.newest

@@ -1,15 +1,13 @@
-"""Save the last whole step when something raises, on one rank or on all.
+"""Save the last whole step when all ranks raise, and wait for saves in flight.
 
-The other ranks wait for the one that raised, inside collectives that nothing can interrupt. Their shards are whole all
-the same: no update is made without a sum over all ranks. So a thread of theirs takes part in the save, over a process
-group of its own, while the main thread waits.
+A rank that raises alone leaves the others in collectives that nothing can interrupt, and a save needs the shards of
+all; then the newest checkpoint counts.
 
 A save that went on beside the loop ends on all ranks together, and fails for one reason on all.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -57,84 +55,44 @@ Write = Callable[[StepState, RankGroup], Manifest | None]
 
 
 class EmergencySave:
-    """Watches for a rank that raised, for the length of a block.
+    """Saves the last whole step of a run that all ranks are about to leave with an error.
 
     Args:
         run: The run.
         write: Makes the checkpoint.
-        grace_seconds: Longest time a rank waits for another one.
-        patience_seconds: Longest time it waits for its own watching thread, which may be writing already.
+        grace_seconds: Longest time a rank waits for another one within the save.
     """
 
-    def __init__(self, run: Run, write: Write, grace_seconds: float, patience_seconds: float) -> None:
+    def __init__(self, run: Run, write: Write, grace_seconds: float) -> None:
         self._run = run
-        self._patience = patience_seconds
-        self._made: Manifest | None = None
         self._write = write
-        self._grace = grace_seconds
-        self._ranks = RankGroup(grace_seconds / 60)
+        self._ranks = RankGroup(grace_seconds / 60)  # collectives of training may be broken off
         self._name = run.setting.ranks.agree(uuid.uuid4().hex[:8])
         self._moment = StepState.now(run)
-        self._taken = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="holdfast-emergency", daemon=True)
 
-    def start(self) -> None:
-        """Begin to watch."""
-        # A thread cannot copy from a GPU whose stream waits in a collective: there, all ranks must raise.
-        if self._run.setting.world.size > 1 and self._run.setting.world.device.type == "cpu":
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Watch no more."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=self._patience if self._taken.locked() else 1.0)
-        if not self._thread.is_alive():
-            self._ranks.close()
+    def close(self) -> None:
+        """Close the connections of the save."""
+        self._ranks.close()
 
     def mark(self) -> None:
         """Note that the run stands between two steps."""
         self._moment = StepState.now(self._run)
 
     def save(self) -> Manifest | None:
-        """Save the last whole step together with all other ranks, whatever they are doing.
+        """Save the last whole step together with all other ranks, which raise as well.
 
         Returns:
-            The manifest; None if ranks stand at different steps, one is gone, or the step is on disk already.
+            The manifest; None if a rank does not raise, ranks stand at different steps, or the step is on disk already.
         """
-        self._run.setting.world.failure.ask_for_save(self._name)
-        if self._taken.acquire(blocking=False):
-            self._save()
-        elif self._thread.ident is not None:  # another rank was faster, and the watching thread is at it
-            self._thread.join(self._patience)
-        return self._made
-
-    def _watch(self) -> None:
-        while not self._stop.wait(patience.current.emergency_look_seconds):
-            if self._run.setting.world.failure.save_is_asked_for(self._name):
-                if self._taken.acquire(blocking=False):  # else the main thread raised too, and is at it
-                    self._save()
-                return
-
-    def _save(self) -> None:
+        if not self._run.setting.world.failure.all_ranks_raise(self._name):
+            return None
         try:
-            moment = self._agreed_moment()
-            self._made = None if moment is None else self._write(moment, self._ranks)
+            moment = self._whole_moment()
+            steps = self._ranks.gather(None if moment is None else moment.step)
+            return None if moment is None or set(steps) != {moment.step} else self._write(moment, self._ranks)
         except Exception as error:  # noqa: BLE001 - the error that is being raised counts, not this one
             print(f"the last whole step could not be saved before the error: {error}", flush=True)
-
-    def _agreed_moment(self) -> StepState | None:
-        """Wait until all ranks stand at the same whole step; None if they do not come to."""
-        deadline = time.monotonic() + self._grace / 2
-        while True:
-            moment = self._whole_moment()
-            positions = self._ranks.gather((None if moment is None else moment.step, time.monotonic() > deadline))
-            if None not in {step for step, _ in positions} and len({step for step, _ in positions}) == 1:
-                return moment
-            if positions[0][1]:
-                return None
-            time.sleep(patience.current.emergency_retry_seconds)
+            return None
 
     def _whole_moment(self) -> StepState | None:
         run = self._run

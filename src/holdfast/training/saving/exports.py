@@ -20,7 +20,6 @@ from holdfast.checkpoint.place.layout import LATER, TRASH, fresh, step_name
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ModelError
-from holdfast.files import read_json
 from holdfast.models.adapters.files import peft_settings
 from holdfast.models.adapters.live import adapters_of, whole_modules
 from holdfast.models.files.origin import files_fingerprint
@@ -29,8 +28,6 @@ from holdfast.training.run import Run
 
 EXPORTS, BEST = "exports", "best"
 FINAL = "final"
-RATING = "holdfast_rating.json"
-"""Beside the weights of a best export of earlier versions: its metric, value and step."""
 _KINDS = ("-adapter", "-ema-adapter", "-ema", "")
 """Suffixes of exports that are made together; the one without a suffix is written last and completes the set."""
 
@@ -156,7 +153,7 @@ def _rated(run: Run, metric: str) -> float | None:
     path = run.setting.directory / EXPORTS / BEST
     try:
         about = read_about(path)
-        rating = about.rating if about is not None else read_json(path / RATING)
+        rating = None if about is None else about.rating
         return None if rating is None or rating["metric"] != metric else float(rating["value"])
     except (ModelError, OSError, ValueError, KeyError, TypeError):
         return None
@@ -211,11 +208,10 @@ def rename_best_export(run: Run, step: int) -> list[str]:
 
 def _rated_step(path: Path) -> int | None:
     """Return the step of a best export; None where none stands, or it does not say its step."""
-    try:
-        about = read_about(path)
-        return about.step if about is not None else int(read_json(path / RATING)["step"])
-    except (ModelError, OSError, ValueError, KeyError, TypeError):
-        return None
+    with suppress(ModelError, OSError, ValueError, KeyError, TypeError):
+        if (about := read_about(path)) is not None:
+            return about.step
+    return None
 
 
 def describe_exports(run_directory: Path) -> str:

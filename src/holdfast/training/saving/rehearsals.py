@@ -21,7 +21,7 @@ from holdfast.training.saving.run_snapshot import Contents, checked_assets
 
 
 class Rehearsals:
-    """Rehearses a save before the first step for every stage of unfreezing, and again if a step changed the tensors.
+    """Rehearses a save before the first step and again if the first step changed the tensors.
 
     Args:
         run: The run.
@@ -34,8 +34,8 @@ class Rehearsals:
         self._config = run.setting.config.checkpoint
         self._session = session
         self._contents = contents
-        self._reports: dict[int, RehearsalReport] = {}
-        """By the step that trains first what was rehearsed."""
+        self._report: RehearsalReport | None = None
+        """Of the rehearsal before the first step; None from the end of that step on."""
 
     def before_first_step(self, requests: StopRequests) -> None:
         """Save, verify and load once, and let a SIGTERM pass, before anything is trained; all ranks call this together.
@@ -55,11 +55,7 @@ class Rehearsals:
             if run.ahead is not None:
                 shared["ahead"] = run.ahead.largest()
             extras = NonTensorState(shared, assets=assets)
-            report = self._rehearse(extras)
-            self._reports = {run.trained.state.step: report}
-            for step in run.trained.unfreezing.after(run.trained.state.step):
-                with run.trained.unfreezing.as_after(step, current_step=run.trained.state.step):
-                    self._reports[step] = self._rehearse(extras)
+            report = self._report = self._rehearse(extras)
             self._drill(requests)
         description = report.describe(
             ranks=run.setting.world.size,
@@ -73,11 +69,10 @@ class Rehearsals:
         )
         say(run, description, *([warning] if late else []))
 
-    def after_step(self, step: int, requests: StopRequests, collect: Callable[[], list[Saved]]) -> list[Saved]:
-        """Drill after the first step and after each that unfreezes; rehearse again if the tensors are not as rehearsed.
+    def after_step(self, requests: StopRequests, collect: Callable[[], list[Saved]]) -> list[Saved]:
+        """Drill after the first step, and rehearse again if the tensors are not as rehearsed.
 
         Args:
-            step: That was made, counted from 0.
             requests: Hear SIGTERM.
             collect: Waits for a save in flight, which uses the same ranks.
 
@@ -87,7 +82,7 @@ class Rehearsals:
         Raises:
             RehearsalFailed: No checkpoint can be made of what is trained by now.
         """
-        before = self._reports.pop(step, None)
+        before, self._report = self._report, None
         if before is None:
             return []
         self._drill(requests)  # by now the user's losses and models have run

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable, TensorsDiffer
+from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.settings import settings_of
 from holdfast.checkpoint.format.snapshot import set_random_state
@@ -29,14 +29,14 @@ from holdfast.data.batches.stream import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.fingerprints import changed_fingerprints, with_current_marks
+from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Run, TrainState, say
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
-    "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
-    "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
+    "rollout.", "environment", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.",
+    "reference.", "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
 )  # fmt: skip
 
 
@@ -103,24 +103,19 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     with run.setting.ranks.together():
         saved_settings |= _saved_settings(storage, name, manifest)
         accepted += _check_identity(run, f"{storage.root}/{name}", manifest, run_id, saved_settings)
-    run.trained.unfreeze(manifest.step)
-    try:
-        loaded = load_state(
-            storage,
-            name,
-            run.trained.model,
-            run.trained.optimizer,
-            ranks,
-            declared=_declared(config),
-            hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
-            verified=manifest,
-            averages=run.trained.averages.tensors if run.trained.averages is not None else {},
-            companions=run.saved_companions,
-            check=lambda shared, _: check_saved_state(run, shared, manifest.step),
-        )
-    except TensorsDiffer:
-        run.setting.log.messages.clear()  # an earlier checkpoint is read next, and freezes again what is frozen there
-        raise
+    loaded = load_state(
+        storage,
+        name,
+        run.trained.model,
+        run.trained.optimizer,
+        ranks,
+        declared=_declared(config),
+        hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
+        verified=manifest,
+        averages=run.trained.averages.tensors if run.trained.averages is not None else {},
+        companions=run.saved_companions,
+        check=lambda shared, _: check_saved_state(run, shared, manifest.step),
+    )
     _take_state(run, loaded.shared["state"])
     run.stream.load_state(loaded.shared["stream"])
     if run.ahead is not None:
@@ -137,7 +132,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     _damage(run)
     run.setting.log.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
     lines = (
-        _of_another_system(loaded) or _exactness(run, loaded),
+        _of_another_system(loaded) or _exactness(run, loaded, int(saved_settings.get("parallel.context", 1))),
         _hyperparameters(run),
         *accepted,
         *loaded.notes,
@@ -191,7 +186,7 @@ def _check_identity(
     run: Run, checkpoint: str, manifest: Manifest, run_id: str, saved_settings: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each difference that the configuration declares."""
-    changes = changed_fingerprints(with_current_marks(manifest.fingerprints, run.identity), run.identity)
+    changes = changed_fingerprints(manifest.fingerprints, run.identity)
     return _check_declared(run, checkpoint, {**changes, **_other_run(run, manifest, run_id, saved_settings)})
 
 
@@ -269,10 +264,16 @@ def _of_another_system(loaded: LoadedState) -> str:
     )
 
 
-def _exactness(run: Run, loaded: LoadedState) -> str:
+def _exactness(run: Run, loaded: LoadedState, saved_context: int) -> str:
     mesh = {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard}
-    if loaded.rank_state is not None:
+    context = run.setting.config.parallel.context
+    if loaded.rank_state is not None and saved_context == context:
         return "weights, optimizer, random state and order of rows continue bit for bit"
+    if loaded.rank_state is not None:
+        return (
+            f"the checkpoint was written with parallel.context={saved_context}, this run has {context}: weights, "
+            "optimizer, random state and order of rows continue exactly; sums over ranks are added in another order"
+        )
     saved_mesh = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
     current_mesh = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
     return (

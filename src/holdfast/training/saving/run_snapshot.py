@@ -45,7 +45,6 @@ class Contents:
             run.trained.model,
             frozen=run.setting.config.checkpoint.frozen == "save",
             averages=run.trained.averages.tensors if run.trained.averages is not None else None,
-            later=run.trained.unfreezing.names,
         )
         self._companions = run.saved_companions
         self._companion_tensors = {name: companion.held() for name, companion in self._companions.items()}

@@ -16,7 +16,6 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.setup.model import Blueprint, blueprint, cost_of
 from holdfast.objectives.base import Objective
-from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import check_verb, check_writable
@@ -135,7 +134,6 @@ def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any
     if setting.world.is_first and (ending := end_of_both(config, stream.steps_per_epoch())):
         print(ending, flush=True)
     ranks.on_all_ranks(lambda: _check_end(config, total))
-    ranks.on_all_ranks(lambda: _check_stages(sharded, total))
     seed_rank(config.seed, setting.world.rank, deterministic=config.determinism)
     trained = trained_of(sharded, total)
     evaluation.sharded = trained
@@ -164,7 +162,7 @@ def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:
         state=sharded.state,
         optimizer=optimizer,
         averages=averages,
-        unfreezing=Unfreezing(sharded.origin.stages, optimizer, parameters, averages),
+        parameters=parameters,
         total_steps=total_steps,
         cost=cost_of(sharded.model, sharded.origin),
     )
@@ -271,13 +269,4 @@ def _check_end(config: TrainingConfig, total: int | None) -> None:
         raise ConfigError(
             f"optim.schedule {schedule.kind} needs to know the last step, and the data's length is not known before it "
             "is read. Set steps, or use schedule: {kind: constant}."
-        )
-
-
-def _check_stages(sharded: ShardedModel, total: int | None) -> None:
-    late = [stage for stage in sharded.origin.stages if total is not None and stage.at_step >= total]
-    if late and not sharded.setting.config.dry_run:
-        raise ConfigError(
-            f"model.unfreeze: {late[0].at_step} steps come before what is unfrozen then, and the run makes {total}, so "
-            "nothing would train it. Lower at_step, or train longer."
         )

@@ -168,7 +168,6 @@ def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, 
     whole_section: dict[str, Any] = {
         "lora": None,
         "freeze": [],
-        "unfreeze": [],
         "dtype": "float32",
         "frozen_dtype": "same",
     }

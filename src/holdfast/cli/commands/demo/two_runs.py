@@ -105,7 +105,7 @@ def _run_and_kill(kill_at: int, *arguments: str) -> int:
     killed = 0
     try:
         while process.poll() is None:
-            if not killed and _steps(metrics) >= kill_at:
+            if not killed and metrics.exists() and metrics.read_bytes().count(b'"loss"') >= kill_at:
                 victim = _ranks(process.pid)[-1]
                 print(f"\nkill -9 {victim.pid}: rank 1 is gone", flush=True)
                 victim.send_signal(signal.SIGKILL)
@@ -129,10 +129,6 @@ def _ranks(launcher: int) -> list[psutil.Process]:
     return sorted(ranks, key=lambda child: int(child.environ().get("RANK", "0")))
 
 
-def _steps(metrics: Path) -> int:
-    return metrics.read_bytes().count(b'"loss"') if metrics.exists() else 0
-
-
 def _summary(run: Path, killed: str, plain: float, seconds: float) -> Sequence[str]:
     from holdfast.metrics.sink import METRICS, read_metrics
     from holdfast.training.directory import PAGE
@@ -149,7 +145,7 @@ def _summary(run: Path, killed: str, plain: float, seconds: float) -> Sequence[s
         f"the run              {run}",
         f"the model            {run / 'exports' / 'final'}",
         f"time                 {seconds:.0f} s on {os.cpu_count()} cores",
-        f"what happened        {run / PAGE}",
+        *([f"what happened        {run / PAGE}"] if (run / PAGE).exists() else []),
     ]
 
 

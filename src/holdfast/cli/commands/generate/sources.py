@@ -48,15 +48,13 @@ class ModelSource:
     run_id: str
     run: str
     step: int | None
-    """None of an export of an early version, which says nothing of itself, and of a model that no run made."""
+    """None of a model that no run made."""
     of: str
     """Path or hub name that was named or chosen."""
 
     @property
     def words(self) -> str:
         """Return run and step for a reader."""
-        if self.step is None and (self.directory / EXPORTED_CONFIG).exists():
-            return f"{self.of}: an export that does not say of which run"
         if self.step is None:
             return f"{self.of}: no export of a run"
         return f"{self.of}: run {self.run}{f' ({self.run_id})' if self.run_id else ''}, step {self.step}"

@@ -112,7 +112,7 @@ def _import_weights(run: Run, checkpoint: ForeignCheckpoint, step: int, notes: l
     target = run.setting.directory.with_name(f"{run.setting.directory.name}-weights")
     if target.exists():
         raise ConfigError(f"{target} is there already, and nothing is overwritten. Give another run.name in the file.")
-    names = run.trained.unfreezing.parameters
+    names = run.trained.parameters
     snapshot = _snapshot_of(
         {
             MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
@@ -177,7 +177,7 @@ def _step(checkpoint: ForeignCheckpoint, options: ImportOptions) -> int:
 
 def _snapshot(run: Run, checkpoint: ForeignCheckpoint, step: int) -> Snapshot:
     """Return what will be written; its tensors have no memory until they are."""
-    states = planned_states(checkpoint, run.trained.optimizer, run.trained.unfreezing.parameters)
+    states = planned_states(checkpoint, run.trained.optimizer, run.trained.parameters)
     planned = {
         MODEL + name: PlannedTensor(tensor.shape, tensor.dtype, tensor.read)
         for name, tensor in checkpoint.weights.items()
@@ -237,8 +237,7 @@ def _refuse_misfit(run: Run, checkpoint: ForeignCheckpoint, snapshot: Snapshot, 
     declared = Declared(resume.add, resume.drop, resume.cast, resume.freeze, resume.unfreeze)
     planned = PlannedLoad()
     trained = run.trained
-    trained.unfreeze(step)
-    parameters = trained.unfreezing.parameters
+    parameters = trained.parameters
     optimizer = None if snapshot.optimizer is None else trained.optimizer
     plan_trained(planned, trained.model, parameters, optimizer, manifest, declared, "live")
     if planned.plan.refused:
@@ -250,7 +249,7 @@ def _hints(run: Run, checkpoint: ForeignCheckpoint) -> Iterator[str]:
     dtypes = {str(weight.dtype).removeprefix("torch.") for weight in checkpoint.weights.values()}
     if len(dtypes) == 1 and dtypes != {run.setting.config.model.dtype}:
         yield f"model.dtype: {dtypes.pop()} would fit its weights"
-    names = run.trained.unfreezing.parameters
+    names = run.trained.parameters
     frozen = sorted(name for name in names if name in checkpoint.weights and name not in checkpoint.states)
     here = [name for name in frozen if names[name].requires_grad]
     if here and checkpoint.states:

@@ -16,7 +16,6 @@ from holdfast.data.batches.candidates import CandidateReader, Candidates
 from holdfast.data.batches.stream import BatchStream
 from holdfast.errors import ConfigError
 from holdfast.models.setup.model import blueprint, cost_of
-from holdfast.optim.schedule import Unfreezing
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.fingerprints import (
@@ -68,7 +67,7 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
         model=policy,
         optimizer=optimizer,
         averages=None,
-        unfreezing=Unfreezing(origin.stages, optimizer, parameters, None),
+        parameters=parameters,
         total_steps=None,
         cost=cost_of(policy, origin),
     )

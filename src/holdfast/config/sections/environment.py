@@ -1,0 +1,46 @@
+"""The `environment` section: what a policy acts in over several turns, and the limits of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from holdfast.config.base import ImportPath, Mistake, OneOrSeveral, Positive, PositiveInt, RewardKwargs, Section
+
+
+class EnvironmentConfig(Section):
+    """What a policy acts in: a class of the user's own, functions that it may call as tools, or both.
+
+    Each episode has an instance in a process of its own. An episode has `data.max_length` tokens, and a turn begins
+    where `rollout.max_new_tokens` of them are left.
+    """
+
+    path: ImportPath | None = None
+    """`file.py:Class`, a relative file looked up beside the YAML, or `package.module:Class`; see docs/environments.md
+    for its methods. Null: tools alone."""
+    kwargs: RewardKwargs = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    tools: Annotated[list[ImportPath], OneOrSeveral()] = Field(default_factory=list)
+    """`file.py:function`, each with types and a docstring, that the policy may call; public methods of the class are
+    tools too."""
+    max_turns: PositiveInt = 8
+    """Turns after which an episode ends."""
+    max_seconds: Positive | None = None
+    """Seconds after which no further turn begins; null: no limit."""
+    on_cut: Literal["end", "continue"] = "end"
+    """Whether a turn that was cut at `rollout.max_new_tokens` ends its episode, or is answered as any other one."""
+    timeout_seconds: Positive = 30.0
+    """Longest time for one answer of the environment."""
+    memory_mib: PositiveInt = 4096
+    """Most address space of one instance."""
+    instances: PositiveInt = 64
+    """Most instances of one rank at a time; further episodes wait."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield an environment that is none."""
+        if self.path is None and not self.tools:
+            yield "path", "neither path nor tools is set, so nothing would come of a turn; set one of them"
+        if self.path is None and self.kwargs:
+            yield "kwargs", "there is no class (path) whose constructor would take them; leave them out"

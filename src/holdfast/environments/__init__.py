@@ -1,0 +1,1 @@
+"""Environments that a policy acts in over several turns, in processes that can be killed."""

@@ -1,0 +1,141 @@
+"""What an environment is given and what it returns. Workers import this file, so it imports nothing heavy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Message = Mapping[str, Any]
+"""`role` and `content`, and where they apply `name` and `tool_call_id`."""
+
+EnvironmentFault = Literal["timeout", "died", "raised", "malformed"]
+"""It gave no answer in time, its process ended, it raised, or it returned what is no observation."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What a turn asks of a tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    mistake: str = ""
+    """Why it is no call that could be made; "" if it is one."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a policy said."""
+
+    number: int
+    """0 for the first."""
+    text: str
+    """Special tokens left out."""
+    calls: tuple[ToolCall, ...] = ()
+    finish: str = "stop"
+    """Why it ended: stop or length."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What comes of a turn."""
+
+    messages: Sequence[Message] | str = ()
+    """What the policy reads next; a text is one message of role `user`."""
+    reward: float = 0.0
+    """Added up over the episode."""
+    done: bool = False
+    """Whether the episode ends here."""
+    info: Mapping[str, float] = field(default_factory=dict)
+    """Numbers for metrics; the last of each name counts."""
+
+
+class Environment(Protocol):
+    """A world for one episode, made anew for each.
+
+    Its public methods beyond these, with types, are tools that the policy may call. A turn with calls runs them, and
+    any other turn is a `step`; without a `step` it ends the episode. A class attribute `replayable = True` promises
+    that equal rows, seeds and turns give equal observations.
+    """
+
+    def begin(self, row: Mapping[str, Any]) -> Sequence[Message] | str | None:
+        """Start from a row; return messages that follow its prompt, or None. A parameter `seed` is given if asked."""
+
+    def step(self, turn: Turn) -> Observation:
+        """Take a turn."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a worker says of a turn, as it travels in JSON."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, float] = field(default_factory=dict)
+    called: Mapping[str, int] = field(default_factory=dict)
+    """Calls by tool; those of tools that are not there by the name `unknown`."""
+    failed_calls: int = 0
+    """Calls that could not be made, or whose tool raised; what went wrong is their observation."""
+
+
+class Malformed(TypeError):
+    """What an environment returned is no observation."""
+
+
+def messages_of(value: object, role: str = "user") -> tuple[Message, ...]:
+    """Return what an environment wants to be read as messages.
+
+    Raises:
+        Malformed: It is neither text nor messages.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return ({"role": role, "content": value},)
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list | tuple) or not all(map(_is_message, value)):
+        raise Malformed(f"returned {_kind(value)}, which is neither text nor a list of messages (role and content)")
+    return tuple(value)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def result_of(value: object) -> StepResult:
+    """Return what a `step` said: an `Observation`, or a mapping of its fields.
+
+    Raises:
+        Malformed: It is something else.
+    """
+    if isinstance(value, Mapping) and value.keys() <= Observation.__dataclass_fields__.keys():
+        value = Observation(**value)
+    if not isinstance(value, Observation):
+        raise Malformed(f"returned {_kind(value)}, and a step returns an Observation")
+    reward = number_of(value.reward)
+    if reward is None:
+        raise Malformed(f"returned the reward {_kind(value.reward)}, which is no finite number")
+    info = {str(name): number for name, item in value.info.items() if (number := number_of(item)) is not None}
+    return StepResult(messages_of(value.messages), reward, bool(value.done), info)
+
+
+def number_of(value: object) -> float | None:
+    """Return a finite number of Python or NumPy as a float; None for anything else."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]  # whatever cannot be a number raises
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _kind(value: object) -> str:
+    text = repr(value)
+    return f"a {type(value).__name__} ({text[:80]})"

@@ -1,0 +1,241 @@
+"""The rank's end of the environments' processes.
+
+A rank never runs an environment itself: what hangs, prints, forks or dies does so in a process that can be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast import patience
+from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.environments.base import EnvironmentFault, StepResult, Turn
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.files import read_end
+from holdfast.rewards.processes import framing, kernel
+from holdfast.text.escaping import escaped
+
+_ENVIRONMENT = ("env", "OMP_NUM_THREADS=1", "PYTHONHASHSEED=0")
+"""As of reward workers."""
+_RECEIVED_BYTES = 1 << 18
+_MOST_SHOWN_LINES, _MOST_SHOWN_BYTES = 3, 1000
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request to one episode's environment."""
+
+    episode: int
+    seconds: float
+    """From the request to its answer."""
+    result: StepResult | None
+    """None where there is a fault."""
+    fault: EnvironmentFault | None = None
+    message: str = ""
+    """Of a fault: a clause whose subject is the environment."""
+
+
+class EnvironmentPool:
+    """Environments in processes that can be killed, one for each episode.
+
+    Args:
+        config: What they are made of.
+        base: The YAML's directory, where files are looked up.
+        log_dir: Where they print.
+        silent_seconds: After which the process that keeps them is given up.
+    """
+
+    def __init__(self, config: EnvironmentConfig, base: Path, log_dir: Path, *, silent_seconds: float = 60.0) -> None:
+        self._config, self._base, self._silent_seconds = config, base, silent_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._incoming = framing.MessageReader()
+        self.log_path = log_dir / f"environments-{os.uname().nodename}-{os.getpid()}.log"
+        """What environments print, tracebacks of those that raise included."""
+        self._numbered = 0
+        self.before_step: Callable[[], None] = lambda: None
+        """Called before episodes begin."""
+        self.log_is_named = False
+        """Whether an error sends its reader to the log."""
+        self.tools: tuple[Mapping[str, Any], ...] = ()
+        """Schemas of what a policy may call; known once started."""
+        self.replayable = False
+        """Whether equal rows, seeds and turns give equal observations; known once started."""
+
+    def start(self) -> None:
+        """Start the process that keeps them, and import the user's file in it; started already, do nothing.
+
+        Raises:
+            ConfigError: The environment or a tool cannot work.
+        """
+        if self._process is not None:
+            return
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [*_ENVIRONMENT, sys.executable, "-m", "holdfast.environments.supervisor", str(self.log_path)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self, count: int) -> int:
+        """Return the first of so many numbers of episodes that no other ones have had."""
+        first, self._numbered = self._numbered, self._numbered + count
+        return first
+
+    def begin(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
+        """Ask for a new environment that starts from a row."""
+        self._ask("begin", episode, (dict(row), seed))
+
+    def take(self, episode: int, turn: Turn) -> None:
+        """Ask an environment to take a turn."""
+        self._ask("turn", episode, turn)
+
+    def finish(self, episode: int) -> None:
+        """Ask for the reward of an episode that ended otherwise than by its environment."""
+        self._ask("finish", episode, None)
+
+    def leave(self, episode: int) -> None:
+        """Close an environment; there is no answer."""
+        self._ask("close", episode, None)
+
+    def answers(self, wait_seconds: float | None = 0.0) -> list[Answer]:
+        """Return the answers that have come.
+
+        Args:
+            wait_seconds: Longest wait for the first; None waits for it.
+
+        Raises:
+            RunStopped: The process that keeps the environments died, or hangs.
+        """
+        replies, answers = self._replies(), list[Answer]()
+        end = None if wait_seconds is None else time.monotonic() + wait_seconds
+        poll = select.poll()
+        poll.register(replies, select.POLLIN)
+        while True:
+            left = self._silent_seconds if end is None else max(0.0, end - time.monotonic())
+            if not poll.poll(1000 * min(left, self._silent_seconds)):
+                if end is None:
+                    self.close()
+                    raise RunStopped(
+                        f"The environments' processes have said nothing for {self._silent_seconds:g} s. Read "
+                        f"{self._log()}; then start the run again."
+                    )
+                return answers
+            received = os.read(replies, _RECEIVED_BYTES)
+            if not received:
+                raise RunStopped(f"The environments' processes died. Read {self._log()}, then start the run again.")
+            for message in self._incoming.feed(received):
+                answers += _answers_of(json.loads(message))
+            if answers:
+                return answers
+
+    def move_log(self, folder: Path) -> None:
+        """Copy the log into another folder, and let environments print there from now on.
+
+        Raises:
+            OSError: It cannot be copied.
+        """
+        target = folder / self.log_path.name
+        shutil.copyfile(self.log_path, target)
+        self.log_path = target
+        self._ask("log", 0, str(target))
+
+    def close(self) -> None:
+        """End every process; closed already, do nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.close()
+            process.wait(patience.current.pool_close_seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Its workers die with it: the kernel sees to that.
+            kernel.kill_with_group(process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience.current.pool_close_seconds)
+            process.stdout.close()
+
+    def _ask(self, name: str, episode: int, argument: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            # Packed twice: what is in a row is unpacked where the user's file is imported, and nowhere before.
+            request = pickle.dumps((name, episode, pickle.dumps(argument)))
+            framing.write(self._process.stdin.fileno(), request, self._silent_seconds)
+        except (BrokenPipeError, TimeoutError):
+            raise RunStopped(
+                f"The environments' processes died, or hang. Read {self._log()}, then start the run again."
+            ) from None
+
+    def _replies(self) -> int:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def _log(self) -> str:
+        self.log_is_named = True
+        return str(self.log_path) if self.log_path.exists() else f"logs/{self.log_path.name} in the run's directory"
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        setup = {
+            "section": self._config.model_dump(),
+            "base": str(self._base.resolve()),
+            "timeout_seconds": self._config.timeout_seconds,
+            "memory_mib": self._config.memory_mib,
+        }
+        deadline = time.monotonic() + patience.current.environment_start_seconds
+        reply: bytes | None = None
+        try:
+            framing.write(self._process.stdin.fileno(), pickle.dumps(setup))
+            reply = framing.read_frame(self._replies(), deadline)
+        except BrokenPipeError:
+            pass
+        except TimeoutError:
+            raise ConfigError(
+                f"environment: its file is still being imported after {patience.current.environment_start_seconds:g} "
+                "s. Move slow work into begin."
+            ) from None
+        match None if reply is None else json.loads(reply):
+            case {"mistake": str(mistake)}:
+                raise ConfigError(mistake)
+            case {"ready": {"tools": tools, "replayable": replayable}}:
+                self.tools, self.replayable = tuple(tools), bool(replayable)
+            case _:
+                lines = read_end(self.log_path, _MOST_SHOWN_BYTES, 0).strip().splitlines()
+                printed = f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}." if lines else ""
+                raise ConfigError(
+                    f"environment: importing its file ended the process.{printed} Import the file in a Python of your "
+                    "own."
+                )
+
+
+def _answers_of(message: Mapping[str, Any]) -> list[Answer]:
+    if "episode" not in message:
+        return []  # a sign of life
+    if "fault" in message:
+        text = escaped(str(message["message"]))
+        return [Answer(message["episode"], message["seconds"], None, message["fault"], text)]
+    result = message["result"]
+    result["messages"] = tuple(result["messages"])
+    return [Answer(message["episode"], message["seconds"], StepResult(**result))]

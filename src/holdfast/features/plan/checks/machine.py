@@ -1,0 +1,325 @@
+"""The checks of `holdfast doctor` on a machine: versions, devices, a rendezvous of the ranks, the run's storage.
+
+The ranks are processes that meet and do nothing else, started as a run's are:
+`python -m holdfast.features.plan.checks.machine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+
+from holdfast import patience
+from holdfast.checkpoint.place.layout import fresh
+from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storage
+from holdfast.config.sections.launch import LaunchConfig
+from holdfast.config.versions import versions
+from holdfast.errors import HoldfastError, UserError
+from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
+from holdfast.files import size_words
+from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
+from holdfast.launch.local import launch_local
+
+TASK, OUTCOME = "task.json", "outcome.json"
+_NUMBERS = 2**18
+"""float32 numbers that are added over the ranks: 1 MiB."""
+_TRIED_BYTES = 2**23
+_SLOW = 20 * 2**20
+"""Bytes per second below which a place of checkpoints is called slow."""
+_BUSY = 0.1
+"""Share of a GPU's memory that is in use before the run, from which on it is told."""
+_TORCHVISION_BEHIND = 15
+"""torchvision 0.(N + 15) belongs to torch 2.N."""
+
+
+def checks_of_machine(launch: LaunchConfig) -> list[Check]:
+    """Return the checks that need no run."""
+    return [
+        Check("versions", look_at_versions),
+        Check("devices", lambda: look_at_devices(launch)),
+        Check(RANKS, lambda: look_at_ranks(launch, None)),
+    ]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _requirements() -> list[Requirement] | None:
+    """Return what Holdfast's own metadata asks for; None where it has none, as in a checkout on the import path."""
+    try:
+        return [Requirement(text) for text in requires("holdfast") or ()]
+    except PackageNotFoundError:
+        return None
+
+
+def look_at_versions() -> Iterator[Finding]:
+    """Compare what is installed with what Holdfast asks for, and with pairs that are known not to work."""
+    decisive = ", ".join(f"{name} {number}" for name, number in versions().items() if name != "platform")
+    needed = _requirements()
+    if needed is None:
+        text = f"holdfast is not installed as a package, so what it asks for is not compared; {decisive}"
+        yield unknown("versions", text, "Install it: pip install -e . in its directory.")
+        yield from bad_pairs(_installed)
+        return
+    wrong = [
+        f"{requirement.name} {_installed(requirement.name) or 'is not installed'} (needed: {requirement.specifier})"
+        for requirement in needed
+        if requirement.marker is None and not requirement.specifier.contains(_installed(requirement.name) or "0")
+    ]
+    if wrong:
+        names = " ".join(f'"{text.partition(" ")[0]}"' for text in wrong)
+        yield fail("versions", "; ".join(wrong), f"Install them: pip install -U {names} -c constraints.txt.")
+    pairs = list(bad_pairs(_installed))
+    yield from pairs
+    if not wrong and not pairs:
+        yield ok("versions", decisive)
+
+
+def bad_pairs(installed: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Yield a failure for each pair of packages that are known not to work together, by their versions."""
+    torch, torchvision = installed("torch") or "0.0", installed("torchvision")
+    if torchvision is not None:
+        minor = int(torch.split(".")[1])
+        builds = [text.partition("+")[2] for text in (torch, torchvision)]
+        if int(torchvision.split(".")[1]) != minor + _TORCHVISION_BEHIND or (all(builds) and builds[0] != builds[1]):
+            yield fail(
+                "versions",
+                f"torchvision {torchvision} is not of torch {torch}, and transformers fails when it imports it",
+                "Holdfast needs no torchvision: pip uninstall torchvision.",
+            )
+    antlr = installed("antlr4-python3-runtime")
+    if installed("math-verify") is not None and antlr is not None and antlr.startswith("4.9."):
+        yield fail(
+            "versions",
+            f"antlr4-python3-runtime {antlr}, which omegaconf and hydra pin, breaks math-verify",
+            "Use an environment without omegaconf and hydra, or no reward of kind: math.",
+        )
+
+
+def look_at_devices(launch: LaunchConfig) -> Iterator[Finding]:
+    """Count devices, and compare with the ranks that are asked for."""
+    import torch
+
+    gpus, visible, ranks = cuda_devices(), torch.cuda.is_available(), resolve_ranks(launch)
+    cores = len(os.sched_getaffinity(0))
+    host = f"{cores} cores, {size_words(psutil.virtual_memory().total)} of memory"
+    if visible and launch.device != "cpu":
+        yield _on_gpus(ranks, host)
+        return
+    unused = f"the driver shows {gpus} GPUs, and torch {torch.__version__} uses none"
+    if launch.device == "cuda":
+        why = unused if gpus else "there is no GPU"
+        fix = "Set launch.device: cpu or auto, or install a CUDA build of torch."
+        yield fail("devices", f"launch.device: cuda, but {why}", fix)
+    elif gpus and not visible:
+        fix = "Install a CUDA build of torch that this driver can run."
+        yield warn("devices", f"{unused}: the run would compute on the CPU", fix)
+    elif ranks * launch.threads_per_rank > cores:
+        text = f"{ranks} ranks with {launch.threads_per_rank} threads each share {host}"
+        yield warn("devices", text, "Lower launch.ranks or launch.threads_per_rank.")
+    else:
+        yield ok("devices", f"no GPU is used; {host}")
+
+
+def _on_gpus(ranks: int, host: str) -> Finding:
+    import torch
+
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+    free = size_words(min(free_bytes for free_bytes, _ in memory))
+    summary = f"{count} x {name}, {free} free of {size_words(memory[0][1])}; {host}"
+    if not under_torchrun() and ranks > count:
+        return fail("devices", f"{ranks} ranks and {summary}", f"Set launch.ranks: {count}, or launch.device: cpu.")
+    used = max(1 - free_bytes / total for free_bytes, total in memory)
+    if used > _BUSY:
+        return warn("devices", f"{summary}: another process uses {used:.0%} of one", "See nvidia-smi.")
+    return ok("devices", summary)
+
+
+def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Finding]:
+    """Let the real ranks meet, add numbers over all of them, and check that they share the run's directory."""
+    task = RankTask(launch.model_dump(mode="json"), None if storage is None or not storage.renames else storage.root)
+    start = time.perf_counter()
+    if under_torchrun():
+        outcome = meet_ranks(task)
+    else:
+        with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as folder:
+            failure = _started(task, Path(folder))
+            if failure is not None:
+                yield fail("ranks", failure, "Look at the network of this machine, its GPUs and NCCL_DEBUG=INFO.")
+                return
+            outcome = json.loads((Path(folder) / OUTCOME).read_text(encoding="utf-8"))
+    shared = ", and see one directory" if task.place is not None else ""
+    yield ok(
+        "ranks",
+        f"{outcome['ranks']} over {outcome['backend']} on {outcome['hosts']} host(s) add 1 MiB in "
+        f"{outcome['milliseconds']:.1f} ms{shared}; {since(start)} in all",
+    )
+
+
+def _started(task: RankTask, folder: Path) -> str | None:
+    """Start ranks as a run does; return what went wrong with them."""
+    task.write(folder)
+    command = [sys.executable, "-m", "holdfast.features.plan.checks.machine", "launch", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=patience.current.doctor_ranks_seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # its guard ends the ranks
+        process.communicate()
+        return f"they did not meet within {patience.current.doctor_ranks_seconds:g} s"
+    if process.returncode == 0:
+        return None
+    return " ".join(line.strip() for line in output.splitlines()[-6:] if line.strip()) or f"exit {process.returncode}"
+
+
+def storage_of_run(path: str | Path) -> Storage:
+    """Return the storage of checkpoints; for a directory that does not exist, that of its nearest existing parent."""
+    storage = open_storage(path)
+    if not storage.renames:
+        return storage
+    root = Path(storage.root).resolve()
+    while not root.is_dir() and root != root.parent:
+        root = root.parent
+    return LocalStorage(root)
+
+
+def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Finding]:
+    """Write, sync, rename and read back a file, remove it, and compare the free space with what checkpoints need.
+
+    Args:
+        storage: Where it is tried.
+        needed_bytes: Of all checkpoints that must fit; None where nobody knows.
+    """
+    folder, data = fresh("doctor", "0"), os.urandom(_TRIED_BYTES)
+    start = time.perf_counter()
+    try:
+        if storage.renames:
+            storage.make(folder)
+            with storage.create(f"{folder}/before") as file:
+                file.write(data)
+            storage.rename(f"{folder}/before", f"{folder}/after")
+            storage.sync(folder)
+        else:
+            storage.put_new(f"{folder}/after", data)
+        seconds = time.perf_counter() - start
+        same = storage.read(f"{folder}/after") == data
+    except OSError as error:
+        yield fail(
+            "place",
+            f"{storage.root} cannot be written: {error.strerror or error}",
+            "Choose another run.dir, or mend its permissions.",
+        )
+        return
+    finally:
+        with contextlib.suppress(OSError):  # the finding says why nothing was written
+            storage.remove(folder)
+    if not same:
+        yield fail("place", f"{storage.root} gives back other bytes than were written", "Choose another run.dir.")
+        return
+    speed, free = _TRIED_BYTES / max(seconds, 1e-6), storage.free_bytes()
+    summary = f"{storage.root} writes {size_words(speed)} a second to the disk"
+    summary += "" if free is None else f", {size_words(free)} free"
+    if needed_bytes is not None and free is not None and needed_bytes > free:
+        needed = f"the checkpoints that are kept, and two more, take about {size_words(needed_bytes)}"
+        yield fail(
+            "place", f"{summary}; {needed}", "Free space, lower checkpoint.keep.last, or choose another run.dir."
+        )
+    elif speed < _SLOW:
+        yield warn("place", f"{summary}, which is slow", "Set checkpoint.background: true, or choose another run.dir.")
+    else:
+        yield ok("place", summary)
+    if needed_bytes is None:
+        yield unknown("place", "whether checkpoints have room there: no plan says how large they are")
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """The task of the ranks, as a JSON file passes it to them."""
+
+    launch: Mapping[str, Any]
+    place: str | None
+    """A directory that every rank must see; None skips this check."""
+
+    def write(self, folder: Path) -> None:
+        """Write the task to a folder, where the ranks read it."""
+        (folder / TASK).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> RankTask:
+        """Read the task from a folder."""
+        return cls(**json.loads((folder / TASK).read_text(encoding="utf-8")))
+
+
+def meet_ranks(task: RankTask) -> dict[str, Any]:
+    """Join the other ranks, add numbers, look for a word that rank 0 wrote; return the same on all ranks.
+
+    Raises:
+        UserError: The sum is wrong, or the ranks do not share the place.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.checkpoint.saving.rehearsal import check_shared
+    from holdfast.parallel.collectives import RankGroup
+    from holdfast.parallel.mesh import joined_world
+
+    launch = LaunchConfig.model_validate(task.launch).model_copy(update={"timeout_minutes": 1.0})
+    with joined_world(launch) as world:
+        numbers = torch.full((_NUMBERS,), float(world.rank + 1), device=world.device)
+        dist.all_reduce(numbers)  # the first one opens the connections
+        expected = world.size * (world.size + 1) / 2
+        if not bool((numbers == expected).all()):
+            message = f"{world.size} ranks add up to {numbers[0].item():g} instead of {expected:g}."
+            raise UserError(message)
+        start = time.perf_counter()
+        dist.all_reduce(numbers)
+        numbers[0].item()
+        milliseconds = 1000 * (time.perf_counter() - start)
+        ranks = RankGroup(launch.timeout_minutes)
+        if task.place is not None:
+            check_shared(LocalStorage(Path(task.place)), ranks)
+        hosts = len(set(ranks.gather(socket.gethostname())))
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        ranks.close()
+        return {"ranks": world.size, "backend": backend, "hosts": hosts, "milliseconds": milliseconds}
+
+
+def main(role: str, folder: Path) -> int:
+    """Start the ranks, or be one of them; rank 0 writes the outcome."""
+    task = RankTask.read(folder)
+    if role == "launch":
+        launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0})
+        command = [sys.executable, "-m", "holdfast.features.plan.checks.machine", "rank", str(folder)]
+        return launch_local(command, resolve_ranks(launch), launch, folder / "run")
+    try:
+        outcome = meet_ranks(task)
+    except HoldfastError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    temporary = folder / f"{OUTCOME}.{os.getpid()}"
+    temporary.write_text(json.dumps(outcome), encoding="utf-8")
+    temporary.replace(folder / OUTCOME)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

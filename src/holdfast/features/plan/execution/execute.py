@@ -1,0 +1,329 @@
+"""Executes steps of a run as one of its ranks, on devices that compute nothing, and records memory and traffic."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.snapshot import RandomState, staged
+from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
+from holdfast.checkpoint.loading.matching import Declared
+from holdfast.config.sections.optim import UserOptimizerConfig
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ConfigError
+from holdfast.features.plan.counting.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
+from holdfast.features.plan.counting.memory import Ledger, watched_storages
+from holdfast.features.plan.counting.traffic import TensorObserver, Traffic
+from holdfast.features.plan.execution.fake_devices import fake_devices
+from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.saved import (
+    checkpoint_bytes,
+    export_bytes,
+    host_random_state,
+    manifest_of,
+    saved_snapshot,
+    small_bytes,
+)
+from holdfast.features.plan.execution.steps import PlannedStep, planned_step
+from holdfast.features.plan.records import Execution, HostValue, RankSpec
+from holdfast.models.files.four_bit import check_library
+from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.failure.channel import FailureChannel
+from holdfast.parallel.mesh import World, forget_meshes
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.phases import PhaseClock
+from holdfast.training.run import Logbook, Setting, Trained
+from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
+from holdfast.types import answered_by
+
+T = TypeVar("T")
+
+
+class _Phases(PhaseClock):
+    """A phase clock that tells the memory ledger which phase of a step has begun."""
+
+    def __init__(self, ledger: Ledger, traffic: Traffic) -> None:
+        super().__init__()
+        self._ledger, self._traffic = ledger, traffic
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what the block takes towards a phase."""
+        before, self._ledger.phase = self._ledger.phase, name
+        self._traffic.begin_phase()
+        try:
+            yield
+        finally:
+            self._ledger.phase = before
+            self._traffic.begin_phase()
+
+
+def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
+    """Build the run's models, optimizers and batches; load a checkpoint, make two steps and a save.
+
+    Nothing is read but shapes.
+
+    Args:
+        config: The user's own.
+        base: The directory of its YAML.
+        spec: Which rank, among how many, on what.
+
+    Raises:
+        UserError: The run could not start.
+    """
+    shapes, notes = without_files(config, base)
+    _refuse_more_ranks_than_rows(shapes, spec.ranks)
+    import_first(shapes)
+    counts = _StepCounts(spec)
+    with contextlib.ExitStack() as stack:
+        free = lambda: max(0, spec.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
+        mode = stack.enter_context(fake_devices(spec.device, free, spec.memory))
+        world = stack.enter_context(_alone_among(spec.ranks, spec.rank, spec.torch_device))
+        setting = Setting(
+            config=shapes,
+            base=base,
+            world=world,
+            ranks=_AlikeRanks(spec.rank, spec.ranks),
+            log=Logbook(clock=_Phases(counts.ledger, counts.traffic)),
+            without_numbers=partial(counts.without_numbers, mode),
+        )
+        stack.enter_context(answered_by(counts.answer))
+        stack.enter_context(watched_storages(counts.ledger))
+        stack.enter_context(contextlib.redirect_stdout(_NullWriter()))
+        step = planned_step(setting, counts.ledger, counts.traffic)
+        with counts.without_numbers(mode):
+            execution = _executed(counts, step)
+            execution.notes[:0] = notes
+            execution.export_bytes = export_bytes(shapes, step.trained.model, step.trained.origin, execution.notes)
+    small = small_bytes(shapes, step.trained.origin)
+    execution.checkpoint_bytes += small
+    execution.export_bytes += small
+    return execution
+
+
+class _AlikeRanks(RankGroup):
+    """A group of ranks in which all other ranks are assumed to send what this rank sends."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._group = None
+
+    def gather(self, item: T) -> list[T]:
+        """Return the item as often as there are ranks."""
+        return [item] * self.size
+
+    def swap(self, outgoing: Sequence[T]) -> list[T]:
+        """Return what this rank would send itself; in a plan every sequence is its own."""
+        return [outgoing[self.rank]] * self.size
+
+    def agree(self, value: T) -> T:
+        """Return the value: the first rank's is the same."""
+        return value
+
+    def on_first_rank(self, act: Callable[[], T]) -> T:
+        """Return what `act` returns."""
+        return act()
+
+
+class _NoFailureChannel:
+    """Replaces the channel through which ranks learn of failures; a plan has no other ranks that could fail."""
+
+    @contextlib.contextmanager
+    def phase(self, _: str) -> Iterator[None]:
+        """Enter a phase that nobody hears of."""
+        yield
+
+
+@contextlib.contextmanager
+def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
+    """Join a fake process group of many ranks within the block; its collectives return at once and change nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        local_size = min(size, 8)
+        failure = cast("FailureChannel", _NoFailureChannel())
+        yield World(rank, size, rank % local_size, device, failure, local_size)
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+class _StepCounts:
+    """Counters of memory, traffic and waits of the host while a step runs."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec, self.ledger = spec, Ledger()
+        self.traffic = Traffic(lambda: self.ledger.moment)
+        self.values: list[HostValue] = []
+        self.random: RandomState = host_random_state()
+        self._observer = TensorObserver(self.ledger, self.traffic, self.answer)
+
+    @contextlib.contextmanager
+    def without_numbers(self, mode: FakeTensorMode) -> Iterator[None]:
+        """Create tensors without data within the block, and count their bytes."""
+        with mode, self._observer:
+            yield
+
+    def answer(self, tensor: Tensor, reason: str) -> NDArray[Any]:
+        """Record that the host waits for a tensor, and return numbers in place of the absent data."""
+        if tensor.device.type != "cpu" or self.spec.device == "cpu":
+            self.values.append(HostValue(self.ledger.moment, reason, tensor.numel()))
+        kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
+
+
+def _executed(counts: _StepCounts, step: PlannedStep) -> Execution:
+    """Load a checkpoint, make the first step after it, a later step and a save; record what each of them takes."""
+    ledger = counts.ledger
+    loaded = dict(ledger.peaks)
+    manifest = _learned(counts, step)
+    ledger.restart()
+    if manifest.optimizer is not None:  # weights alone cannot be resumed from
+        ledger.phase = RESUME
+        _load(ledger, step, manifest)
+        _name_states(ledger, step)
+    ledger.phase = "step"
+    _make(step)
+    _name_states(ledger, step)
+    resumed = dict(ledger.peaks) if manifest.optimizer is not None else {}
+    ledger.restart()
+    counts.traffic.restart()
+    counts.values.clear()
+    _make(step)
+    size = _save(counts, step)
+    for phase, factor in step.repeats.items():
+        counts.traffic.scale(phase, factor)
+    return _execution(counts, step, Execution(counts.spec, step.trained.plan, loaded, resumed, checkpoint_bytes=size))
+
+
+def _learned(counts: _StepCounts, step: PlannedStep) -> Manifest:
+    """Return the manifest of a checkpoint; optimizers are left as they were built.
+
+    What an optimizer keeps is learned from a step of its own: a step on tensors without numbers changes none.
+    """
+    counts.ledger.phase = "optimizer"
+    built = [set(trained.optimizer.state) for trained in step.all_trained]
+    for trained in step.all_trained:
+        for value in sharded_parameters(trained.model).values():
+            value.grad = torch.zeros_like(value) if value.requires_grad else None
+        trained.optimizer.step()
+        trained.optimizer.zero_grad(set_to_none=True)
+    manifest = manifest_of(saved_snapshot(step.run, counts.random))
+    for trained, earlier_keys in zip(step.all_trained, built, strict=True):
+        for parameter in [state_key for state_key in trained.optimizer.state if state_key not in earlier_keys]:
+            del trained.optimizer.state[parameter]
+    return manifest
+
+
+def _load(ledger: Ledger, step: PlannedStep, manifest: Manifest) -> None:
+    """Do what `load_state` does with what it has read; this rank's part of all tensors is in host memory then."""
+    trained, companions = step.trained, step.run.saved_companions
+    averages = {} if trained.averages is None else trained.averages.tensors
+    parameters = sharded_parameters(trained.model)
+    live = LiveState(trained.model, parameters, trained.optimizer, averages, companions)
+    plans = plan_load(live, manifest, Declared(), "live", "a planned checkpoint")
+    with ledger.scope(CHECKPOINT):
+        read = {key: target.staging() for key, target in plans.targets.items()}
+    with ledger.scope(OPTIMIZER):
+        set_live(live, plans, read, states_read(live, plans, manifest, read))
+
+
+def _make(step: PlannedStep) -> None:
+    step.make()
+    step.setting.log.batches.clear()  # as the journal does once a step is written down
+
+
+def _execution(counts: _StepCounts, step: PlannedStep, execution: Execution) -> Execution:
+    """Add the counts of the later step to an execution."""
+    return replace(
+        execution,
+        steady=dict(counts.ledger.peaks),
+        host_values=counts.values,
+        messages={key: (note.count, note.bytes) for key, note in counts.traffic.messages.items()},
+        flops=dict(counts.traffic.flops),
+        micro_batches=step.micro_batches,
+        tokens=step.tokens,
+        parameters=step.trained.plan.parameters,
+        allocated=dict(counts.ledger.allocated),
+        read=_read(counts.ledger, step),
+        notes=[*step.notes],
+    )
+
+
+def import_first(config: TrainingConfig) -> None:
+    """Let other packages look for a GPU, and compute their tables, while tensors have numbers and nothing is pretended.
+
+    What they would find later are stand-ins: kernels of theirs are not there. transformers imports torchao where it is
+    installed, which asks each device for its name.
+    """
+    importlib.import_module("transformers.modeling_utils")
+    if config.model.lora is not None:
+        if config.model.lora.quantize:
+            check_library(config.model.lora.quantize)
+        importlib.import_module("peft")
+    if not isinstance(config.optim, UserOptimizerConfig) and config.optim.kind in LOW_BIT:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        weight.grad = torch.zeros_like(weight)
+        build_optimizer(config.optim, {"weight": weight}).step()
+
+
+class _NullWriter:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def _refuse_more_ranks_than_rows(config: TrainingConfig, ranks: int) -> None:
+    rows = config.data.batch_size
+    served = rows * config.parallel.context  # the ranks of a context group share their rows
+    if ranks > served:
+        raise ConfigError(
+            f"{ranks} ranks share data.batch_size={rows} rows of an update, so {ranks - served} of them would have "
+            "none and wait for the others. Raise data.batch_size, or plan for fewer ranks."
+        )
+
+
+def _name_states(ledger: Ledger, step: PlannedStep) -> None:
+    for trained in step.all_trained:
+        ledger.name(states_of(trained), OPTIMIZER)
+
+
+def states_of(trained: Trained) -> list[Tensor]:
+    """Return the tensors of a model's optimizer, and the averages of its weights."""
+    states = [value for state in trained.optimizer.state.values() for value in state.values()]
+    averages = [] if trained.averages is None else [*trained.averages.tensors.values()]
+    return [value for value in (*states, *averages) if isinstance(value, Tensor)]
+
+
+def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
+    """Return the bytes that an optimizer reads and writes, and those that decoding reads for all of its tokens."""
+    bytes_by_kind = ledger.peaks["optimizer", step.setting.world.device.type].by_kind
+    states = 2 * (bytes_by_kind.get(PARAMETERS, 0) + bytes_by_kind.get(OPTIMIZER, 0)) + bytes_by_kind.get(GRADIENTS, 0)
+    return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
+
+
+def _save(counts: _StepCounts, step: PlannedStep) -> int:
+    """Copy a snapshot of every model to the host, as a save does before training goes on; return its bytes on disk."""
+    ledger = counts.ledger
+    before, ledger.phase = ledger.phase, "save"
+    snapshot = saved_snapshot(step.run, counts.random)
+    if step.setting.config.checkpoint.background:
+        with ledger.scope(CHECKPOINT):
+            staged(snapshot, {})
+    ledger.phase = before
+    return checkpoint_bytes(snapshot.tensors.values(), counts.spec.ranks, counts.random)

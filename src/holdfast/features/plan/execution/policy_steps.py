@@ -1,0 +1,321 @@
+"""Plans the step of a policy. A few tokens are decoded with the largest cache, and training has full-length rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
+from holdfast.config.sections.rollout import EngineConfig, SamplingConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.features.plan.counting.kinds import CACHE, ROLLOUT_WEIGHTS
+from holdfast.features.plan.counting.memory import Ledger, follow_model
+from holdfast.features.plan.counting.traffic import Traffic
+from holdfast.features.plan.execution.steps import PlannedStep, reference_of
+from holdfast.models.names import named_parameters
+from holdfast.recipes.grpo import learn
+from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.local.cache import ROOM, PromptCache, RowCache
+from holdfast.rollout.local.inprocess import InProcessEngine, begun
+from holdfast.rollout.local.predictor import EagerRows
+from holdfast.training.engines import open_engine
+from holdfast.training.policy.critic import add_critic
+from holdfast.training.policy.experience import pack_rollout
+from holdfast.training.policy.made_up import made_up_rollout
+from holdfast.training.policy.rollouts import Rollout
+from holdfast.training.policy.run import (
+    CRITIC,
+    PolicyEvaluation,
+    PolicyRun,
+    Sampler,
+    offloaded,
+    restored_afterwards,
+)
+from holdfast.training.run import Run
+from holdfast.training.setup.begin import Live
+from holdfast.training.setup.losses import policy_objective
+from holdfast.training.setup.model import image_side_of
+from holdfast.types import Finish, Group, Prompt, Trajectory
+
+_SCORING = ("proximal", "reference", "values")
+_TRAINING = ("forward", "backward", "optimizer", "critic")
+
+
+def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
+    """Return what samples for, scores for and updates a policy."""
+    run = _run_of(step, config)
+    section, group = config.rollout, config.rollout.group_size
+    decode = sampling_of(
+        step,
+        section,
+        config.longest_prompt,
+        rows=config.data.batch_size,
+        group=group,
+        sampler=run.evaluation.sampler,
+    )
+    # One mini-batch of two micro-batches stands for all of a rollout.
+    run.pack = lambda run, rollout: [step.shortened(pack_rollout(run, rollout)[0])]
+    rollout = _rollout(step, config)
+    scoring = min(config.updates.mini_batches, len(rollout.facts))
+    step.repeats |= dict.fromkeys(_SCORING, scoring)
+    step.repeats |= dict.fromkeys(_TRAINING, scoring * config.updates.passes)
+
+    def make() -> object:
+        with restored_afterwards(run.trained):
+            with offloaded(run):
+                decode()
+            return learn(run, rollout)
+
+    return make
+
+
+def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
+    trained, objective = step.trained, policy_objective(config, step.setting)
+    trained.temperature = config.rollout.temperature
+    if config.rollout.replay_routing:
+        trained.model.replay_routing()
+    sampler = _sampler_of(step, config.rollout, tells_experts=config.rollout.replay_routing)
+    evaluation = PolicyEvaluation(
+        sharded=trained,
+        objective=objective,
+        sampler=sampler,
+        score=lambda _: [],
+        images=image_side_of(config, trained.origin),
+        prompt_sets=(),
+    )
+    reference = None
+    if config.reference.kind != "none" and config.kl.coefficient > 0:
+        reference = reference_of(step, config.reference, "kl")
+    stream: Any = None
+    common = Run(trained=trained, evaluation=evaluation, stream=stream, source_names=(), observers=(), identity={})
+    run = PolicyRun(common=common, evaluation=evaluation, reference=reference)
+    if config.critic is not None:
+        add_critic(run, config.critic, Live())
+        critic = common.companions[CRITIC]
+        follow_model(step.ledger, critic.model)
+        step.companions[CRITIC] = critic
+        step.watch(critic.model)
+    return run
+
+
+def _rollout(step: PlannedStep, config: GRPOConfig) -> Rollout:
+    """Return completions that all are as long as one may be, those of every rank on this one."""
+    prompt, size = config.longest_prompt, config.rollout.group_size
+    length = prompt + config.rollout.max_new_tokens
+    tokens, mask = np.zeros(length, np.int64), np.arange(length) >= prompt
+    zeros, versions = np.zeros(length, np.float32), np.zeros(length, np.int32)
+    groups = [
+        Group(
+            Prompt(number, tokens[:prompt], "", {}),
+            tuple(
+                Trajectory(
+                    prompt_id=number,
+                    sample_id=number * 2**20 + index,
+                    seed=0,
+                    temperature=config.rollout.temperature,
+                    tokens=tokens,
+                    loss_mask=mask,
+                    sampler_logprobs=zeros,
+                    weights_versions=versions,
+                    finish=Finish.LENGTH,
+                    completion="",
+                    reward=None,
+                )
+                for index in range(size)
+            ),
+        )
+        for number in range(config.data.batch_size)
+    ]
+    return made_up_rollout(groups, config, step.setting.ranks, of_all_ranks=True)
+
+
+def sampling_of(
+    step: PlannedStep, section: EngineConfig, prompt: int, *, rows: int, group: int, sampler: Sampler | None = None
+) -> Callable[[], object]:
+    """Return what decodes this rank's completions.
+
+    Args:
+        step: Of the run.
+        section: How.
+        prompt: Tokens of each prompt.
+        rows: Prompts over all ranks.
+        group: Completions of each.
+        sampler: Of the run, where it has one.
+    """
+    sampler = sampler or _sampler_of(step, section)
+    if not isinstance(sampler.engine, InProcessEngine):
+        step.notes.append(f"rollout: {_left_out(section)}")
+        return lambda: None
+    own_rows = -(-rows // step.setting.ranks.size)
+    at_once = max(1, min(own_rows, section.rows // group))
+    step.repeats["rollout"] = -(-own_rows // at_once)
+    engine = PlannedEngine(sampler.engine, step.ledger, step.traffic, section)
+    requests = [Request(number, np.zeros(prompt, np.int64), tuple(range(group))) for number in range(at_once)]
+
+    def make() -> None:
+        with step.setting.phase("rollout"):
+            engine.publish(sampler, step)
+            engine.decode(requests)
+            bytes_by_kind = step.ledger.peaks["rollout", step.setting.world.device.type].by_kind
+            read = bytes_by_kind.get(ROLLOUT_WEIGHTS, 0) + bytes_by_kind.get(CACHE, 0) / 4
+            step.read_by_rollout = read * section.max_new_tokens * step.repeats["rollout"]
+            sampler.release(step.trained)
+
+    return make
+
+
+class _ExternalEngine:
+    """Replaces an engine that runs outside of the ranks; implements `RolloutEngine` of `rollout/engine.py`."""
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Ignore the weights."""
+
+    def submit(self, requests: Sequence[object], sampling: SamplingConfig) -> None:
+        """Sample nothing."""
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:  # noqa: ARG002 - it takes no time
+        """Return nothing."""
+        return []
+
+    def sleep(self) -> bool:
+        """Have nothing to give back."""
+        return False
+
+    def close(self) -> None:
+        """Have nothing to close."""
+
+
+def _sampler_of(step: PlannedStep, section: EngineConfig, *, tells_experts: bool = False) -> Sampler:
+    """Return the sampler of a run; no server is asked, and no code of the user's is run."""
+    if not isinstance(section.engine, LocalEngineConfig):
+        return Sampler(_ExternalEngine())
+    return Sampler(open_engine(step.trained, section, tells_experts=tells_experts))
+
+
+def _left_out(section: EngineConfig) -> str:
+    """Say what a plan leaves out where the ranks do not decode themselves."""
+    engine = section.engine
+    if isinstance(engine, VLLMEngineConfig):
+        return (
+            f"servers of vLLM sample ({len(engine.url)}), on devices of their own: their memory and time are left out, "
+            f"and so are pushes of weights to them, which take up to two buckets ({2 * engine.bucket_mib:g} MiB) and "
+            "the largest tensor of rank 0's host memory"
+        )
+    if isinstance(engine, LocalEngineConfig):
+        return "transformers' generate samples, and is not executed; its copy and cache are left out"
+    return f"rollout.engine: {engine.kind} samples, and what it takes is left out"
+
+
+_STEPS = 3
+"""Tokens that are decoded after the first: one at the start, one with which the cache grows for the last time, and the
+last one."""
+
+
+class PlannedEngine:
+    """An engine that decodes only at the lengths at which a completion takes the most memory.
+
+    Args:
+        engine: The engine of the run.
+        ledger, traffic: Counters of memory and of messages.
+        section: The `rollout` section of the run.
+    """
+
+    def __init__(self, engine: InProcessEngine, ledger: Ledger, traffic: Traffic, section: EngineConfig) -> None:
+        self._engine, self._ledger, self._traffic, self._section = engine, ledger, traffic, section
+
+    def publish(self, sampler: Sampler, step: PlannedStep) -> None:
+        """Give the engine its weights, each counted as such when it has come."""
+        take = self._engine.update_weights
+        parameters = named_parameters(self._engine._replica.model)
+
+        def counted(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                yield name, tensor
+                if name in parameters:
+                    self._ledger.name([parameters[name].data], ROLLOUT_WEIGHTS)
+
+        self._engine.update_weights = lambda tensors, version: take(counted(tensors), version)  # type: ignore[method-assign]
+        try:
+            sampler.publish(step.trained)
+            # The first publish gives the copy its memory, in parameters that were not there before.
+            copy = named_parameters(self._engine._replica.model).values()
+            self._ledger.name([parameter.data for parameter in copy], ROLLOUT_WEIGHTS)
+        finally:
+            self._engine.update_weights = take  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def decode(self, requests: Sequence[Request]) -> None:
+        """Draw the first tokens of all, and then those at which the cache is largest."""
+        most = self._section.max_new_tokens
+        self._engine.submit(requests, self._section)
+        setup = self._engine._setup()
+        with self._engine._replica.for_few_rows(), counted_cache(self._ledger):
+            _, on_device = begun(setup.predictor, requests)
+            on_device.look()
+            lengths = [len(request.prompt) for request in requests for _ in request.seeds]
+            for length, times in _visited(lengths[0], most):
+                self._stretch(on_device, lengths[0], length)
+                with self._traffic.times(times):
+                    on_device.run(1)
+                on_device.look()
+        self._engine._waiting.clear()
+
+    def _stretch(self, on_device: EagerRows, prompt: int, length: int) -> None:
+        """Let every row have this many tokens, and the cache the room it would have then."""
+        cache = on_device.cache
+        room = _rooms(prompt, length)[-1]
+        pairs, cache.pairs = cache.pairs, {}
+        with self._ledger.scope(CACHE):
+            for layer in list(pairs):
+                cache.pairs[layer] = tuple(_roomy(tensor, room) for tensor in pairs.pop(layer))  # type: ignore[assignment]
+        cache.lengths, cache._room = [length] * len(cache.lengths), room
+
+
+def _roomy(tensor: Tensor, room: int) -> Tensor:
+    more = room - tensor.shape[2]
+    return tensor if more <= 0 else tensor.new_empty(*tensor.shape[:2], room, tensor.shape[3])
+
+
+def _rooms(start: int, end: int) -> list[int]:
+    """Return the rooms that the cache of rows has while they grow from one length to another."""
+    rooms = [start + ROOM]
+    while rooms[-1] < end:
+        rooms.append(rooms[-1] + max(ROOM, rooms[-1] // 2))
+    return rooms
+
+
+def _visited(prompt: int, most: int) -> list[tuple[int, int]]:
+    """Return the lengths at which a token is decoded, and how many tokens each stands for."""
+    rooms = _rooms(prompt, prompt + most)
+    last = prompt + most - 1
+    growth = [(rooms[-2], 1)] if len(rooms) > 1 else []
+    middle = max(0, most - 1 - len(growth))
+    return [(prompt, middle - middle // 2), *growth, (last, middle // 2)] if middle else growth
+
+
+@contextlib.contextmanager
+def counted_cache(ledger: Ledger) -> Iterator[None]:
+    """Count the keys and values of rows as such within the block."""
+    before = {name: RowCache.__dict__[name] for name in ("of", "begin_step")}
+
+    def of(cls: type[RowCache], prompts: PromptCache, spans: Sequence[tuple[int, int]]) -> RowCache:
+        with ledger.scope(CACHE):
+            cache: RowCache = before["of"].__get__(None, cls)(prompts, spans)
+            return cache
+
+    def begin_step(cache: RowCache) -> None:
+        with ledger.scope(CACHE):
+            before["begin_step"](cache)
+
+    RowCache.of = classmethod(of)  # type: ignore[assignment,method-assign]
+    RowCache.begin_step = begin_step  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(RowCache, name, method)

@@ -1,0 +1,304 @@
+"""Builds the step of every verb from the largest batches that a configuration allows; each row has its full length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.sections.data import TextConfig
+from holdfast.config.sections.reference import ServerReferenceConfig
+from holdfast.config.sections.rollout import ReferenceConfig
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.dpo import DPOConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.assembly import Layout, assemble
+from holdfast.data.batches.candidates import Candidates, SequenceInfo
+from holdfast.data.content.lengths import Stretch, example_of
+from holdfast.data.tokens.vision import ImageSide
+from holdfast.features.plan.counting.kinds import REFERENCE
+from holdfast.features.plan.counting.memory import Ledger, follow_model
+from holdfast.features.plan.counting.traffic import Traffic
+from holdfast.features.plan.execution.origin import shape_of, teacher_section
+from holdfast.models.setup.model import Blueprint, blueprint
+from holdfast.objectives.base import Objective
+from holdfast.training.distillation.build import objective_of_rows
+from holdfast.training.engines import layout_of
+from holdfast.training.other_models.reference import build_reference, following_of, scored
+from holdfast.training.other_models.teacher import Teacher, teacher_configuration
+from holdfast.training.preference.build import pair_layout
+from holdfast.training.preference.run import (
+    PreferenceEvaluation,
+    compared_with_reference,
+    divergence,
+    with_divergence,
+)
+from holdfast.training.run import Run, Setting, ShardedModel, Trained
+from holdfast.training.setup.begin import Live, trained_of
+from holdfast.training.setup.losses import preference_objective, supervised_objective
+from holdfast.training.setup.model import build_policy, image_side_of
+from holdfast.training.step import train_step
+from holdfast.types import Example, MiniBatch
+
+_SIDE = 1024
+"""Pixels of a side of an image where `data.max_pixels` does not say; the image processor scales it."""
+
+
+@dataclass
+class PlannedStep:
+    """The trained model of a planned run, its further models, and the counters of its step."""
+
+    setting: Setting
+    ledger: Ledger
+    traffic: Traffic
+    trained: Trained
+    companions: dict[str, Trained] = field(default_factory=dict)
+    """Further trained models, by the prefix of their tensors' names in checkpoints."""
+    make: Callable[[], object] = lambda: None
+    repeats: dict[str, int] = field(default_factory=dict)
+    """Phase -> how often a step goes through what was executed once."""
+    micro_batches: int = 1
+    tokens: int = 0
+    read_by_rollout: float = 0.0
+    """Bytes of weights and of half of the cache's keys and values that decoding reads in a step."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def all_trained(self) -> list[Trained]:
+        """All trained models: the model itself and, for example, a critic."""
+        return [self.trained, *self.companions.values()]
+
+    @property
+    def run(self) -> Run:
+        """The run as its checkpoints need it; it writes no metrics and has no rows."""
+        absent: Any = None
+        return Run(
+            trained=self.trained,
+            evaluation=absent,
+            stream=absent,
+            source_names=(),
+            observers=(),
+            identity={},
+            companions=self.companions,
+        )
+
+    def watch(self, model: Any, kind: str | None = None) -> None:
+        """Count a model's parameters as a kind, and its forward passes as micro-batches."""
+        if kind is not None:
+            follow_model(self.ledger, model, kind)
+        model.register_forward_pre_hook(lambda *_: self.traffic.begin_micro_batch(), prepend=True)
+
+    def shortened(self, mini_batch: MiniBatch) -> MiniBatch:
+        """Return a mini-batch with two micro-batches, of which the first stands for all but the last."""
+        batches = sorted(mini_batch.micro_batches, key=lambda batch: -batch.tokens.numel())
+        self.micro_batches = self.traffic.micro_batches = len(batches)
+        represented = sum(micro_batch.tokens.numel() for micro_batch in batches) - sum(
+            micro_batch.tokens.numel() for micro_batch in batches[1:2]
+        )
+        self.traffic.first_stands_for = represented / batches[0].tokens.numel()
+        self.tokens = max(self.tokens, batches[0].tokens.numel())
+        return replace(mini_batch, micro_batches=tuple(batches[:2]))
+
+
+def planned_step(setting: Setting, ledger: Ledger, traffic: Traffic) -> PlannedStep:
+    """Build what a run's step needs.
+
+    Raises:
+        UserError: The run could not start.
+    """
+    config = setting.config
+    origin = blueprint(config.model, setting.base, seed=config.seed, scorer=config.scores)
+    sharded = build_policy(setting, origin)
+    follow_model(ledger, sharded.model)
+    assert setting.without_numbers is not None
+    with setting.without_numbers():
+        trained = trained_of(sharded, config.steps)
+    step = PlannedStep(setting, ledger, traffic, trained)
+    step.watch(trained.model)
+    match config:
+        case GRPOConfig():
+            from holdfast.features.plan.execution.policy_steps import policy_step  # it needs what stands here
+
+            step.make = policy_step(step, config)
+        case DistillConfig():
+            step.make = _distillation(step, config)
+        case DPOConfig():
+            step.make = _preferences(step, config)
+        case SFTConfig():
+            step.make = _supervised(step, config)
+    return step
+
+
+def _supervised(step: PlannedStep, config: SFTConfig) -> Callable[[], object]:
+    trained, objective = step.trained, supervised_objective(config.objective, step.setting)
+    images = image_side_of(config, trained.origin)
+    mini_batch = step.shortened(_rows(step, layout_of(trained, images), images))
+
+    def make() -> object:
+        if config.neftune_alpha is None:
+            return train_step(trained, mini_batch, objective)
+        with trained.model.noisy(config.neftune_alpha, seed=config.seed, step=trained.state.step):
+            return train_step(trained, mini_batch, objective)
+
+    return make
+
+
+def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
+    trained, section = step.trained, config.preference
+    images = image_side_of(config, trained.origin)
+    layout = pair_layout(config, trained, images)
+    objective = preference_objective(section, step.setting)
+    reference = None
+    if section.needs_reference and not config.reference.precompute:
+        reference = reference_of(step, config.reference, "preference")
+    evaluation = PreferenceEvaluation(
+        sharded=trained,
+        objective=objective,
+        sets=(),
+        takes_pairs=section.takes_pairs,
+        layout=layout,
+        reference=reference,
+    )
+    mini_batch = step.shortened(_answers(step, layout, pairs=section.takes_pairs))
+    if section.needs_reference and reference is None:
+        batches = [
+            replace(batch, per_token={**batch.per_token, "reference_logprobs": batch.weights})
+            for batch in mini_batch.micro_batches
+        ]
+        mini_batch = replace(mini_batch, micro_batches=tuple(batches))
+
+    single_answers = [] if section.takes_pairs else mini_batch.micro_batches
+    if not single_answers:
+
+        def make() -> object:
+            return train_step(trained, compared_with_reference(evaluation, mini_batch), objective)
+
+        return make
+
+    def judge() -> object:
+        """Do what `compared_with_reference` does of single answers, whose sequences need not be laid anew here."""
+        compared = mini_batch
+        if reference is not None:
+            with step.setting.phase("reference"):
+                compared = scored(trained, reference, mini_batch, "reference_logprobs")
+        with step.setting.phase("divergence"):
+            reference_batch = (
+                mini_batch if reference is None else scored(trained, reference, mini_batch, "reference_logprobs")
+            )
+            kl = divergence(trained, reference_batch.micro_batches)
+        return train_step(trained, with_divergence(compared, kl), objective)
+
+    return judge
+
+
+def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], object]:
+    student, section = step.trained, teacher_section(config)
+    teacher: Any = None
+    if section is not None:
+        twin = teacher_configuration(config, section, student)
+        model, notes = shape_of(twin.model, step.setting.base)
+        step.notes += [f"teacher: {note}" for note in notes]
+        origin = blueprint(model, step.setting.base, seed=config.seed, tokenizer=student.origin.tokenizer)
+        setting = replace(step.setting, config=twin.model_copy(update={"model": model}))
+        teacher = frozen(step, setting, origin).model
+    objective: Objective = objective_of_rows(config, Teacher(teacher, teacher, ""))
+    student.temperature = config.distill.temperature
+    mini_batch = step.shortened(_rows(step, layout_of(student, "a distillation reads text alone"), ""))
+    decode: Callable[[], object] = dict  # what is called where nothing is sampled
+    if config.rollout is not None:
+        from holdfast.features.plan.execution.policy_steps import sampling_of
+
+        room = config.data.max_length - config.rollout.max_new_tokens
+        decode = sampling_of(step, config.rollout, room, rows=config.data.batch_size, group=config.rollout.group_size)
+
+    def make() -> object:
+        decode()
+        compared = mini_batch
+        if getattr(objective, "needs_teacher_logprobs", False) and teacher is not None:
+            with step.setting.phase("teacher"):
+                compared = scored(student, teacher, mini_batch, "teacher_logprobs")
+        return train_step(student, compared, objective)
+
+    return make
+
+
+def frozen(step: PlannedStep, setting: Setting, origin: Blueprint) -> ShardedModel:
+    """Return a model that is not trained, sharded like the run's own."""
+    sharded = build_policy(setting, origin, trained=False)
+    sharded.model.eval()
+    step.watch(sharded.model, REFERENCE)
+    return sharded
+
+
+def reference_of(step: PlannedStep, section: ReferenceConfig | ServerReferenceConfig, why: str) -> Any:
+    """Return the reference policy; None of one behind a server, which takes nothing here."""
+    if isinstance(section, ServerReferenceConfig):
+        step.notes.append("reference: behind a server, which is not part of this plan")
+        return None
+    reference = build_reference(step.trained, Live(), section, why=why)
+    if hasattr(reference, "parameters"):
+        step.watch(reference, REFERENCE)
+    step.trained.following = following_of(reference, section)
+    return reference
+
+
+def _rows(step: PlannedStep, layout: Layout, images: ImageSide | str) -> MiniBatch:
+    """Return an update of rows that are all as long as a row may be."""
+    config = step.setting.config.data
+    example = sequence(config.max_length)
+    if isinstance(images, ImageSide):
+        example, note = _with_image(example, images, config)
+        step.notes.append(note)
+    return assembled_batch(step, [[example]] * config.batch_size, layout)
+
+
+def _with_image(example: Example, images: ImageSide, config: TextConfig) -> tuple[Example, str]:
+    """Return a row with the largest image that the run allows and the row has room for, and words on it."""
+    from PIL import Image
+
+    side = _SIDE if config.max_pixels is None else max(32, int(config.max_pixels**0.5))
+    length = example.tokens.size
+    prepared = images.prepare(Image.new("RGB", (side, side)), "a planned image")
+    while len(prepared.tokens) > length - 2 and side > 32:
+        side //= 2
+        prepared = images.prepare(Image.new("RGB", (side, side)), "a planned image")
+    text = length - len(prepared.tokens) - 1
+    if text < 1:
+        return example, "images: none is planned, since the smallest one has no room in data.max_length"
+    stretch = Stretch([0, images.image_id, *[0] * text], [False, False, *[True] * text])
+    laid = images.expanded(stretch, [prepared])
+    with_image = example_of(laid, 0, "", images.positions(laid))
+    return replace(with_image, sample_id=0), f"images: one of {side}x{side} pixels in every row"
+
+
+def _answers(step: PlannedStep, layout: Layout, *, pairs: bool) -> MiniBatch:
+    """Return an update of pairs, or of single answers; half of each sequence is its prompt."""
+    config = step.setting.config.data
+    head = config.max_length // 2
+    columns = {name: np.zeros(config.max_length, dtype) for name, dtype in layout.columns.items()}
+    answer = sequence(config.max_length, head, columns)
+    per_draw = 2 if pairs else 1
+    return assembled_batch(step, [[answer] * per_draw] * config.batch_size, layout, head=head if pairs else 0)
+
+
+def sequence(length: int, prompt: int = 1, columns: dict[str, Any] | None = None) -> Example:
+    """Return a sequence whose tokens behind the prompt are trained."""
+    return Example(0, 0, np.zeros(length, np.int64), np.arange(length) >= max(1, prompt), per_token=dict(columns or {}))
+
+
+def assembled_batch(
+    step: PlannedStep, draws: Sequence[Sequence[Example]], layout: Layout, *, head: int = 0
+) -> MiniBatch:
+    """Return this rank's micro-batches of an update whose sequences are all at hand."""
+    ranks, candidates, examples = step.setting.ranks, [], {}
+    for draw, sequences in enumerate(draws):
+        for position, example in enumerate(sequences):
+            examples[draw, position] = replace(example, sample_id=draw * len(sequences) + position, prompt_id=draw)
+            inputs = bool(example.model_inputs)
+            candidates.append(
+                SequenceInfo(draw, position, example.tokens.size, example.trained_tokens, ranks.rank, head, inputs)
+            )
+    return assemble(Candidates(examples, candidates), ranks, step.setting.config.data, layout)

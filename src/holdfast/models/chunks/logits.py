@@ -1,0 +1,69 @@
+"""From hidden states to logits, and the product that leads back to the head's gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.models.layers.family import HeadSpec
+
+CACHE_ELEMENTS = 65_536
+"""Logits swept at once on the CPU: a block that stays in the second-level cache between two passes over it."""
+
+_PRODUCT_BYTES = 2**25
+"""Of a product that is to be added to a wider sum: as much of the vocabulary at once as makes so many."""
+
+
+class HeadWeights(NamedTuple):
+    """The head's parameters, as they are inside the sharded root's forward."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    """[V]"""
+
+
+def chunk_tokens(spec: HeadSpec, vocabulary: int, device: torch.device) -> int:
+    """Return how many tokens are scored at once, where each takes one row of `vocabulary` logits."""
+    if spec.chunk_tokens is not None:
+        return spec.chunk_tokens
+    room = 2**25 if device.type == "cpu" else 2**29
+    return max(128, min(4096, room // (4 * vocabulary)))
+
+
+def logits_of(
+    hidden: Tensor, head: HeadWeights, spec: HeadSpec, temperature: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits [n, V] of [n, H], in float32 or better, and the derivative of their soft cap, None without one."""
+    return scaled(hidden @ head.weight.t(), head.bias, spec, temperature)
+
+
+def scaled(product: Tensor, bias: Tensor | None, spec: HeadSpec, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """Return what `logits_of` does, given the matrix product; one in float32 or better is overwritten."""
+    logits = product.float() if product.dtype in {torch.bfloat16, torch.float16} else product
+    if bias is not None:
+        logits += bias
+    slope = None
+    if spec.softcap is not None:
+        logits = logits.mul_(spec.scale / spec.softcap).tanh_()
+        slope = 1 - logits * logits
+        logits.mul_(spec.softcap / temperature)
+    elif spec.scale != temperature:
+        logits.mul_(spec.scale / temperature)
+    return logits, slope
+
+
+def add_product(total: Tensor, by_logits: Tensor, states: Tensor) -> None:
+    """Add `by_logits.T @ states`, [n, V] and [n, H] of one dtype, to a sum [V, H] in place.
+
+    A product in another dtype than the sum's needs memory of its own; it is formed in slices of the vocabulary.
+    """
+    if total.dtype == states.dtype:
+        total.addmm_(by_logits.t(), states)
+        return
+    rows = max(1, _PRODUCT_BYTES // (states.shape[1] * states.element_size()))
+    for start in range(0, total.shape[0], rows):
+        part = slice(start, start + rows)
+        total[part] += by_logits[:, part].t() @ states

@@ -1,0 +1,330 @@
+"""The loop of turns: what is sampled goes to environments, and what they answer to the engine, episode by episode.
+
+No episode waits for another one's turn. Where environments are replayable, an answer is waited for before the next
+token is sampled: then what is decoded together follows from tokens alone, and a step that is made again is the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.tokens.chat_template import TemplateRefuses
+from holdfast.environments.base import Message, StepResult, Turn
+from holdfast.environments.instances import APPENDED
+from holdfast.environments.pool import Answer, EnvironmentPool
+from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.episodes.calls import Parse
+from holdfast.rollout.episodes.history import TurnTemplate
+from holdfast.rollout.episodes.tokens import EpisodeTokens
+from holdfast.rollout.sampling import mixed
+from holdfast.types import Finish
+
+Ended = Literal["done", "turns", "room", "seconds", "cut", "fault", "aborted"]
+"""By its environment, at `max_turns`, at `data.max_length`, at `max_seconds`, by a turn that was cut, by an environment
+that failed twice, or since nobody wanted it any more."""
+
+_ATTEMPTS = 2
+"""An environment that fails is made once more: what ended it may not be its episode's doing."""
+_LOOK_SECONDS = 0.2
+"""Between two looks whether the step is abandoned, where an environment is waited for."""
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """What an episode starts from."""
+
+    prompt_id: int
+    place: int
+    """Which of the prompt's episodes."""
+    seed: int
+    messages: Sequence[Message]
+    """The row's prompt."""
+    prompt: NDArray[np.int64]
+    """[P], the same as tokens"""
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where an episode ends by itself."""
+
+    max_turns: int
+    max_length: int
+    """Tokens of an episode."""
+    max_new_tokens: int
+    """Tokens of a turn, which begins where so many are left."""
+    max_seconds: float | None
+    ends_when_cut: bool
+    instances: int
+
+
+@dataclass
+class Episode:
+    """One episode, while it goes on and when it has ended."""
+
+    request: EpisodeRequest
+    tokens: EpisodeTokens | None = None
+    """None before its environment has begun."""
+    messages: list[Message] = field(default_factory=list)
+    prompt_messages: int = 0
+    """Of these, those that it began with."""
+    reward: float = 0.0
+    info: dict[str, float] = field(default_factory=dict)
+    called: Counter[str] = field(default_factory=Counter)
+    failed_calls: int = 0
+    cut_turns: int = 0
+    waited_seconds: float = 0.0
+    """For its environment."""
+    attempts: int = 0
+    began_at: float = 0.0
+    ended: Ended | None = None
+    fault: str = ""
+    """What the environment did wrong, a clause."""
+    last_token: int | None = None
+
+    @property
+    def finish(self) -> Finish:
+        """Why it ended, as a completion's end."""
+        match self.ended:
+            case "done":
+                return Finish.STOP
+            case "fault":
+                return Finish.ERROR
+            case "aborted" | None:
+                return Finish.ABORT
+            case _:
+                return Finish.LENGTH
+
+
+class EpisodeLoop:
+    """Implements `TurnSource`: hands out the turns that can be sampled, and takes them back.
+
+    Args:
+        requests: The episodes.
+        environments: Started.
+        writer: Writes prompts and observations.
+        parse: Reads calls; None without tools.
+        decode: Tokens to text; with True, special ones are left out.
+        limits: Of an episode.
+        interrupted: Asked while an environment is waited for.
+    """
+
+    def __init__(  # noqa: PLR0913 - what episodes are made of
+        self,
+        requests: Sequence[EpisodeRequest],
+        environments: EnvironmentPool,
+        writer: TurnTemplate,
+        parse: Parse | None,
+        decode: Callable[[list[int], bool], str],
+        limits: Limits,
+        interrupted: Interrupted,
+    ) -> None:
+        self.episodes = [Episode(request) for request in requests]
+        self._environments, self._writer, self._parse, self._decode = environments, writer, parse, decode
+        self._limits, self._interrupted = limits, interrupted
+        self._waiting = deque(range(len(self.episodes)))
+        self._asked: set[int] = set()
+        """Episodes whose environment is at work."""
+        self._active: set[int] = set()
+        self._sampling: dict[tuple[int, int], int] = {}
+        """(request id, place) of a turn under way -> its episode."""
+        self._able: list[int] = []
+        """Episodes whose next turn can be sampled."""
+        self._request_count = 0
+        # What an abandoned step asked for may still be answered: numbers are of one episode for good.
+        self._first = environments.reserve(len(requests))
+
+    def ready(self, *, wait: bool) -> list[Request]:
+        """Return the turns that can be sampled now.
+
+        Args:
+            wait: Nothing else is to be done: return nothing only where nothing is left.
+        """
+        self._begin_waiting()
+        while self._asked and not self._interrupted():
+            must_wait = self._environments.replayable or (wait and not self._able)
+            answers = self._environments.answers(_LOOK_SECONDS if must_wait else 0.0)
+            for answer in sorted(answers, key=lambda answer: answer.episode):
+                self._hear(answer)
+            self._begin_waiting()
+            if not must_wait and not answers:
+                break
+        if self._interrupted():
+            self.abandon()
+        return self._requests()
+
+    def finished(self, sampled: Sequence[Sampled]) -> None:
+        """Take turns that have been sampled, and ask environments what comes of them."""
+        for completion in sampled:
+            index = self._sampling.pop((completion.request_id, completion.place))
+            episode = self.episodes[index]
+            assert episode.tokens is not None
+            episode.tokens = episode.tokens.with_turn(completion)
+            episode.last_token = int(completion.tokens[-1]) if completion.tokens.size else None
+            if completion.finish is Finish.ABORT:
+                self._end(index, "aborted")
+                continue
+            is_cut = completion.finish is Finish.LENGTH
+            episode.cut_turns += is_cut
+            said = completion.tokens.tolist()
+            text = self._decode(said, True)
+            episode.messages.append({"role": "assistant", "content": text})
+            if is_cut and self._limits.ends_when_cut:
+                self._end(index, "cut")
+                continue
+            calls = () if self._parse is None else self._parse(self._decode(self._without_end(said), False))
+            turn = Turn(episode.tokens.turn_count - 1, text, calls, completion.finish.value)
+            self._environments.take(self._first + index, turn)
+            self._asked.add(index)
+
+    def abandon(self) -> None:
+        """End every episode: nobody wants them any more."""
+        for index in sorted(self._active | set(self._waiting)):
+            self.episodes[index].ended = self.episodes[index].ended or "aborted"
+            self._leave(index)
+        self._waiting.clear()
+        self._able.clear()
+
+    def _without_end(self, tokens: list[int]) -> list[int]:
+        return tokens[:-1] if tokens and self._writer.is_end(tokens[-1]) else tokens
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and len(self._active) < self._limits.instances:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, index: int) -> None:
+        request, attempts = self.episodes[index].request, self.episodes[index].attempts
+        waited = self.episodes[index].waited_seconds
+        self.episodes[index] = Episode(request, attempts=attempts + 1, waited_seconds=waited)
+        self._active.add(index)
+        self._asked.add(index)
+        self._environments.begin(self._first + index, request.row, request.seed)
+
+    def _requests(self) -> list[Request]:
+        """Return the turns of episodes that are able, those of one prompt together."""
+        by_prompt: dict[bytes, list[int]] = {}
+        for index in sorted(self._able):
+            by_prompt.setdefault(self._tokens(index).tobytes(), []).append(index)
+        self._able = []
+        requests = []
+        for indices in by_prompt.values():
+            number, self._request_count = self._request_count, self._request_count + 1
+            self._sampling |= {(number, place): index for place, index in enumerate(indices)}
+            requests.append(Request(number, self._tokens(indices[0]), tuple(map(self._seed_of_turn, indices))))
+        return requests
+
+    def _tokens(self, index: int) -> NDArray[np.int64]:
+        tokens = self.episodes[index].tokens
+        assert tokens is not None
+        return tokens.tokens
+
+    def _seed_of_turn(self, index: int) -> int:
+        """Return the seed of an episode's next turn; that of the first is the episode's."""
+        episode = self.episodes[index]
+        assert episode.tokens is not None
+        turn = episode.tokens.turn_count
+        return mixed(episode.request.seed, turn) if turn else episode.request.seed
+
+    def _hear(self, answer: Answer) -> None:
+        index = answer.episode - self._first
+        if index not in self._asked:
+            return
+        episode = self.episodes[index]
+        self._asked.discard(index)
+        episode.waited_seconds += answer.seconds
+        if answer.result is None:
+            self._failed(index, answer)
+            return
+        try:
+            self._heard(index, answer.result)
+        except TemplateRefuses as refusal:
+            self._failed(
+                index, Answer(index, 0.0, None, "malformed", f"said what the template cannot write: {refusal}")
+            )
+
+    def _failed(self, index: int, answer: Answer) -> None:
+        episode = self.episodes[index]
+        self._leave(index)
+        if episode.attempts < _ATTEMPTS:
+            self._begin(index)
+            return
+        episode.fault, episode.ended = answer.message, "fault"
+
+    def _heard(self, index: int, result: StepResult) -> None:
+        episode = self.episodes[index]
+        if episode.tokens is None:
+            self._start(index, result.messages)
+            return
+        episode.reward += result.reward
+        episode.info |= result.info
+        episode.called.update(result.called)
+        episode.failed_calls += result.failed_calls
+        episode.messages += result.messages
+        if episode.ended is not None or result.done:
+            episode.ended = episode.ended or "done"
+            self._leave(index)
+        elif episode.tokens.turn_count >= self._limits.max_turns:
+            self._end(index, "turns")
+        else:
+            observed = self._writer.observation(result.messages, last_token=episode.last_token)
+            tokens = episode.tokens.with_observation(np.asarray(observed, np.int64))
+            self._go_on(index, tokens)
+
+    def _start(self, index: int, messages: Sequence[Message]) -> None:
+        episode = self.episodes[index]
+        episode.began_at = time.monotonic()
+        episode.messages = with_begun(episode.request.messages, messages)
+        episode.prompt_messages = len(episode.messages)
+        prompt = episode.request.prompt
+        if messages:
+            prompt = np.asarray(self._writer.opening(episode.messages), np.int64)
+        episode.tokens = EpisodeTokens.of_prompt(prompt)
+        self._go_on(index, episode.tokens)
+
+    def _go_on(self, index: int, tokens: EpisodeTokens) -> None:
+        """Let an episode take another turn, if there is room and time for one."""
+        episode, limits = self.episodes[index], self._limits
+        if tokens.tokens.size + limits.max_new_tokens > limits.max_length:
+            self._end(index, "room")
+        elif limits.max_seconds is not None and time.monotonic() - episode.began_at > limits.max_seconds:
+            self._end(index, "seconds")
+        else:
+            episode.tokens = tokens
+            self._able.append(index)
+
+    def _end(self, index: int, ended: Ended) -> None:
+        """End an episode otherwise than by its environment, which may still have a reward for it."""
+        self.episodes[index].ended = ended
+        if ended == "aborted":
+            self._leave(index)
+            return
+        self._environments.finish(self._first + index)
+        self._asked.add(index)
+
+    def _leave(self, index: int) -> None:
+        if index in self._active:
+            self._environments.leave(self._first + index)
+        self._active.discard(index)
+        self._asked.discard(index)
+
+
+def with_begun(prompt: Sequence[Message], begun: Sequence[Message]) -> list[Message]:
+    """Return a row's prompt with what its environment said at the start."""
+    messages = [dict(message) for message in prompt]
+    for message in begun:
+        if message["role"] != APPENDED:
+            messages.append(dict(message))
+            continue
+        users = [earlier for earlier in messages if earlier["role"] == "user"]
+        if users:
+            users[-1]["content"] = f"{users[-1]['content']}{message['content']}"
+        else:
+            messages.append({"role": "user", "content": message["content"]})
+    return list(messages)

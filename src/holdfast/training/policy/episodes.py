@@ -1,0 +1,266 @@
+"""Groups of episodes: a policy's turns in environments, as sequences to score and to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.environments.pool import EnvironmentPool
+from holdfast.errors import ConfigError
+from holdfast.parallel.mesh import World
+from holdfast.rollout.engine import converse
+from holdfast.rollout.episodes.calls import Parse
+from holdfast.rollout.episodes.history import TurnTemplate, classify
+from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
+from holdfast.rollout.episodes.proof import proved_parser
+from holdfast.rollout.episodes.tokens import EpisodeTokens
+from holdfast.training.engines import stops_of
+from holdfast.training.policy.rewards import RewardLog
+from holdfast.training.policy.run import PolicyEvaluation, Seeds
+from holdfast.training.run import Setting, ShardedModel, StepAbandoned
+from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
+
+_TRIED = 2
+"""Rows that an environment is tried on before step 1."""
+
+
+@contextmanager
+def open_environments(config: GRPOConfig, base: Path, world: World) -> Iterator[EnvironmentPool | None]:
+    """Start this rank's environments, which end with the block; None where the configuration has none.
+
+    Raises:
+        ConfigError: The environment or a tool cannot work; the same on all ranks.
+    """
+    if config.environment is None:
+        yield None
+        return
+    section, setting = config.environment, Setting.of(config, base, world)
+    ranks = setting.ranks
+    log = ranks.on_all_ranks(lambda: RewardLog(setting.directory, setting.world.failure.directory))
+    pool = EnvironmentPool(section, base, log.folder)
+    try:
+        ranks.on_all_ranks(pool.start)
+        ranks.close()
+        pool.before_step = lambda: log.settle(pool)
+        yield pool
+    finally:
+        try:
+            pool.close()
+        finally:
+            log.close(pool)
+
+
+@dataclass(frozen=True)
+class LocalEpisodes:
+    """What samples episodes in the place of single answers; implements `Episodes` of `training/policy/run.py`."""
+
+    pool: EnvironmentPool
+    section: EnvironmentConfig
+    rows: RowTokeniser
+    writer: TurnTemplate
+    parse: Parse | None
+    max_length: int
+
+    def sample(
+        self, policy: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Seeds
+    ) -> list[Group]:
+        """Let this rank's prompts become episodes; all ranks call this together, and wait for each other at its end.
+
+        Raises:
+            StepAbandoned: A rank was asked to stop; the same on all ranks.
+            RunStopped: The environments' processes died; the same on all ranks.
+        """
+        setting, tokenizer, sampler = policy.setting, policy.sharded.origin.tokenizer, policy.sampler
+        with setting.phase("rollout"):
+            sampler.publish(policy.sharded)
+            self.pool.before_step()
+            loop = EpisodeLoop(
+                [request for prompt in prompts for request in self._requests(prompt, seeds[prompt.prompt_id])],
+                self.pool,
+                self.writer,
+                self.parse,
+                lambda tokens, plain: str(tokenizer.decode(tokens, skip_special_tokens=plain)),
+                self._limits(sampling),
+                setting.interrupted,
+            )
+            setting.ranks.on_all_ranks(lambda: converse(sampler.engine, loop, sampling, setting.interrupted))
+            aborted = any(episode.finish is Finish.ABORT for episode in loop.episodes)
+            if any(setting.ranks.gather(aborted)):
+                raise StepAbandoned
+            return _groups(prompts, loop.episodes, sampling, tokenizer)
+
+    def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
+        messages = self.rows.conversation(prompt.row, f"Row of prompt {prompt.prompt_id}").messages
+        return [
+            EpisodeRequest(prompt.prompt_id, place, seed, messages, prompt.tokens, prompt.row)
+            for place, seed in enumerate(seeds)
+        ]
+
+    def _limits(self, sampling: SamplingConfig) -> Limits:
+        section = self.section
+        return Limits(
+            section.max_turns,
+            self.max_length,
+            sampling.max_new_tokens,
+            section.max_seconds,
+            section.on_cut == "end",
+            section.instances,
+        )
+
+    def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+        """Begin an environment with rows of the first batch; all ranks call this together.
+
+        Raises:
+            ConfigError: It cannot begin with any of them, or none leaves room for a turn; the same on all ranks.
+        """
+        setting.ranks.on_all_ranks(lambda: self._check_rows(setting, prompts))
+
+    def _check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+        config = setting.config
+        assert isinstance(config, GRPOConfig)
+        requests = [request for prompt in prompts[:_TRIED] for request in self._requests(prompt, (config.seed,))]
+        loop = EpisodeLoop(
+            requests, self.pool, self.writer, None, lambda *_: "", self._limits(config.rollout), lambda: False
+        )
+        loop.ready(wait=True)
+        while any(episode.tokens is None and episode.ended is None for episode in loop.episodes):
+            loop.ready(wait=True)
+        failed = [episode for episode in loop.episodes if episode.ended in {"fault", "room"}]
+        loop.abandon()
+        if not requests or len(failed) < len(requests):
+            return
+        if failed[0].ended == "fault":
+            raise ConfigError(
+                f"environment: begun with a row of the first batch before step 1, it {failed[0].fault}. The row's "
+                f"columns are {', '.join(map(str, failed[0].request.row))}. Correct the class, or the rows."
+            )
+        assert failed[0].tokens is not None
+        raise ConfigError(
+            f"environment: its prompt has {failed[0].tokens.tokens.size} tokens for a row of the first batch, and "
+            f"data.max_length={self.max_length} leaves no room for a turn of {config.rollout.max_new_tokens} behind "
+            "them. Raise data.max_length, or shorten the descriptions of tools."
+        )
+
+
+def check_environments(policy: PolicyEvaluation) -> None:
+    """Begin environments with rows of the first batch, where there are some; all ranks call this together.
+
+    Raises:
+        ConfigError: They cannot begin with any, or leave no room for a turn; the same on all ranks.
+    """
+    if policy.episodes is not None and policy.stream is not None:
+        batch = policy.stream.read_ahead(policy.sharded.state.step)
+        policy.episodes.check_rows(policy.setting, () if batch is None else batch.own_prompts)
+
+
+def episodes_of(
+    config: GRPOConfig, pool: EnvironmentPool | None, sharded: ShardedModel, rows: RowTokeniser
+) -> LocalEpisodes | None:
+    """Return what samples episodes, proved on the model's own template; None where a prompt has a single answer.
+
+    Raises:
+        ConfigError: The template cannot write such episodes, or no call of a tool can be read back.
+    """
+    if config.environment is None:
+        return None
+    if pool is None:
+        raise ConfigError("environment: nothing has started it. Run the file by `holdfast grpo` or `holdfast eval`.")
+    template, tools = rows.template, pool.tools
+    try:
+        template.check()
+        writer = TurnTemplate(template, tools, stops_of(sharded).tokens)
+        _refuse_history(template, tools)
+        parse = proved_parser(template, writer, tools)
+        _refuse_unproved(template, writer)
+    except TemplateRefuses as refusal:
+        raise ConfigError(
+            f"environment: {template.name} cannot write an episode: {refusal}. Set data.chat_template to one that can."
+        ) from None
+    return LocalEpisodes(pool, config.environment, rows, writer, parse, config.data.max_length)
+
+
+def _refuse_history(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> None:
+    history = classify(template, tools)
+    if history.kind == "prefix":
+        return
+    if history.kind == "refused":
+        raise ConfigError(
+            f"environment: {template.name} {history.reason}, so a policy cannot act by it. Set data.chat_template to a "
+            "jinja file that writes " + ("tools, calls and messages of role tool." if tools else "several turns.")
+        )
+    raise ConfigError(
+        f"environment: {template.name} {history.reason}, so the tokens of an episode would not be those that a server "
+        "reads later. Set data.chat_template to a jinja file that writes a conversation turn by turn as it was said."
+    )
+
+
+def _refuse_unproved(template: ChatTemplate, writer: TurnTemplate) -> None:
+    if difference := writer.prove():
+        raise ConfigError(
+            f"environment: turns joined token by token differ from the whole conversation by {template.name}: "
+            f"{difference}. Set data.chat_template to one whose answers end with a special token."
+        )
+
+
+def _groups(
+    prompts: Sequence[Prompt], episodes: Sequence[Episode], sampling: SamplingConfig, tokenizer: Any
+) -> list[Group]:
+    by_prompt: dict[int, list[Episode]] = {prompt.prompt_id: [] for prompt in prompts}
+    for episode in episodes:
+        by_prompt[episode.request.prompt_id].append(episode)
+    return [group_of(prompt, by_prompt[prompt.prompt_id], sampling, tokenizer) for prompt in prompts]
+
+
+def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConfig, tokenizer: Any) -> Group:
+    """Return the episodes of a prompt; their group's prompt is what all of them begin with."""
+    lines = [episode.tokens or EpisodeTokens.of_prompt(prompt.tokens) for episode in episodes]
+    heads = [line.tokens[: int(np.argmax(line.turns >= 0)) or line.tokens.size] for line in lines]
+    shared = heads[0][: min(head.size for head in heads)]
+    for head in heads:
+        differs = np.flatnonzero(head[: shared.size] != shared)
+        shared = shared[: int(differs[0])] if differs.size else shared
+    if not np.array_equal(shared, prompt.tokens):
+        text = tokenizer.decode(shared.tolist(), skip_special_tokens=False)
+        prompt = replace(prompt, tokens=shared, text=text)
+    pairs = zip(episodes, lines, strict=True)
+    return Group(prompt, tuple(_trajectory(episode, line, sampling) for episode, line in pairs))
+
+
+def _trajectory(episode: Episode, line: EpisodeTokens, sampling: SamplingConfig) -> Trajectory:
+    request, answers = episode.request, episode.messages[episode.prompt_messages :]
+    summary = EpisodeSummary(
+        messages=tuple(episode.messages),
+        prompt_messages=episode.prompt_messages,
+        turns=line.turn_count,
+        ended=str(episode.ended),
+        reward=episode.reward,
+        called=dict(episode.called),
+        failed_calls=episode.failed_calls,
+        cut_turns=episode.cut_turns,
+        waited_seconds=episode.waited_seconds,
+        info=episode.info,
+        fault=episode.fault,
+    )
+    return Trajectory(
+        prompt_id=request.prompt_id,
+        sample_id=request.prompt_id * 2**20 + request.place,
+        seed=request.seed,
+        temperature=sampling.temperature,
+        tokens=line.tokens,
+        loss_mask=line.sampled,
+        sampler_logprobs=line.logprobs,
+        weights_versions=line.weights_versions,
+        finish=episode.finish,
+        completion=next((said["content"] for said in reversed(answers) if said["role"] == "assistant"), ""),
+        episode=summary,
+    )

@@ -1,0 +1,302 @@
+"""Real processes of environments that hang, die, fork, print, lie and never end: each request gets one answer."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.environments.base import ToolCall, Turn
+from holdfast.environments.pool import Answer, EnvironmentPool
+from holdfast.errors import ConfigError
+from tests.rewards.conftest import is_alive, wait_for
+
+Start = Callable[..., EnvironmentPool]
+
+GAME = '''
+    import random
+    from holdfast.environments.base import Observation
+    class World:
+        replayable = True
+        def __init__(self, most=10):
+            self.most = most
+        def begin(self, row):
+            self.target = row["target"]
+            self.drawn = random.randint(0, 10**9)
+            return f"guess up to {self.most}, {self.drawn}"
+        def step(self, turn):
+            right = turn.text == str(self.target)
+            return Observation("" if right else "wrong", 1.0 if right else -0.25, right, {"turn": turn.number})
+        def add(self, a: int, b: int = 1) -> int:
+            """Add two numbers.
+
+            Args:
+                a: The first
+                    of two.
+            """
+            return a + b
+'''
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    pools: list[EnvironmentPool] = []
+
+    def begin(source: str, **options: Any) -> EnvironmentPool:
+        (tmp_path / "world.py").write_text(textwrap.dedent(source))
+        config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})
+        pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
+        pools[-1].start()
+        return pools[-1]
+
+    yield begin
+    for pool in pools:
+        pool.close()
+
+
+def answer(pool: EnvironmentPool) -> Answer:
+    (found,) = pool.answers(None)
+    return found
+
+
+def in_begin(body: str, *, before: str = "") -> str:
+    lines = textwrap.indent(textwrap.dedent(body).strip(), " " * 12)
+    return f"{before}\n    class World:\n        def begin(self, row):\n{lines}\n        def step(self, turn): ..."
+
+
+def after(pool: EnvironmentPool, row: dict[str, Any] | None = None) -> Answer:
+    pool.begin(0, row or {}, 5)
+    return answer(pool)
+
+
+def test_an_episode_begins_with_its_row_and_steps_until_it_is_done(start: Start) -> None:
+    pool = start(GAME, kwargs={"most": 7})
+
+    pool.begin(3, {"target": 4}, seed=11)
+    begun = answer(pool)
+    pool.take(3, Turn(0, "5"))
+    wrong = answer(pool)
+    pool.take(3, Turn(1, "4"))
+    right = answer(pool)
+
+    assert pool.replayable
+    assert begun.result is not None
+    assert begun.result.messages[0]["content"].startswith("guess up to 7, ")
+    assert wrong.result is not None
+    assert (wrong.result.messages, wrong.result.reward) == (({"role": "user", "content": "wrong"},), -0.25)
+    assert right.result is not None
+    assert (right.result.reward, right.result.done, right.result.info) == (1.0, True, {"turn": 1.0})
+    assert right.episode == 3
+
+
+def test_equal_seeds_draw_equal_numbers_in_any_process(start: Start) -> None:
+    pool = start(GAME)
+
+    said = []
+    for episode, seed in enumerate((8, 8, 9)):
+        pool.begin(episode, {"target": 1}, seed)
+        found = answer(pool).result
+        assert found is not None
+        said.append(found.messages[0]["content"])
+
+    assert said[0] == said[1] != said[2]
+
+
+def test_public_methods_with_types_are_tools(start: Start) -> None:
+    pool = start(GAME)
+
+    pool.begin(0, {"target": 1}, 5)
+    answer(pool)
+    calls = [
+        ToolCall("add", {"a": 2, "b": 3}),
+        ToolCall("add", {"a": "2"}),
+        ToolCall("sub", {}),
+        ToolCall("add", {}, "it is no JSON"),
+        ToolCall("add", {"a": 1, "c": 1}),
+    ]
+    pool.take(0, Turn(0, "", tuple(calls)))
+    found = answer(pool).result
+
+    assert [tool["function"]["name"] for tool in pool.tools] == ["add"]
+    assert pool.tools[0]["function"] == {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "description": "The first of two."}, "b": {"type": "integer"}},
+            "required": ["a"],
+        },
+    }
+    assert found is not None
+    assert [message["content"] for message in found.messages] == [
+        "5",
+        "error: a of add should be integer, not '2'",
+        "error: there is no tool sub; there is add",
+        "error: it is no JSON",
+        "error: add has no parameter c; it takes a, b",
+    ]
+    assert {message["role"] for message in found.messages} == {"tool"}
+    assert (found.called, found.failed_calls, found.done) == ({"add": 4, "unknown": 1}, 4, False)
+
+
+def test_functions_alone_are_an_environment(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text("def half(a: float) -> float:\n    '''Halve.'''\n    return a / 2 / (a != 0)\n")
+    pool = start("", path=None, tools="tools.py:half")
+
+    pool.begin(0, {}, 5)
+    begun = answer(pool).result
+    pool.take(0, Turn(0, "", (ToolCall("half", {"a": 3}), ToolCall("half", {"a": 0}))))
+    called = answer(pool).result
+    pool.take(0, Turn(1, "one and a half"))
+    ended = answer(pool).result
+
+    assert begun is not None
+    assert begun.messages == ()
+    assert called is not None
+    assert [message["content"] for message in called.messages] == [
+        "1.5",
+        "error: ZeroDivisionError: float division by zero",
+    ]
+    assert ended is not None
+    assert ended.done
+
+
+WRITES_EVERYWHERE = """
+    import os
+    for number in range(3, 40):
+        try:
+            os.write(number, b"garbage" * 9)
+        except OSError:
+            pass
+"""
+HOSTILE = {
+    "hangs": (in_begin("import time\ntime.sleep(600)"), "timeout", "gave no answer in 1 s"),
+    "dies": (in_begin("import os\nos.abort()"), "died", "ended its process (signal 6)"),
+    "leaves": (in_begin("import sys\nsys.exit(3)"), "raised", "SystemExit: 3"),
+    "raises": (in_begin("return row['question']"), "raised", "raised KeyError: 'question' (world.py:4)"),
+    "garbage": (in_begin("return 7"), "malformed", "returned a int (7), which is neither text nor a list of messages"),
+    "memory": (in_begin("return 'x' * (1 << 33)"), "raised", "MemoryError"),
+    "long": (in_begin("return 'x' * (1 << 25)"), "died", "wrote into the channel"),
+    "channel": (in_begin(WRITES_EVERYWHERE), "died", "wrote into the channel"),
+    "closes": (in_begin("import os\nos.closerange(0, 64)"), "died", "ended its process"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_goes_wrong_is_answered_and_the_next_episode_is_well(start: Start, name: str) -> None:
+    source, fault, message = HOSTILE[name]
+    may_be_well = "begin(self, row):\n            if row.get('well'): return 'well'"
+    pool = start(source.replace("begin(self, row):", may_be_well), timeout_seconds=1, memory_mib=2048)
+
+    found = after(pool)
+    pool.leave(0)
+    pool.begin(1, {"well": True}, 5)
+    well = answer(pool)
+
+    assert (found.fault, found.result) == (fault, None)
+    assert message.replace(":4)", ":5)") in found.message
+    assert well.result is not None
+    assert well.result.messages[0]["content"] == "well"
+
+
+def test_what_an_environment_forked_ends_with_it(start: Start, tmp_path: Path) -> None:
+    body = f"""
+        import subprocess
+        pids = [subprocess.Popen(["sleep", "600"], start_new_session=own).pid for own in (False, True)]
+        open({str(tmp_path / "pids")!r}, "w").write(" ".join(map(str, pids)))
+        return "ready"
+    """
+    pool = start(in_begin(body))
+
+    assert after(pool).result is not None
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert all(map(is_alive, pids))
+    pool.leave(0)
+
+    assert wait_for(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_fork_that_comes_back_answers_nothing(start: Start) -> None:
+    pool = start(in_begin("import os\nos.fork()\nreturn 'once'"))
+
+    assert after(pool).result is not None
+    assert pool.answers(0.5) == []
+
+
+def test_a_gigabyte_of_print_fills_no_disk(start: Start) -> None:
+    pool = start(in_begin("for _ in range(1024): print('x' * (1 << 20))\nreturn 'ready'"))
+
+    found = after(pool)
+
+    assert found.result is not None
+    assert wait_for(lambda: pool.log_path.stat().st_size < 1 << 27, 3)
+
+
+def test_an_environment_that_dies_between_turns_is_told_at_the_next(start: Start) -> None:
+    body = "import os, threading\nthreading.Timer(0.05, lambda: os._exit(4)).start()\nreturn 'ready'"
+    pool = start(in_begin(body))
+
+    assert after(pool).result is not None
+    time.sleep(0.3)
+    pool.take(0, Turn(0, "hello"))
+
+    assert answer(pool).fault == "died"
+
+
+def test_nothing_is_left_when_the_pool_closes(start: Start, tmp_path: Path) -> None:
+    body = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    pool = start(in_begin(body))
+    pool.begin(0, {}, 5)
+    assert wait_for(lambda: (tmp_path / "pid").is_file() and bool((tmp_path / "pid").read_text()))
+
+    pool.close()
+
+    assert wait_for(lambda: not is_alive(int((tmp_path / "pid").read_text())))
+
+
+def test_workers_import_no_torch(start: Start) -> None:
+    found = after(
+        start(in_begin("import sys\nreturn str(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"))
+    )
+
+    assert found.result is not None
+    assert found.result.messages[0]["content"] == "[]"
+
+
+REFUSED = {
+    "no types": ("def add(a, b: int): ...", "parameter a of tool add has no type"),
+    "strange type": ("def add(a: object): ...", "parameter a of tool add is <class 'object'>"),
+    "many": ("def add(*a: int): ...", "tool add takes *a: int, and a tool is called by the names"),
+    "absent": ("def sub(a: int): ...", "has no function add. It has sub"),
+    "raises": ("import nothing_like_it", "raises when it is imported: ModuleNotFoundError"),
+    "ends": ("import os; os._exit(3)", "importing its file ended the process"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tool_that_cannot_be_called_is_refused(start: Start, tmp_path: Path, name: str) -> None:
+    (tmp_path / "tools.py").write_text(REFUSED[name][0])
+
+    with pytest.raises(ConfigError) as error:
+        start("", path=None, tools="tools.py:add")
+
+    assert str(error.value).startswith("environment: ")
+    assert REFUSED[name][1] in str(error.value)
+
+
+def test_two_tools_of_one_name_and_a_class_without_a_world_are_refused(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text("def add(a: int) -> int: ...")
+
+    with pytest.raises(ConfigError, match="two tools are called add"):
+        start(GAME, tools="tools.py:add")
+    with pytest.raises(ConfigError, match="has neither begin nor reset"):
+        start("class World: ...")
+    with pytest.raises(ConfigError, match="has no step and no public method"):
+        start("class World:\n    def begin(self, row): ...")
+    with pytest.raises(ConfigError, match="World in .* is no class"):
+        start("def World(): ...")

@@ -1,0 +1,299 @@
+"""Episodes advance turn by turn against real environments, with a policy that says what a script says."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.environments.base import ToolCall
+from holdfast.environments.pool import EnvironmentPool
+from holdfast.rollout.engine import Interrupted, Request, Sampled, converse
+from holdfast.rollout.episodes.calls import FAMILIES, parser_of_family
+from holdfast.rollout.episodes.history import TurnTemplate
+from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
+from holdfast.rollout.episodes.proof import proved_parser
+from holdfast.types import Finish
+from tests.rollout.test_episode_tokens import ADD, CHATML, bpe
+
+TOOLS = "def add(a: int, b: int) -> int:\n    '''Add.'''\n    return a + b\n"
+GUESS = """
+    from holdfast.environments.base import Observation
+    class World:
+        replayable = True
+        def begin(self, row):
+            self.target = row["target"]
+            return "guess" if row.get("asks") else None
+        def step(self, turn):
+            if turn.text == "die":
+                import os
+                os._exit(3)
+            right = turn.text == self.target
+            return Observation("right" if right else f"no, after {turn.number + 1}", 1.0 if right else -0.1, right)
+        def close(self): ...
+"""
+Script = Callable[[str], str]
+
+
+class ScriptedEngine:
+    """Says what a script answers to the text so far; ends with the end token unless the text is cut."""
+
+    def __init__(self, tokenizer: Any, script: Script, cut: int = 10**6) -> None:
+        self.tokenizer, self.script, self.cut = tokenizer, script, cut
+        self.asked: list[list[Request]] = []
+        self._waiting: list[Request] = []
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        self._waiting += requests
+        self.asked.append(list(requests))
+
+    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
+        waiting, self._waiting = self._waiting, []
+        return [self._said(request, place) for request in waiting for place in range(len(request.seeds))]
+
+    def sleep(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+    def _said(self, request: Request, place: int) -> Sampled:
+        text = self.script(self.tokenizer.decode(request.prompt.tolist()))
+        tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        finish = Finish.STOP if len(tokens) <= self.cut else Finish.LENGTH
+        tokens = tokens[: self.cut]
+        logprobs = np.full(len(tokens), -0.5, np.float32)
+        return Sampled(request.request_id, place, np.array(tokens, np.int64), logprobs, finish, 7)
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
+    pools: list[EnvironmentPool] = []
+
+    def run(
+        engine: ScriptedEngine, rows: Sequence[dict[str, Any]], *, source: str = GUESS, seed: int = 5, **options: Any
+    ) -> list[Episode]:
+        (tmp_path / "world.py").write_text(textwrap.dedent(source))
+        (tmp_path / "tools.py").write_text(TOOLS)
+        limits = {"max_turns": 4, "max_length": 400, "max_new_tokens": 40, "max_seconds": None, "ends_when_cut": True,
+                  "instances": 64}  # fmt: skip
+        limits |= {name: options.pop(name) for name in [*limits] if name in options}
+        config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})
+        pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
+        pools[-1].start()
+        template = ChatTemplate(engine.tokenizer, CHATML, {}, "it")
+        writer = TurnTemplate(template, pools[-1].tools, [engine.tokenizer.eos_token_id])
+        parse = proved_parser(template, writer, pools[-1].tools)
+        messages = [{"role": "user", "content": "play"}]
+        prompt = np.array(writer.opening(messages), np.int64)
+        requests = [EpisodeRequest(0, place, seed + place, messages, prompt, row) for place, row in enumerate(rows)]
+        decode = lambda tokens, plain: engine.tokenizer.decode(tokens, skip_special_tokens=plain)  # noqa: E731
+        loop = EpisodeLoop(requests, pools[-1], writer, parse, decode, Limits(**limits), lambda: False)  # type: ignore[arg-type]
+        converse(engine, loop, SamplingConfig())
+        return loop.episodes
+
+    yield run
+    for pool in pools:
+        pool.close()
+
+
+def counting(text: str) -> str:
+    """Guess one more in every turn."""
+    return str(text.count("<|im_start|>assistant"))
+
+
+def told(episode: Episode) -> list[str]:
+    return [f"{message['role']}: {message['content']}" for message in episode.messages]
+
+
+def test_each_episode_ends_where_its_environment_says(play: Callable[..., list[Episode]]) -> None:
+    engine = ScriptedEngine(bpe(), counting)
+
+    episodes = play(engine, [{"target": "1"}, {"target": "3"}, {"target": "9"}])
+
+    assert [episode.ended for episode in episodes] == ["done", "done", "turns"]
+    assert [round(episode.reward, 6) for episode in episodes] == [1.0, 0.8, -0.4]
+    assert told(episodes[1]) == [
+        "user: play", "assistant: 1", "user: no, after 1", "assistant: 2", "user: no, after 2", "assistant: 3",
+        "user: right",
+    ]  # fmt: skip
+    assert [len(requests) for requests in engine.asked] == [1, 1, 1, 1]  # equal prompts are one request
+    tokens = episodes[1].tokens
+    assert tokens is not None
+    assert engine.tokenizer.decode(tokens.tokens.tolist()) == (
+        "<|im_start|>user\nplay<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+        "<|im_start|>user\nno, after 1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\nno, after 2<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
+    )
+    assert engine.tokenizer.decode(tokens.tokens[tokens.sampled].tolist()) == "1<|im_end|>2<|im_end|>3<|im_end|>"
+
+
+def test_the_seed_of_a_turn_follows_from_the_episode_and_the_turn_alone(play: Callable[..., list[Episode]]) -> None:
+    engine, again = ScriptedEngine(bpe(), counting), ScriptedEngine(bpe(), counting)
+
+    play(engine, [{"target": "9"}, {"target": "9"}])
+    play(again, [{"target": "9"}, {"target": "9"}], instances=1)
+
+    seeds = [request.seeds for requests in engine.asked for request in requests]
+    assert seeds[0] == (5, 6)
+    assert len({seed for pair in seeds for seed in pair}) == 8
+    alone = [request.seeds for requests in again.asked for request in requests]
+    assert alone == [(pair[place],) for place in range(2) for pair in seeds]
+
+
+def test_what_an_environment_asks_first_belongs_to_the_prompt(play: Callable[..., list[Episode]]) -> None:
+    (episode,) = play(ScriptedEngine(bpe(), counting), [{"target": "1", "asks": True}])
+
+    assert told(episode)[:2] == ["user: play", "user: guess"]
+    assert episode.prompt_messages == 2
+    assert episode.tokens is not None
+    assert episode.tokens.turns[0] == -1
+    assert episode.tokens.turn_count == 1
+
+
+def test_calls_are_run_and_those_that_fail_are_told_to_the_policy(play: Callable[..., list[Episode]]) -> None:
+    said = [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 34}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 12,\n</tool_call>',
+        '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
+        "it is 46.",
+    ]
+    engine = ScriptedEngine(bpe(), lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(engine, [{}], path=None, tools="tools.py:add", max_new_tokens=80, max_length=800)
+
+    assert episode.ended == "done"
+    assert told(episode)[2] == "tool: 46"
+    assert told(episode)[4].startswith("tool: error: the call is no JSON (")
+    assert told(episode)[6] == "tool: error: there is no tool sub; there is add"
+    assert told(episode)[7] == "assistant: it is 46."
+    assert (dict(episode.called), episode.failed_calls) == ({"add": 1, "unknown": 2}, 2)
+
+
+def test_a_turn_that_is_cut_ends_its_episode_or_goes_on_with_an_end_that_nobody_chose(
+    play: Callable[..., list[Episode]],
+) -> None:
+    tokenizer = bpe()
+    rows = [{"target": "no number"}]
+
+    (ended,) = play(ScriptedEngine(tokenizer, lambda _: "hello hello hello", cut=2), rows)
+    (continued,) = play(
+        ScriptedEngine(tokenizer, lambda _: "hello hello hello", cut=2), rows, ends_when_cut=False, max_turns=2
+    )
+
+    assert (ended.ended, ended.finish, ended.cut_turns) == ("cut", Finish.LENGTH, 1)
+    assert (continued.ended, continued.cut_turns) == ("turns", 2)
+    tokens = continued.tokens
+    assert tokens is not None
+    ends = tokens.tokens == tokenizer.eos_token_id
+    assert not np.any(ends & tokens.sampled)
+    assert np.all(tokens.logprobs[ends] == 0)
+
+
+def test_an_episode_ends_where_no_turn_has_room_or_time(play: Callable[..., list[Episode]]) -> None:
+    rows = [{"target": "9"}]
+
+    (room,) = play(ScriptedEngine(bpe(), counting), rows, max_length=90)
+    (seconds,) = play(ScriptedEngine(bpe(), counting), rows, max_seconds=1e-9)
+
+    assert room.ended == "room"
+    assert room.tokens is not None
+    assert room.tokens.tokens.size <= 90
+    assert bool(room.tokens.sampled[-1]), "what was observed and never read is left out"
+    assert seconds.ended == "seconds"
+    assert seconds.finish is Finish.LENGTH
+
+
+def test_an_environment_that_dies_is_made_once_more_and_then_the_episode_is_left_out(
+    play: Callable[..., list[Episode]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = (
+        GUESS.replace('row["target"]', 'row["target"]; self._file = row.get("file")')
+        .replace(
+            'turn.text == "die"', 'turn.text == "die" and not (self._file and __import__("os").path.exists(self._file))'
+        )
+        .replace("import os\n", "import os\n                if self._file: open(self._file, 'w').close()\n")
+    )
+    engine = ScriptedEngine(bpe(), lambda text: "die" if text.count("assistant") == 1 else "1")
+
+    lost, saved = play(engine, [{"target": "1"}, {"target": "1", "file": "once"}], source=source)
+
+    assert (lost.ended, lost.finish, lost.attempts) == ("fault", Finish.ERROR, 2)
+    assert "ended its process (exit code 3)" in lost.fault
+    assert (saved.ended, saved.attempts) == ("done", 2)
+    assert told(saved) == ["user: play", "assistant: die", "user: no, after 1", "assistant: 1", "user: right"]
+
+
+def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:
+    source = '''
+        class World:
+            def reset(self, target, **row):
+                self.target, self.guesses = target, 0
+                return " a number"
+            def guess(self, number: int) -> str:
+                """Guess.
+
+                Args:
+                    number: The number.
+                """
+                self.guesses += 1
+                return "right" if number == int(self.target) else "wrong"
+            def get_reward(self) -> float:
+                return 1.0 / self.guesses
+    '''
+    call = '<tool_call>{"name": "guess", "arguments": {"number": N}}</tool_call>'
+    said = [call.replace("N", number) for number in ("1", "2")]
+    engine = ScriptedEngine(bpe(), lambda text: [*said, "done"][text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(engine, [{"target": "2"}], source=source, max_new_tokens=80, max_length=800)
+
+    assert told(episode)[0] == "user: play a number"
+    assert told(episode)[2::2] == ["tool: wrong", "tool: right"]
+    assert (episode.ended, episode.reward) == ("done", 0.5)
+
+
+CALL = ToolCall("add", {"a": 1})
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "phi4": '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "000000000"}]',
+    "json": '{"name": "add", "parameters": {"a": 1}}',
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_syntax_are_read(family: str) -> None:
+    parse = parser_of_family(FAMILIES[family])
+
+    assert parse(WRITTEN[family]) == (CALL,)
+    assert parse("the sum is 3") == ()
+    (broken,) = parse(WRITTEN[family].replace("1}", "1"))
+    assert broken.mistake.startswith("the call is no JSON")
+
+
+def test_a_syntax_that_nothing_reads_and_a_name_that_cannot_be_written_are_refused() -> None:
+    tokenizer = bpe()
+    strange = ChatTemplate(tokenizer, CHATML.replace("<tool_call>\\n{", "call {").replace("<tool_call>", ""), {}, "it")
+    from holdfast.data.tasks.synthetic import character_tokenizer
+
+    characters = ChatTemplate(character_tokenizer(), CHATML, {}, "it")
+    named = {**ADD, "function": {**ADD["function"], "name": "Add"}}
+
+    for template, tool, message in (
+        (strange, ADD, "none of the syntaxes hermes, phi4, mistral, json reads back as add_numbers(a)"),
+        (characters, named, "cannot write the name of tool 'Add'; rename it"),
+    ):
+        writer = TurnTemplate(template, [tool], [template.tokenizer.eos_token_id])
+        with pytest.raises(TemplateRefuses) as refusal:
+            proved_parser(template, writer, [tool])
+        assert message in str(refusal.value)

@@ -1,0 +1,50 @@
+"""A group of episodes as sequences to train on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.tasks.synthetic import character_tokenizer
+from holdfast.rollout.engine import Sampled
+from holdfast.rollout.episodes.loop import Episode, EpisodeRequest
+from holdfast.rollout.episodes.tokens import EpisodeTokens
+from holdfast.training.policy.episodes import group_of
+from holdfast.training.policy.samples import SampleRow, sample_table
+from holdfast.types import Finish, Prompt
+
+
+def turn(tokens: list[int]) -> Sampled:
+    return Sampled(0, 0, np.array(tokens, np.int64), np.full(len(tokens), -1, np.float32), Finish.STOP, 0)
+
+
+def episodes() -> tuple[Prompt, list[Episode]]:
+    prompt = Prompt(3, np.array([4, 9, 10, 5], np.int64), "", {})
+    request = EpisodeRequest(3, 0, 1, [], prompt.tokens, {})
+    line = EpisodeTokens.of_prompt(prompt.tokens)
+    long = line.with_turn(turn([11, 12, 1])).with_observation(np.array([6, 20, 21, 5])).with_turn(turn([13, 1]))
+    begun = EpisodeTokens.of_prompt(np.array([4, 9, 10, 22, 5], np.int64)).with_turn(turn([14, 1]))
+    return prompt, [
+        Episode(request, tokens=long, ended="done"),
+        Episode(request, tokens=begun, ended="turns"),
+        Episode(request, tokens=None, ended="fault"),
+    ]
+
+
+def test_a_group_shares_what_all_of_its_episodes_begin_with() -> None:
+    prompt, begun = episodes()
+
+    group = group_of(prompt, begun, SamplingConfig(), character_tokenizer())
+
+    assert group.prompt.tokens.tolist() == [4, 9, 10]
+    assert [trajectory.tokens.size for trajectory in group.trajectories] == [13, 7, 4]
+    assert [trajectory.completion_length for trajectory in group.trajectories] == [5, 2, 0]
+    assert [trajectory.finish for trajectory in group.trajectories] == [Finish.STOP, Finish.LENGTH, Finish.ERROR]
+
+
+def test_an_episode_is_shown_as_a_conversation() -> None:
+    said = [("user", "1 + 1?"), ("assistant", "call"), ("tool", "2"), ("assistant", "2")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    row = SampleRow(1, 0, "1 + 1?", "2", 1.0, {}, 0.5, "stop", trained=True, messages=messages, prompt_messages=1)
+
+    assert sample_table([("best", row)], 1).endswith("1 + 1? -> assistant: call | tool: 2 | assistant: 2")
