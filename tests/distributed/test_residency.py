@@ -90,7 +90,7 @@ def test_one_of_both_can_rest_alone(
 def test_a_save_in_the_middle_of_a_rollout_goes_on_bit_for_bit(
     pools: Any, llama: Path, stays: Path, tmp_path: Path, action: str
 ) -> None:
-    """One rank raises while the other samples, whose own thread then saves; or a rank is asked to end."""
+    """All ranks raise while they sample, and save the last whole step; or one rank is asked to end."""
     tree = run_tree(llama, tmp_path, residency=HOST)
 
     told = pools(2).run(run_and_watch, tree, ROWS, action)
