@@ -4,7 +4,8 @@
     python tools/record_map.py write FOLDER          makes tests/entered/map.json.gz of what was recorded there
     python tools/record_map.py near [--seconds 90] [--since REV]      prints tests of what changed, cheapest first
 
-`make record-map` does the first two around all lanes. Ranks, rewards and servers count: tests/entered marks functions
+`make record-map` does the first two around all lanes. Tests that were not run between them keep their rows of the map
+that is there, so one lane can be recorded alone. Ranks, rewards and servers count: tests/entered marks functions
 in every process that a test starts. A file of which no function is entered, and a test that is newer than the map, are
 unknown.
 """
@@ -47,11 +48,11 @@ class EnteredMap:
         return set().union(*self.files.values())
 
 
-def read_map(path: Path = MAP) -> EnteredMap | None:
+def read_map() -> EnteredMap | None:
     """Return the recorded map; None where none was recorded."""
-    if not path.exists():
+    if not MAP.exists():
         return None
-    content = json.loads(gzip.decompress(path.read_bytes()))
+    content = json.loads(gzip.decompress(MAP.read_bytes()))
     names, sets = content["files"], [frozenset(content["files"][n] for n in numbers) for numbers in content["sets"]]
     assert names
     return EnteredMap(
@@ -103,24 +104,37 @@ def recorded(folder: Path) -> dict[str, tuple[set[int], float]]:
     return {test: (numbers, sum(times)) for test, (numbers, times) in tests.items()}
 
 
+def earlier_rows(names: list[str]) -> dict[str, tuple[set[int], float]]:
+    """Return the rows of the map on disk whose test files are there still, with the files' indices in `names`."""
+    earlier = read_map()
+    if earlier is None:
+        return {}
+    index = {name: number for number, name in enumerate(names)}
+    return {
+        test: ({index[file] for file in files if file in index}, earlier.seconds[test])
+        for test, files in earlier.files.items()
+        if (ROOT / test.partition("::")[0]).exists()
+    }
+
+
 def write(folder: Path) -> None:
-    """Make the map of what was recorded."""
+    """Make the map of what was recorded, with the rows of the earlier map for tests that were not run."""
     offsets = json.loads((folder / "offsets.json").read_text())
     offsets.pop("count")
     starts = sorted((start, str(Path(path).relative_to(SOURCE))) for path, start in offsets.items())
     names = [name for _, name in starts]
     first_functions = [start for start, _ in starts]
-    tests = recorded(folder)
+    tests = earlier_rows(names) | {
+        test: ({bisect_right(first_functions, number) - 1 for number in entered}, seconds)
+        for test, (entered, seconds) in recorded(folder).items()
+    }
     sets: dict[tuple[int, ...], int] = {}
     rows: dict[str, tuple[int, float]] = {}
-    for test, (entered, seconds) in sorted(tests.items()):
-        files = tuple(sorted({bisect_right(first_functions, number) - 1 for number in entered}))
-        rows[test] = (sets.setdefault(files, len(sets)), round(seconds, 2))
+    for test, (files, seconds) in sorted(tests.items()):
+        rows[test] = (sets.setdefault(tuple(sorted(files)), len(sets)), round(seconds, 2))
     content: dict[str, Any] = {"files": names, "sets": list(sets), "tests": rows}
     MAP.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
-    print(
-        f"{MAP.relative_to(ROOT)}: {len(rows)} test functions, {len(sets)} sets of files, {MAP.stat().st_size:,} bytes"
-    )
+    print(f"{MAP}: {len(rows)} test functions, {len(sets)} sets of files, {MAP.stat().st_size:,} bytes")
 
 
 def near(since: str, seconds: float) -> list[str]:
