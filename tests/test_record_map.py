@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from tools import record_map
 from tools.record_map import SOURCE, prepare, read_map, write
 
