@@ -61,7 +61,8 @@ def update_by_hand(model: Any, episodes: list[list[Row]], lr: float) -> dict[str
     for step in episodes:
         total: Any = 0.0
         for sample_id, tokens, mask, reward, _ in step:
-            group = torch.tensor([row[3] for row in step if row[0] // 2**20 == sample_id // 2**20]).double()
+            rewards = [row[3] for row in step if row[0] // 2**20 == sample_id // 2**20]
+            group = torch.tensor(rewards, dtype=torch.float64)
             advantage = float((reward - group.mean()) / (group.std() + 1e-6)) if group.std() > 0 else 0.0
             row = torch.tensor([tokens])
             chosen = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)
