@@ -122,6 +122,7 @@ def test_each_episode_ends_where_its_environment_says(play: Callable[..., list[E
 
     assert [episode.ended for episode in episodes] == ["done", "done", "turns"]
     assert [round(episode.reward, 6) for episode in episodes] == [1.0, 0.8, -0.4]
+    assert [episode.turn_rewards for episode in episodes] == [[1.0], [-0.1, -0.1, 1.0], [-0.1] * 4]
     assert told(episodes[1]) == [
         "user: play", "assistant: 1", "user: no, after 1", "assistant: 2", "user: no, after 2", "assistant: 3",
         "user: right",
@@ -260,6 +261,7 @@ def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> N
     assert told(episode)[0] == "user: play a number"
     assert told(episode)[2::2] == ["tool: wrong", "tool: right"]
     assert (episode.ended, episode.reward) == ("done", 0.5)
+    assert episode.turn_rewards == [0.0, 0.0, 0.5]
 
 
 CALL = ToolCall("add", {"a": 1})

@@ -76,6 +76,8 @@ class Episode:
     prompt_messages: int = 0
     """Of these, those that it began with."""
     reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    """The same by turn; what comes at the end is of the last."""
     info: dict[str, float] = field(default_factory=dict)
     called: Counter[str] = field(default_factory=Counter)
     failed_calls: int = 0
@@ -167,6 +169,7 @@ class EpisodeLoop:
             episode = self.episodes[index]
             assert episode.tokens is not None
             episode.tokens = episode.tokens.with_turn(completion)
+            episode.turn_rewards.append(0.0)
             episode.last_token = int(completion.tokens[-1]) if completion.tokens.size else None
             if completion.finish is Finish.ABORT:
                 self._end(index, "aborted")
@@ -263,6 +266,8 @@ class EpisodeLoop:
             self._start(index, result.messages)
             return
         episode.reward += result.reward
+        if episode.turn_rewards:
+            episode.turn_rewards[-1] += result.reward
         episode.info |= result.info
         episode.called.update(result.called)
         episode.failed_calls += result.failed_calls

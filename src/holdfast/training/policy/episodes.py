@@ -244,6 +244,8 @@ def _trajectory(episode: Episode, line: EpisodeTokens, sampling: SamplingConfig)
         turns=line.turn_count,
         ended=str(episode.ended),
         reward=episode.reward,
+        turn_rewards=tuple(episode.turn_rewards),
+        turn_lengths=line.turn_lengths,
         called=dict(episode.called),
         failed_calls=episode.failed_calls,
         cut_turns=episode.cut_turns,
