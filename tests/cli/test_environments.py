@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a name that the tokenizer cannot write": (
         {"environment": {"tools": "tools.py:addé"}},
-        "the tokenizer cannot write the name of tool 'addé'; rename it",
+        "environment: the tokenizer writes 'addé', the name of a tool, as 'add<unk>', and a policy could",
     ),
     "two tools of one name": (
         {"environment": {"tools": ["tools.py:add", "more.py:add"]}},
@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a row without its columns": (
         {"environment": {"path": "world.py:Asks"}},
-        "it raised KeyError: 'question' (world.py:7). The row's columns are prompt, answer. Correct the class, or the",
+        "it raised KeyError: 'question' (world.py:6). The row's columns are prompt, answer. Correct the class, or the",
     ),
     "a recorded rollout": (
         {"environment": TOOL, "rollout": {"record": True}},

@@ -283,19 +283,10 @@ def test_families_of_syntax_are_read(family: str) -> None:
     assert broken.mistake.startswith("the call is no JSON")
 
 
-def test_a_syntax_that_nothing_reads_and_a_name_that_cannot_be_written_are_refused() -> None:
+def test_a_syntax_that_nothing_reads_is_refused() -> None:
     tokenizer = bpe()
     strange = ChatTemplate(tokenizer, CHATML.replace("<tool_call>\\n{", "call {").replace("<tool_call>", ""), {}, "it")
-    from holdfast.data.tasks.synthetic import character_tokenizer
+    writer = TurnTemplate(strange, [ADD], [tokenizer.eos_token_id])
 
-    characters = ChatTemplate(character_tokenizer(), CHATML, {}, "it")
-    named = {**ADD, "function": {**ADD["function"], "name": "Add"}}
-
-    for template, tool, message in (
-        (strange, ADD, "none of the syntaxes hermes, phi4, mistral, json reads back as add_numbers(a)"),
-        (characters, named, "cannot write the name of tool 'Add'; rename it"),
-    ):
-        writer = TurnTemplate(template, [tool], [template.tokenizer.eos_token_id])
-        with pytest.raises(TemplateRefuses) as refusal:
-            proved_parser(template, writer, [tool])
-        assert message in str(refusal.value)
+    with pytest.raises(TemplateRefuses, match="none of the syntaxes hermes, phi4, mistral, json reads back as add_num"):
+        proved_parser(strange, writer, [ADD])

@@ -33,8 +33,9 @@ def turn_advantages(config: AdvantageConfig, returns: TurnMatrix) -> TurnMatrix:
 
         A_it = (R_it - mean of R_jt over j) / (standard deviation of R_jt over j + epsilon)
 
-    A turn that a single episode of its group reached has nothing to be compared with, and the advantage 0. With all
-    rewards at the end, discount 1, and episodes of one length, A_it is the advantage of the episode.
+    The paper's shaping of rewards is left out. A turn that a single episode of its group reached has nothing to be
+    compared with, and the advantage 0. With all rewards at the end, discount 1, and episodes of one length, A_it is the
+    advantage of the episode.
 
     Args:
         config: A formula that compares within groups.

@@ -22,7 +22,7 @@ from holdfast.rollout.engine import converse
 from holdfast.rollout.episodes.calls import Parse
 from holdfast.rollout.episodes.history import TurnTemplate, classify
 from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
-from holdfast.rollout.episodes.proof import proved_parser
+from holdfast.rollout.episodes.proof import proved_parser, unwritable_name
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.engines import stops_of
 from holdfast.training.policy.rewards import RewardLog
@@ -176,6 +176,11 @@ def episodes_of(
     if pool is None:
         raise ConfigError("environment: nothing has started it. Run the file by `holdfast grpo` or `holdfast eval`.")
     template, tools = rows.template, pool.tools
+    if (name := unwritable_name(template, tools)) is not None:
+        raise ConfigError(
+            f"environment: the tokenizer writes {name!r}, the name of a tool, as {template.as_tokenised(name)!r}, and "
+            "a policy could not call it. Rename the tool."
+        )
     try:
         template.check()
         writer = TurnTemplate(template, tools, stops_of(sharded).tokens)
