@@ -53,7 +53,9 @@ RETURNS = np.array([[[1.0, 4.0], [3.0, 2.0], [5.0, NAN], [NAN, NAN]]])
         ),
     ],
 )
-def test_a_turn_is_compared_with_the_same_turn_of_its_group(config: GRPOAdvantageConfig, expected: object) -> None:
+def test_a_turn_is_compared_with_the_same_turn_of_its_group(
+    config: GRPOAdvantageConfig, expected: list[list[float]]
+) -> None:
     """Turn 1 has the returns 1, 3, 5 of mean 3 and deviation 2; turn 2 has 4, 2 of mean 3 and deviation sqrt(2)."""
     np.testing.assert_allclose(turn_advantages(config, RETURNS), [expected], rtol=1e-15)
 

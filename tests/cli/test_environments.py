@@ -24,6 +24,11 @@ class Silent:
 class Asks:
     def begin(self, row): return row["question"]
     def step(self, turn): ...
+WORLDS = {"silent": Silent, "asks": Asks}
+class Lake:
+    action_space = None
+    def reset(self, seed): ...
+    def step(self, action): ...
 """,
     "plain.jinja": "{% for message in messages %}<bos>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant:{% endif %}",
@@ -53,6 +58,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a row without its columns": (
         {"environment": {"path": "world.py:Asks"}},
         "it raised KeyError: 'question' (world.py:6). The row's columns are prompt, answer. Correct the class, or the",
+    ),
+    "a row that names no environment of several": (
+        {"environment": {"path": "world.py:WORLDS"}},
+        "has no column environment, and there is silent, asks. Correct the row, or what environment.path names.",
+    ),
+    "an environment of gymnasium without its action": (
+        {"environment": {"path": "world.py:Lake"}},
+        "is an environment of gymnasium, which takes actions, and a turn is text. Set environment.action to a function",
     ),
     "a recorded rollout": (
         {"environment": TOOL, "rollout": {"record": True}},

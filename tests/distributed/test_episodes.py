@@ -20,9 +20,15 @@ class World:
     def step(self, turn):
         from holdfast.environments.base import Observation
         return Observation("no, " * (1 + turn.number) + "again", 0.0, turn.number + 1 >= self.last)
+WORLDS = {"one": World, "two": type("Two", (World,), {})}
 """
 ROWS = [
-    {"prompt": [{"role": "user", "content": "guess " + "abcdefg"[: 1 + row * 3 % 7]}], "answer": "a", "turns": turns}
+    {
+        "prompt": [{"role": "user", "content": "guess " + "abcdefg"[: 1 + row * 3 % 7]}],
+        "answer": "a",
+        "turns": turns,
+        "environment": ("one", "two")[row % 2],
+    }
     for row, turns in enumerate([3, 1, 2, 3, 2, 3, 1, 2])
 ]
 
@@ -50,7 +56,7 @@ def test_an_episode_is_trained_as_one_row_with_its_mask(
 ) -> None:
     rollout = {"group_size": 4, "max_new_tokens": 6} | changes.get("rollout", {})
     data = {"batch_size": 4, "max_length": 96} | changes.get("data", {})
-    environment = {"path": "world.py:World", "max_turns": 3, "on_cut": "continue"}
+    environment = {"path": "world.py:WORLDS", "max_turns": 3, "on_cut": "continue"}
     tree = settings(str(gpt2), steps=2, rollout=rollout, data=data, environment=environment)
 
     trained = pools(ranks).run(train_on_episodes, tree, ROWS, str(gpt2), 2)[0]
