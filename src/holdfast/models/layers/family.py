@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from holdfast.data.content.vision_families import VISION_FAMILIES, video_token
+from holdfast.data.content.vision_families import attends_both_ways, may_see, video_token
 from holdfast.errors import ModelError
 from holdfast.models.support import Support
 
@@ -37,6 +37,10 @@ class HeadSpec:
     """Renormalise log-probabilities over these tokens and the drawn one; None: over the whole vocabulary."""
 
 
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names of the argument that tells image tokens from text."""
+
+
 @dataclass(frozen=True)
 class Family:
     """The particulars of one architecture."""
@@ -50,6 +54,8 @@ class Family:
     """The token whose embeddings are replaced by image features; None if images of the family are not supported."""
     video_token_id: int | None = None
     """The token whose embeddings are replaced by video features."""
+    token_types: str | None = None
+    """The model's argument that tells image tokens from text; None if it has none."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 
@@ -115,18 +121,24 @@ def family_of(model: nn.Module) -> Family:
         logit_scale=scale,
         logit_softcap=softcap,
         why_not_packed=_why_not_packed(model, text),
-        **_image_fields(config),
+        **_image_fields(model),
     )
 
 
-def _image_fields(config: Any) -> dict[str, Any]:
+def _image_fields(model: nn.Module) -> dict[str, Any]:
     """Return what a family that sees has besides."""
-    vision = VISION_FAMILIES.get(str(config.model_type))
-    if vision is None:
+    config: Any = model.config
+    if not may_see(config) or not hasattr(model, "get_image_features"):
         return {}
-    image, video = int(config.image_token_id), video_token(vision, config)
-    marks = None if vision.packs or vision.token_types is None else (vision.token_types, image)
-    return {"image_token_id": image, "video_token_id": None if video is None else int(video), "image_tokens": marks}
+    image, video = int(config.image_token_id), video_token(config)
+    arguments = inspect.signature(type(model).forward).parameters
+    argument = next((name for name in TOKEN_TYPES if name in arguments), None)
+    return {
+        "image_token_id": image,
+        "video_token_id": None if video is None else int(video),
+        "token_types": argument,
+        "image_tokens": (argument, image) if argument is not None and attends_both_ways(config) else None,
+    }
 
 
 def _why_not_packed(model: Any, text: Any) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.content.vision_families import may_see
 from holdfast.errors import ModelError
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.adapters.files import AdapterSource, check_base, note_of_base, refuse_other_scale
@@ -37,6 +37,7 @@ from holdfast.models.files.configuration import (
 from holdfast.models.files.conversion import Header, plan_incoming
 from holdfast.models.files.loading import LiveSource, RandomSource, StoredSource, WeightSource
 from holdfast.models.files.origin import load_tokenizer, locate, read_config, read_end_tokens
+from holdfast.models.files.processors import processor_settings
 from holdfast.models.files.safetensors_files import StoredTensors
 from holdfast.models.files.vision import follow_compute_dtype, load_image_processor, set_attention
 from holdfast.models.heads.policy import PolicyModel
@@ -78,6 +79,8 @@ class Blueprint:
     """Notes for the user, printed at the start of a run."""
     image_processor: Any = None
     """transformers' image processor; None for a model that reads text alone."""
+    processor_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the whole processor's class that the model's files have."""
 
 
 def blueprint(  # noqa: PLR0913 - what a model can be made of
@@ -135,6 +138,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         choose_attention(model, family, config.attention, notes),  # it adds a note
         tuple(notes),
         load_image_processor(config, raw_config, directories),
+        processor_settings(directories),
     )
 
 
@@ -213,7 +217,7 @@ def _processor_directories(
     if directory is not None:
         return [directory]
     name = config.tokenizer
-    sees = raw_config.model_type in VISION_FAMILIES and config.config is not None
+    sees = may_see(raw_config) and config.config is not None
     if has_tokenizer or not sees or name is None or name.startswith("builtin:"):
         return []
     return [locate(name, config, base, weights=False)]

@@ -17,7 +17,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
-from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.content.vision_families import attends_both_ways, may_see
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
@@ -131,13 +131,14 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
     Raises:
         ModelError: Image processor, tokenizer and model do not belong together.
     """
-    vision = VISION_FAMILIES.get(origin.family.name)
-    if vision is not None and not vision.packs and config.data.packing != "none":
+    raw_config = origin.original_config
+    if may_see(raw_config) and attends_both_ways(raw_config) and config.data.packing != "none":
         return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
     return image_side(
         origin.image_processor,
         origin.tokenizer,
-        origin.original_config,
+        raw_config,
+        settings=origin.processor_settings,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         videos=video_options(config.data, origin.directory),

@@ -1,0 +1,291 @@
+"""Ask a model's processor how it writes, counts and returns images, and compare its whole output with ours.
+
+The questions are made-up images of several sizes, alone and two at a time, with text around them. Each rule that the
+answers allow is derived once; then whole texts are compared, tokens and tensors, so that a processor that follows no
+such rule, or answers differently from one call to the next, is refused before a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.content.vision_families import VisionFamily, grid_features, rules_of
+from holdfast.errors import ModelError
+
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that tell image tokens from text."""
+_OF_TEXT = {*_TYPES, "input_ids", "attention_mask", "labels", "special_tokens_mask"}
+"""What a processor returns of the text."""
+_SIZES = ((48, 80), (80, 48), (64, 64), (36, 130), (48, 80))
+"""(height, width) of the images that are asked for."""
+_MARKS = (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id"))
+"""Fields of a configuration for the tokens around an image that are part of no processor's text, but of templates."""
+FAILURES = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError),
+    *(StopIteration, NotImplementedError, RuntimeError),
+)
+"""What processors raise where they cannot take something."""
+
+
+class CannotAsk(ModelError):
+    """A processor that does not answer; this says nothing against the model."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a processor returns of one text with its images."""
+
+    tokens: list[int]
+    inputs: dict[str, NDArray[Any]]
+    """As it returns them."""
+    types: Mapping[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A processor, the tokenizer and the configuration of one model, and options of the image processor."""
+
+    processor: Any
+    tokenizer: Any
+    config: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The model_type."""
+        return str(self.config.model_type)
+
+    @property
+    def image_id(self) -> int:
+        """The token at which the model puts features."""
+        return int(self.config.image_token_id)
+
+    def ask(self, images: Sequence[Any], text: str) -> Answer:
+        """Return what the processor makes of a text and its PIL images."""
+        made = self.processor(
+            images=list(images), text=[text], return_tensors="np", add_special_tokens=False, **self.options
+        )
+        names = [name for name in self.processor.model_input_names if name in made and name not in _OF_TEXT]
+        ours = set(self.tokenizer.model_input_names)
+        types = {name: np.asarray(made[name])[0].tolist() for name in _TYPES if name in made and name not in ours}
+        inputs = {name: np.asarray(made[name]) for name in names}
+        return Answer(np.asarray(made["input_ids"])[0].tolist(), inputs, types)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of text alone."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a processor should return of one text."""
+
+    tokens: list[int]
+    inputs: Mapping[str, NDArray[Any]]
+
+
+def made_up_images() -> list[Any]:
+    """Return images of noise, in which no two patches are alike."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    noise = (generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in _SIZES)
+    return [Image.fromarray(pixels) for pixels in noise]
+
+
+def derived(parts: Parts) -> VisionFamily:
+    """Return the family that a processor's answers describe.
+
+    Raises:
+        CannotAsk: It does not answer.
+        ModelError: Its answers do not belong together, or not to the model.
+    """
+    mark = getattr(parts.processor, "image_token", None)
+    if mark is None:
+        raise CannotAsk(f"the processor of {parts.name} names no token for an image")
+    images, token = made_up_images(), parts.tokenizer.convert_ids_to_tokens(parts.image_id)
+    answers: list[Answer] = []
+    try:
+        answers = [_asked(parts, image, mark) for image in images]
+    except CannotAsk:
+        if mark in parts.tokenizer.get_vocab():
+            raise
+    if token is None or not answers or any(parts.image_id not in answer.tokens for answer in answers):
+        raise ModelError(
+            f"{parts.name} marks images by token {parts.image_id}, and its tokenizer has {mark!r} at "
+            f"{parts.tokenizer.convert_tokens_to_ids(mark)}. Use the model's own tokenizer."
+        )
+    before, after = _around(parts, mark, [answer.tokens for answer in answers])
+    inputs = tuple(answers[0].inputs)
+    axes, ragged = _joins(parts, mark, images, answers)
+    token_types, type_tokens = _types(parts, answers)
+    rules = rules_of(parts.config)
+    return VisionFamily(
+        placeholder=_placeholder(parts, token, answers[0].tokens, before, after),
+        image_token=token,
+        processor_token=mark,
+        before=before,
+        after=after,
+        inputs=inputs,
+        axes=axes,
+        ragged=ragged,
+        token_types=token_types,
+        type_tokens=type_tokens,
+        turns_by_grid=_turns_by_grid(parts.config),
+        takes_pixel_budget={"shortest_edge", "longest_edge"} <= _bounds_of(parts.processor.image_processor),
+        features=rules.features or (grid_features if "image_grid_thw" in inputs else None),
+        video=rules.video,
+    )
+
+
+def _asked(parts: Parts, image: Any, text: str) -> Answer:
+    try:
+        return parts.ask([image], text)
+    except FAILURES as error:
+        raise CannotAsk(f"the processor of {parts.name} takes no image of noise: {error!r:.300}") from None
+
+
+def _bounds_of(image_processor: Any) -> set[str]:
+    return {name for name, value in dict(getattr(image_processor, "size", None) or {}).items() if value is not None}
+
+
+def _turns_by_grid(config: Any) -> bool:
+    text = config.get_text_config()
+    rotary = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return "mrope_section" in rotary
+
+
+def _around(parts: Parts, mark: str, texts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens before and after the image's own that a template has to write.
+
+    Where the processor reads the model's token, its whole text for an image stands between special tokens, and takes
+    the place of that token. Where it reads another, a template is rewritten, and may write what is always around.
+    """
+    runs = [_run(tokens, parts.image_id) for tokens in texts]
+    if parts.tokenizer.convert_tokens_to_ids(mark) != parts.image_id and None not in runs:
+        edges = {
+            (tuple(tokens[: run.start]), tuple(tokens[run.stop :]))
+            for tokens, run in zip(texts, runs, strict=True)
+            if run is not None
+        }
+        if len(edges) == 1:
+            return edges.pop()
+    special = set(parts.tokenizer.get_added_vocab().values())
+    first, last = ({tuple(_outside(list(tokens)[::step], special))[::step] for tokens in texts} for step in (1, -1))
+    if (
+        len(first) > 1
+        or len(last) > 1
+        or (mark == parts.tokenizer.convert_ids_to_tokens(parts.image_id) and (first | last) != {()})
+    ):
+        raise CannotAsk(
+            f"the processor of {parts.name} writes text around an image that depends on the image, or that no template "
+            "can write"
+        )
+    return first.pop(), last.pop()
+
+
+def _run(tokens: Sequence[int], token: int) -> range | None:
+    """Return where a token stands, if all its copies stand side by side."""
+    indices = [index for index, other in enumerate(tokens) if other == token]
+    return range(indices[0], indices[-1] + 1) if indices[-1] - indices[0] + 1 == len(indices) else None
+
+
+def _outside(tokens: Sequence[int], special: set[int]) -> list[int]:
+    first = next((index for index, token in enumerate(tokens) if token in special), 0)
+    return list(tokens[:first])
+
+
+def _placeholder(
+    parts: Parts, token: str, tokens: Sequence[int], before: tuple[int, ...], after: tuple[int, ...]
+) -> str:
+    if before or after:
+        first, last = (parts.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (before, after))
+        return f"{first}{token}{last}"
+    for names in _MARKS:
+        ids = [getattr(parts.config, name, None) for name in names]
+        marks = [None if mark is None else parts.tokenizer.convert_ids_to_tokens(mark) for mark in ids]
+        if None not in marks and not set(ids) & set(tokens):
+            return f"{marks[0]}{token}{marks[1]}"
+    return token
+
+
+def _joins(
+    parts: Parts, mark: str, images: Sequence[Any], answers: Sequence[Answer]
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return along which dimension the processor joins each input, and which inputs it fills up."""
+    axes = dict.fromkeys(answers[0].inputs, 0)
+    ragged: set[str] = set()
+    for (first, second), (one, other) in zip(pairwise(images), pairwise(answers), strict=True):
+        try:
+            joint = parts.ask([first, second], f"{mark}{mark}").inputs
+        except FAILURES as error:
+            if any(one.inputs[name].shape[1:] != other.inputs[name].shape[1:] for name in axes):
+                continue  # it takes images of one size
+            raise CannotAsk(f"the processor of {parts.name} takes no two images: {error!r:.300}") from None
+        for name, values in joint.items():
+            pair = (one.inputs[name], other.inputs[name])
+            axes[name] = next((axis for axis in (0, 1) if _joined_length(pair, axis) == _length(values, axis)), 0)
+            moved = [np.moveaxis(value, axes[name], 0) for value in pair]
+            if moved[0].shape[1:] != moved[1].shape[1:]:
+                ragged.add(name)
+    return axes, tuple(name for name in axes if name in ragged)
+
+
+def _length(values: NDArray[Any], axis: int) -> int:
+    return values.shape[axis] if values.ndim > axis else -1
+
+
+def _joined_length(pair: Sequence[NDArray[Any]], axis: int) -> int:
+    return sum(_length(values, axis) for values in pair)
+
+
+def _types(parts: Parts, answers: Sequence[Answer]) -> tuple[str | None, tuple[int, ...]]:
+    """Return the argument for token types, and the tokens that it marks.
+
+    Raises:
+        ModelError: It does not mark the tokens at which features go.
+    """
+    names = list(answers[0].types)
+    if not names:
+        return None, ()
+    pairs = {pair for answer in answers for pair in zip(answer.tokens, answer.types[names[0]], strict=True)}
+    marked = {token for token, kind in pairs if kind == 1}
+    if parts.image_id not in marked or marked & {token for token, kind in pairs if kind != 1}:
+        raise ModelError(
+            f"The processor of {parts.name} returns {names[0]} that do not mark the image token {parts.image_id}, and "
+            "only that. The processor is not the model's own."
+        )
+    return names[0], tuple(sorted(marked))
+
+
+def first_difference(family: VisionFamily, expected: Expected, answer: Answer) -> str:
+    """Return how a processor's whole output differs from ours; "" where it does not.
+
+    Args:
+        family: What was derived.
+        expected: Ours, with the inputs of all images as the processor returns them.
+        answer: The processor's.
+    """
+    if answer.tokens != expected.tokens:
+        pairs = enumerate(zip(answer.tokens, expected.tokens, strict=False))
+        at = next((index for index, (theirs, ours) in pairs if theirs != ours), "the end")
+        return f"its {len(answer.tokens)} tokens are not the {len(expected.tokens)} that follow, from token {at} on"
+    if family.token_types is not None:
+        marked = np.isin(answer.tokens, family.type_tokens).astype(np.int64).tolist()
+        if answer.types.get(family.token_types) != marked:
+            return f"its {family.token_types} do not mark the image tokens"
+    if set(answer.inputs) != set(family.inputs):
+        return f"it returns {', '.join(sorted(answer.inputs))} for these images, and {', '.join(family.inputs)} alone"
+    for name, values in expected.inputs.items():
+        theirs = answer.inputs[name]
+        if theirs.shape != values.shape:
+            return f"its {name} have the shape {list(theirs.shape)}, where {list(values.shape)} follows"
+        if not np.array_equal(theirs, values):
+            return f"its {name} are not those of the images one by one, in their order"
+    return ""

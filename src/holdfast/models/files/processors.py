@@ -1,0 +1,128 @@
+"""Build the class of a model's processor from its image processor and its tokenizer, without torchvision.
+
+transformers loads a processor whole, and its part for videos needs torchvision. The class itself needs that part for
+videos alone. A subclass stands in for it that accepts None in the place of a part.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.data.content.vision_families import rules_of
+from holdfast.errors import ModelError
+from holdfast.files import read_json
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+_ROUNDS = 12
+"""Tokens that a tokenizer may lack by name; the configuration says which they are."""
+
+
+class NoProcessor(ModelError):
+    """A processor that cannot be built here; this says nothing against the model."""
+
+
+def processor_settings(directories: Sequence[Path]) -> dict[str, Any]:
+    """Return the arguments of the processor's class in a model's files, those of its parts left out.
+
+    Raises:
+        ModelError: The file is not JSON.
+    """
+    file = next((folder / PROCESSOR_FILES[1] for folder in directories if (folder / PROCESSOR_FILES[1]).exists()), None)
+    if file is None:
+        return {}
+    try:
+        values = read_json(file)
+    except ValueError as error:
+        raise ModelError(f"{file} is not JSON: {error}.") from None
+    return {name: value for name, value in values.items() if not isinstance(value, dict) and value is not None}
+
+
+def whole_processor(image_processor: Any, tokenizer: Any, config: Any, settings: Mapping[str, Any]) -> Any:
+    """Return transformers' processor of a model.
+
+    Args:
+        image_processor: The part for images, which needs PIL alone.
+        tokenizer: It is copied, since processors add tokens to theirs.
+        config: The model's configuration. Arguments that are in no file follow its fields of the same name.
+        settings: Arguments from the model's files.
+
+    Raises:
+        NoProcessor: transformers has no such class, or cannot build it without torchvision.
+    """
+    processor_class = _without_videos(_class_of(config))
+    arguments = {**_from_config(processor_class, config), **(rules_of(config).settings or _nothing)(config)}
+    accepted = inspect.signature(processor_class.__init__).parameters
+    arguments |= {name: value for name, value in settings.items() if name in accepted}
+    parts = dict.fromkeys(processor_class.get_attributes()) | {"image_processor": image_processor}
+    arguments = {name: value for name, value in arguments.items() if name not in parts}
+    tokenizer = copy.deepcopy(tokenizer)
+    name = processor_class.__name__
+    for _ in range(_ROUNDS):
+        try:
+            return processor_class(**parts | {"tokenizer": tokenizer}, **arguments)
+        except AttributeError as error:
+            if not _name_token(tokenizer, error, config):
+                raise NoProcessor(f"transformers' {name} cannot be built: {error}") from None
+        except (TypeError, ValueError, ImportError) as error:
+            raise NoProcessor(f"transformers' {name} cannot be built: {error}") from None
+    raise NoProcessor(f"transformers' {name} cannot be built: its tokenizer names too few tokens")
+
+
+def _nothing(_: Any) -> Mapping[str, Any]:
+    return {}
+
+
+def _class_of(config: Any) -> Any:
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    names = dict(PROCESSOR_MAPPING_NAMES)
+    name = rules_of(config).processor or names.get(config.model_type)
+    if name is None:
+        raise NoProcessor(f"transformers names no processor for {config.model_type}")
+    problem: Exception | None = None
+    for folder in [config.model_type, *(kind for kind, other in names.items() if other == name)]:
+        module = f"transformers.models.{folder.replace('-', '_')}.processing_{folder.replace('-', '_')}"
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            problem = error if problem is None or "torchvision" in str(error) else problem
+    raise NoProcessor(f"transformers' {name} cannot be imported: {problem}")
+
+
+def _without_videos(processor_class: Any) -> Any:
+    """Return a subclass that accepts None for a part, and is otherwise the class itself."""
+
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if argument is None else processor_class.check_argument_for_proper_class(self, name, argument)
+
+    names = {"__module__": processor_class.__module__, "__qualname__": processor_class.__qualname__}
+    return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check, **names})
+
+
+def _from_config(processor_class: Any, config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration that are called like arguments of a processor's class."""
+    names = set(inspect.signature(processor_class.__init__).parameters) - {"self", "kwargs", "chat_template"}
+    sections = (getattr(config, "vision_config", None), config)
+    found = {name: getattr(section, name, None) for section in sections for name in names if hasattr(section, name)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _name_token(tokenizer: Any, error: AttributeError, config: Any) -> bool:
+    """Give a tokenizer the token that a processor asks for by name, if the configuration has its id."""
+    role = str(error.name or "").removesuffix("_id")
+    if error.obj is not tokenizer or not role.endswith("_token"):
+        return False
+    token_id = getattr(config, f"{role}_id", None)
+    token_id = getattr(config, f"{role}_index", None) if token_id is None else token_id
+    token = None if token_id is None else tokenizer.convert_ids_to_tokens(token_id)
+    if token is None:
+        return False
+    setattr(tokenizer, role, token)
+    setattr(tokenizer, f"{role}_id", token_id)
+    return True
