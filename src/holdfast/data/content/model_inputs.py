@@ -24,17 +24,17 @@ def flattened(name: str, values: NDArray[Any]) -> dict[str, NDArray[Any]]:
     return {name: values.reshape(-1), f"{name}{_SHAPES}": shapes}
 
 
-def _zeros(shape: Sequence[int], like: NDArray[Any]) -> NDArray[Any]:
-    return np.zeros(shape, like.dtype)
+def array_arguments(inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Return what the model is called with for joined inputs of any number of images."""
+    return _arguments(inputs, lambda shape, like: np.zeros(shape, like.dtype))
 
 
-def as_arguments(inputs: Mapping[str, Any], zeros: Callable[[Sequence[int], Any], Any] = _zeros) -> dict[str, Any]:
-    """Return what the model is called with.
+def tensor_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the model is called with, of tensors; rewards and commands import this module without torch."""
+    return _arguments(inputs, lambda shape, like: like.new_zeros(shape))
 
-    Args:
-        inputs: Joined inputs of any number of images, arrays or tensors.
-        zeros: Returns zeros of a shape, of the kind of an input.
-    """
+
+def _arguments(inputs: Mapping[str, Any], zeros: Callable[[Sequence[int], Any], Any]) -> dict[str, Any]:
     arguments = {}
     for name, values in inputs.items():
         shapes = inputs.get(f"{name}{_SHAPES}")

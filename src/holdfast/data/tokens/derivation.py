@@ -289,3 +289,49 @@ def first_difference(family: VisionFamily, expected: Expected, answer: Answer) -
         if not np.array_equal(theirs, values):
             return f"its {name} are not those of the images one by one, in their order"
     return ""
+
+
+def refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:
+    """Compare what the image processor cuts with what the tower takes.
+
+    Raises:
+        ModelError: They differ.
+    """
+    if not family.turns_by_grid:
+        return
+    vision = config.vision_config
+    pairs = {
+        "patch_size": (processor.patch_size, vision.patch_size),
+        "temporal_patch_size": (processor.temporal_patch_size, vision.temporal_patch_size),
+        "merge_size": (processor.merge_size, vision.spatial_merge_size),
+    }
+    for setting, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ModelError(
+                f"The image processor of {name} has {setting}={ours}, the model's vision tower {theirs}. The model's "
+                "preprocessor_config.json and config.json do not belong together."
+            )
+
+
+def pixel_bounds(family: VisionFamily, name: str, processor: Any, low: int | None, high: int | None) -> dict[str, int]:
+    """Return the image processor's `size` within the bounds of `data`.
+
+    Raises:
+        ModelError: The family takes none, or they cross.
+    """
+    if not family.takes_pixel_budget:
+        raise ModelError(
+            f"data.min_pixels and data.max_pixels do not apply to {name}: its images are all brought to one size. "
+            "Remove them."
+        )
+    size = dict(processor.size)
+    bounds = {
+        "shortest_edge": size["shortest_edge"] if low is None else low,
+        "longest_edge": size["longest_edge"] if high is None else high,
+    }
+    if bounds["shortest_edge"] > bounds["longest_edge"]:
+        raise ModelError(
+            f"data.min_pixels={bounds['shortest_edge']} is above data.max_pixels={bounds['longest_edge']} (one of them "
+            "may be the image processor's own). Set both."
+        )
+    return bounds

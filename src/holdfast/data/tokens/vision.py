@@ -17,12 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of, joined_inputs
-from holdfast.data.content.model_inputs import as_arguments, flattened
+from holdfast.data.content.model_inputs import array_arguments, flattened
 from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
 from holdfast.data.content.vision_families import Inputs, VideoFamily, VisionFamily, video_token
-from holdfast.data.tokens.derivation import FAILURES, Expected, Parts, derived, first_difference, made_up_images
+from holdfast.data.tokens.derivation import (
+    FAILURES,
+    Expected,
+    Parts,
+    derived,
+    first_difference,
+    made_up_images,
+    pixel_bounds,
+    refuse_other_patches,
+)
 from holdfast.errors import DataError, ModelError
 from holdfast.types import Example
+
+PROBES = ((48, 80), (80, 48), (56, 112))
+"""(height, width) of the images of noise that a model is checked with."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +78,14 @@ class ImageSide:
         self.name, self.family = parts.name, derived(parts)
         self._processor, self._tokenizer, self._config = processor.image_processor, tokenizer, config
         self.image_id = parts.image_id
-        _refuse_other_patches(self.family, self.name, self._processor, config)
+        refuse_other_patches(self.family, self.name, self._processor, config)
         self._videos = videos or VideoOptions()
         self.video_id = _video_id(self.family, tokenizer, config)
         self.marks = [token for token in (self.image_id, video_token(config)) if token is not None]
         self._parts = parts
         self._compare_made_up()
         if min_pixels is not None or max_pixels is not None:
-            size = _bounds(self.family, self.name, self._processor, min_pixels, max_pixels)
+            size = pixel_bounds(self.family, self.name, self._processor, min_pixels, max_pixels)
             self._parts = replace(parts, options={"size": size})
 
     @cached_property
@@ -189,7 +201,7 @@ class ImageSide:
 
     def _expected(self, tokens: Sequence[int], prepared: Sequence[PreparedImage]) -> Expected:
         laid = self.expanded(Stretch(list(tokens), [False] * len(tokens)), prepared)
-        arguments = as_arguments(joined_inputs(laid))
+        arguments = array_arguments(joined_inputs(laid))
         return Expected(
             laid.tokens, {name: np.moveaxis(arguments[name], 0, self.family.axes[name]) for name in self.family.inputs}
         )
@@ -301,7 +313,8 @@ class ImageSide:
         from PIL import Image
 
         count = self.places(tokens.tolist())
-        noise = np.random.default_rng(sample_id).integers(0, 256, (count, 48, 80, 3), dtype=np.uint8)
+        size = PROBES[sample_id % len(PROBES)]
+        noise = np.random.default_rng(sample_id).integers(0, 256, (count, *size, 3), dtype=np.uint8)
         images = [self.prepare(Image.fromarray(pixels), "an image of noise") for pixels in noise]
         stretch = Stretch(tokens.tolist(), [True] * tokens.size)
         laid = self.expanded(stretch, images)
@@ -309,7 +322,7 @@ class ImageSide:
 
     def upstream_inputs(self, tokens: NDArray[np.int64], inputs: Inputs) -> dict[str, NDArray[Any]]:
         """Return what transformers' own forward wants of a sequence besides its tokens."""
-        arguments = as_arguments(inputs)
+        arguments = array_arguments(inputs)
         if self.family.token_types is None:
             return arguments
         return {**arguments, self.family.token_types: np.isin(tokens, self.family.type_tokens).astype(np.int64)[None]}
@@ -360,40 +373,3 @@ def _video_id(family: VisionFamily, tokenizer: Any, config: Any) -> int | None:
     model_token = video_token(config)
     tokenizer_token = None if family.video is None else tokenizer.convert_tokens_to_ids(family.video.token)
     return tokenizer_token if tokenizer_token is not None and tokenizer_token == model_token else None
-
-
-def _refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:
-    """Compare what the image processor cuts with what the tower takes."""
-    if not family.turns_by_grid:
-        return
-    vision = config.vision_config
-    pairs = {
-        "patch_size": (processor.patch_size, vision.patch_size),
-        "temporal_patch_size": (processor.temporal_patch_size, vision.temporal_patch_size),
-        "merge_size": (processor.merge_size, vision.spatial_merge_size),
-    }
-    for setting, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise ModelError(
-                f"The image processor of {name} has {setting}={ours}, the model's vision tower {theirs}. The model's "
-                "preprocessor_config.json and config.json do not belong together."
-            )
-
-
-def _bounds(family: VisionFamily, name: str, processor: Any, low: int | None, high: int | None) -> dict[str, int]:
-    if not family.takes_pixel_budget:
-        raise ModelError(
-            f"data.min_pixels and data.max_pixels do not apply to {name}: its images are all brought to one size. "
-            "Remove them."
-        )
-    size = dict(processor.size)
-    bounds = {
-        "shortest_edge": size["shortest_edge"] if low is None else low,
-        "longest_edge": size["longest_edge"] if high is None else high,
-    }
-    if bounds["shortest_edge"] > bounds["longest_edge"]:
-        raise ModelError(
-            f"data.min_pixels={bounds['shortest_edge']} is above data.max_pixels={bounds['longest_edge']} (one of them "
-            "may be the image processor's own). Set both."
-        )
-    return bounds

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from holdfast.data.content.model_inputs import as_arguments
+from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.errors import ModelError
 from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads.noise import EmbeddingNoise
@@ -48,11 +48,6 @@ def _read_or_multiply(
     """
     del again
     return forward(hidden) if use is None else use(hidden, HeadWeights(layer.weight, getattr(layer, "bias", None)))
-
-
-def _image_arguments(batch: Batch) -> dict[str, Tensor]:
-    """Return what the model is called with for the images of a batch."""
-    return as_arguments(batch.model_inputs, lambda shape, like: like.new_zeros(shape))
 
 
 _FEATURES = ("pooler_output", "deepstack_features")
@@ -252,7 +247,7 @@ class PolicyModel(nn.Module):
             inputs = {"inputs_embeds": self._embedded_beside(batch)}
         elif batch.model_inputs:
             tokens = self._with_one_image_token(batch)
-            inputs = {"input_ids": tokens, **_image_arguments(batch)}
+            inputs = {"input_ids": tokens, **tensor_arguments(batch.model_inputs)}
             if self.family.image_tokens is not None:
                 argument, token = self.family.image_tokens
                 inputs[argument] = (tokens == token).long()
@@ -298,7 +293,7 @@ class PolicyModel(nn.Module):
 
         Its features enter times zero: the units of the tower then run backwards too, as on ranks that have images.
         """
-        features = self._backbone.get_image_features(**_image_arguments(batch))
+        features = self._backbone.get_image_features(**tensor_arguments(batch.model_inputs))
         # What a forward pass uses and no more: a block whose output LLaVA leaves out must stay left out here too.
         used = [features[name] for name in _FEATURES if name in features] if isinstance(features, Mapping) else features
         zero = sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor))

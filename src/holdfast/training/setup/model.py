@@ -317,6 +317,8 @@ def _forward_summary(result: CheckResult, seconds: float) -> str:
         sentence += f", lengths up to and beyond {', '.join(map(str, result.lengths.checked))}"
     if result.lengths.too_long:
         sentence += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
+    if result.features:
+        sentence += f", features of images ({', '.join(map(str, result.features))}, as many as tokens)"
     return f"{sentence} {seconds:.1f} s"
 
 
