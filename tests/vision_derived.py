@@ -29,6 +29,7 @@ _CLIP = table_values("llava")["vision_config"]
 _SIGLIP = table_values("gemma3")["vision_config"]
 _QWEN_TOWER = table_values("qwen3_vl")["vision_config"]
 _ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
 _QWEN3_5 = {
     "head_dim": 8,
     "rope_parameters": _ROPE | {"partial_rotary_factor": 1.0},
@@ -43,6 +44,23 @@ _QWEN_TOKENS = {"image_token_id": "<|image_pad|>", "vision_start_token_id": "<|v
 }
 
 
+_QWEN3_5_TOWER = {name: value for name, value in _QWEN_TOWER.items() if name != "deepstack_visual_indexes"}
+_PIXTRAL_TOWER = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 48,
+    "patch_size": PATCH,
+}
+_PIXTRAL_PIXELS = {
+    "image_processor_type": "PixtralImageProcessor",
+    "size": {"longest_edge": 48},
+    "patch_size": {"height": PATCH, "width": PATCH},
+}
+
+
 class Kind(NamedTuple):
     """What a tiny model of one family is made of."""
 
@@ -50,7 +68,7 @@ class Kind(NamedTuple):
     tower: Mapping[str, Any]
     image_processor: Mapping[str, Any]
     marks: tuple[str, ...]
-    """Special tokens; the first is what a template writes for an image."""
+    """Special tokens; the first is what a template writes for an image, unless `written` says more."""
     ids: Mapping[str, str]
     """Tokens, by the field of the configuration that has their id."""
     roles: Mapping[str, str] = {}
@@ -58,12 +76,37 @@ class Kind(NamedTuple):
     config: Mapping[str, Any] = {}
     processor: Mapping[str, Any] = {}
     """Settings of the whole processor."""
+    written: str = ""
+
+
+def _glm(kind: str) -> Kind:
+    marks = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>")
+    return Kind(
+        {"model_type": "glm4v_text", "rope_parameters": _GLM_ROPE},
+        {
+            "model_type": "glm4v_vision",
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "image_size": 16,
+            "patch_size": PATCH,
+            "out_hidden_size": 32,
+        },
+        {"image_processor_type": f"{kind.capitalize().replace('46v', '46V')}ImageProcessor", "patch_size": PATCH}
+        | {"temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 128, "longest_edge": 1536}},
+        (*marks, "<|end_of_video|>"),
+        {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>"}
+        | {"image_end_token_id": "<|end_of_image|>", "video_start_token_id": "<|begin_of_video|>"}
+        | {"video_end_token_id": "<|end_of_video|>"},
+        written="<|begin_of_image|><|image|><|end_of_image|>",
+    )
 
 
 KINDS: dict[str, Kind] = {
     "qwen3_5": Kind(
         {"model_type": "qwen3_5_text"} | _QWEN3_5,
-        {name: value for name, value in _QWEN_TOWER.items() if name != "deepstack_visual_indexes"},
+        _QWEN3_5_TOWER,
         PROCESSORS["qwen3_vl"],
         ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
         _QWEN_TOKENS,
@@ -121,6 +164,54 @@ KINDS: dict[str, Kind] = {
         config={"image_seq_length": 4},
         processor={"image_seq_length": 4},
     ),
+    "qwen3_5_moe": Kind(
+        {"model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"shared_expert_intermediate_size": 16}
+        | _QWEN3_5,
+        _QWEN3_5_TOWER,
+        PROCESSORS["qwen3_vl"],
+        ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        _QWEN_TOKENS,
+        config={"video_token_id": 95},
+    ),
+    "glm4v": _glm("glm4v"),
+    "glm46v": _glm("glm46v"),
+    "pixtral": Kind(
+        {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        _PIXTRAL_TOWER,
+        _PIXTRAL_PIXELS,
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        {"image_token_index": "[IMG]"},
+        config={"model_type": "llava", "vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        processor={"processor_class": "PixtralProcessor", "patch_size": PATCH},
+    ),
+    "mistral3": Kind(
+        {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        _PIXTRAL_TOWER,
+        _PIXTRAL_PIXELS,
+        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        {"image_token_index": "[IMG]"},
+        config={"spatial_merge_size": 2, "vision_feature_layer": -1},
+        processor={"patch_size": PATCH, "spatial_merge_size": 2},
+    ),
+    "llava_onevision": Kind(
+        {"model_type": "qwen2"},
+        _SIGLIP | {"vision_use_head": False},
+        {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 16, "width": 16}}
+        | {"image_grid_pinpoints": _PINPOINTS},
+        ("<image>", "<video>"),
+        {"image_token_index": "<image>", "video_token_index": "<video>"},
+        config={"image_grid_pinpoints": _PINPOINTS},
+        processor={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+    "aya_vision": Kind(
+        {"model_type": "cohere2", "head_dim": 8, "sliding_window": 6, "logit_scale": 0.3},
+        _SIGLIP | {"vision_use_head": False},
+        {"image_processor_type": "GotOcr2ImageProcessor"} | _TILES,
+        ("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>"),
+        {"image_token_index": "<|IMG_PATCH|>"},
+        processor={"patch_size": PATCH, "img_size": 16, "downsample_factor": 2},
+    ),
     "llava_next": Kind(
         {"model_type": "llama"},
         _CLIP,
@@ -139,7 +230,7 @@ def derived_tokenizer(kind: str, path: Path) -> Any:
     tokenizer = picture_tokenizer() if "qwen" in kind else character_tokenizer(known.marks)
     written = "<|vision_start|><|image_pad|><|vision_end|>"
     if "qwen" not in kind:
-        tokenizer.chat_template = picture_tokenizer().chat_template.replace(written, known.marks[0])
+        tokenizer.chat_template = picture_tokenizer().chat_template.replace(written, known.written or known.marks[0])
     tokenizer.save_pretrained(path)
     file = path / "tokenizer_config.json"
     values = json.loads(file.read_text())

@@ -170,7 +170,7 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
 
 def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -> dict[str, Any]:
     padded = {"packing": "none", "tokens_per_micro_batch": 512} if _type_of(model) == "gemma3" else {}
-    if _type_of(model) in DERIVED:  # whose processors write more tokens
+    if _is_derived(model):  # whose processors write more tokens
         padded = {"max_length": 256, "tokens_per_micro_batch": 512}
     return {
         "steps": steps,
@@ -182,6 +182,11 @@ def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -
         "metrics": {"progress": "off"},
         "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
     }
+
+
+def _is_derived(directory: Path) -> bool:
+    """Whether the family is known by its processor alone, whose file lies in the directory and its exports."""
+    return (directory / "processor_config.json").exists()
 
 
 def _type_of(directory: Path) -> str:
@@ -202,7 +207,7 @@ def _text_directory(path: Path, model_type: str) -> None:
 
 
 def _side(directory: Path, model_type: str) -> ImageSide | str:
-    if model_type in DERIVED:
+    if _is_derived(directory):
         return derived_side(directory)
     if model_type not in VISION_FAMILIES:
         return ""
@@ -222,7 +227,7 @@ def _examples(directory: Path, model_type: str, rows: list[dict[str, Any]]) -> l
     found = [Example(-1 - number, 0, tokens, np.arange(tokens.size) > 0) for number, tokens in enumerate(texts)]
     side = _side(directory, model_type)
     if isinstance(side, ImageSide):
-        tokenizer = AutoTokenizer.from_pretrained(directory) if model_type in DERIVED else tokenizer_of(model_type)
+        tokenizer = AutoTokenizer.from_pretrained(directory) if _is_derived(directory) else tokenizer_of(model_type)
         tokeniser = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=256), Path.cwd(), side)
         seen = [tokeniser.examples(row, index, "rows").examples[0] for index, row in enumerate(rows[:3])]
         found += [

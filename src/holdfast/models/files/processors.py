@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from holdfast.data.content.vision_families import rules_of
@@ -18,6 +20,8 @@ from holdfast.errors import ModelError
 from holdfast.files import read_json
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+_CLASS = "processor_class"
 
 _ROUNDS = 12
 """Tokens that a tokenizer may lack by name; the configuration says which they are."""
@@ -28,19 +32,25 @@ class NoProcessor(ModelError):
 
 
 def processor_settings(directories: Sequence[Path]) -> dict[str, Any]:
-    """Return the arguments of the processor's class in a model's files, those of its parts left out.
+    """Return what a model's files say of its processor: the class by `processor_class`, and arguments of that class.
 
     Raises:
-        ModelError: The file is not JSON.
+        ModelError: A file is not JSON.
     """
-    file = next((folder / PROCESSOR_FILES[1] for folder in directories if (folder / PROCESSOR_FILES[1]).exists()), None)
-    if file is None:
-        return {}
+    of_parts, of_whole = (_first_of(name, directories) for name in PROCESSOR_FILES)
+    named = {name: of_parts[name] for name in (_CLASS,) if name in of_parts}
+    return named | {
+        name: value for name, value in of_whole.items() if not isinstance(value, dict) and value is not None
+    }
+
+
+def _first_of(name: str, directories: Sequence[Path]) -> dict[str, Any]:
+    file = next((folder / name for folder in directories if (folder / name).exists()), None)
     try:
-        values = read_json(file)
+        values = {} if file is None else read_json(file)
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}.") from None
-    return {name: value for name, value in values.items() if not isinstance(value, dict) and value is not None}
+    return values if isinstance(values, dict) else {}
 
 
 def whole_processor(image_processor: Any, tokenizer: Any, config: Any, settings: Mapping[str, Any]) -> Any:
@@ -50,12 +60,12 @@ def whole_processor(image_processor: Any, tokenizer: Any, config: Any, settings:
         image_processor: The part for images, which needs PIL alone.
         tokenizer: It is copied, since processors add tokens to theirs.
         config: The model's configuration. Arguments that are in no file follow its fields of the same name.
-        settings: Arguments from the model's files.
+        settings: From the model's files, as `processor_settings` returns them.
 
     Raises:
         NoProcessor: transformers has no such class, or cannot build it without torchvision.
     """
-    processor_class = _without_videos(_class_of(config))
+    processor_class = _without_videos(_class_of(config, settings))
     arguments = {**_from_config(processor_class, config), **(rules_of(config).settings or _nothing)(config)}
     accepted = inspect.signature(processor_class.__init__).parameters
     arguments |= {name: value for name, value in settings.items() if name in accepted}
@@ -78,21 +88,36 @@ def _nothing(_: Any) -> Mapping[str, Any]:
     return {}
 
 
-def _class_of(config: Any) -> Any:
+def _class_of(config: Any, settings: Mapping[str, Any]) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     names = dict(PROCESSOR_MAPPING_NAMES)
-    name = rules_of(config).processor or names.get(config.model_type)
+    name = rules_of(config).processor or settings.get(_CLASS) or names.get(config.model_type)
     if name is None:
         raise NoProcessor(f"transformers names no processor for {config.model_type}")
     problem: Exception | None = None
     for folder in [config.model_type, *(kind for kind, other in names.items() if other == name)]:
-        module = f"transformers.models.{folder.replace('-', '_')}.processing_{folder.replace('-', '_')}"
         try:
-            return getattr(importlib.import_module(module), name)
+            return getattr(_imported(folder.replace("-", "_")), name)
         except (ImportError, AttributeError) as error:
             problem = error if problem is None or "torchvision" in str(error) else problem
     raise NoProcessor(f"transformers' {name} cannot be imported: {problem}")
+
+
+def _imported(folder: str) -> ModuleType:
+    """Import the module of a processor; where it imports functions of the image processor for torchvision, PIL's."""
+    package = f"transformers.models.{folder}"
+    theirs, ours = f"{package}.image_processing_{folder}", f"{package}.image_processing_pil_{folder}"
+    try:
+        return importlib.import_module(f"{package}.processing_{folder}")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+    sys.modules[theirs] = importlib.import_module(ours)
+    try:
+        return importlib.import_module(f"{package}.processing_{folder}")
+    finally:
+        del sys.modules[theirs]
 
 
 def _without_videos(processor_class: Any) -> Any:

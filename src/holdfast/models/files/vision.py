@@ -118,6 +118,8 @@ def _processor_of(settings: Mapping[str, Any], model_type: str, origin: str) -> 
                 return processor_class.from_dict(copy.deepcopy(dict(settings)))
             except (TypeError, ValueError, KeyError) as error:
                 raise ModelError(f"{origin} does not make a {candidate}: {error}.") from error
+    if hasattr(transformers, name) and not hasattr(transformers, f"{name}Pil"):
+        return None  # it needs torchvision; `image_side` says so
     raise ModelError(
         f"{origin} names the image processor {class_name}, which transformers does not have here. Install pillow."
     )
@@ -129,6 +131,13 @@ def _usual_class(model_type: str) -> str:
 
     names = dict(IMAGE_PROCESSOR_MAPPING_NAMES).get(model_type) or {}
     return str(names.get("pil") or names.get("torchvision") or "Qwen2VLImageProcessor")
+
+
+def _needs_torchvision(model_type: str) -> bool:
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    names = dict(IMAGE_PROCESSOR_MAPPING_NAMES).get(model_type)
+    return bool(names) and "pil" not in names
 
 
 def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
@@ -156,6 +165,8 @@ def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
     """
     if not may_see(config):
         return f"{config.model_type} reads text alone, or its images are not known here"
+    if processor is None and _needs_torchvision(config.model_type):
+        return f"transformers' {_usual_class(config.model_type)} needs torchvision, which is not used here"
     if processor is None:
         return (
             f"The directory of the {config.model_type} model has no {PROCESSOR_FILES[0]}, which says how images become "

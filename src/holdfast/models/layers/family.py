@@ -9,7 +9,6 @@ numbers.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -90,21 +89,20 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 def _number_read(model: nn.Module, text: Any, name: str) -> float:
     """Return a number of a configuration, 0 where there is none or the model's code does not read it.
 
-    MPT's configuration has a `logit_scale`, which transformers' model leaves out.
+    MPT's configuration has a `logit_scale`, which transformers' model leaves out; Aya Vision's text has one for a class
+    that Aya Vision does not use.
     """
     value = getattr(text, name, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return 0.0
     kinds = {type(submodule) for submodule in model.modules() if hasattr(submodule, "base_model_prefix")}
-    computing = {
-        base_class.__module__ for kind in kinds for base_class in kind.__mro__ if "forward" in vars(base_class)
-    }
-    return float(value) if any(name in _source_of(module, otherwise=name) for module in computing) else 0.0
+    computing = {base_class for kind in kinds for base_class in kind.__mro__ if "forward" in vars(base_class)}
+    return float(value) if any(name in _source_of(base_class, otherwise=name) for base_class in computing) else 0.0
 
 
-def _source_of(module: str, *, otherwise: str) -> str:
+def _source_of(model_class: type, *, otherwise: str) -> str:
     try:
-        return inspect.getsource(sys.modules[module])
+        return inspect.getsource(model_class)
     except (OSError, TypeError):  # of a class that was made in a session
         return otherwise
 
