@@ -8,7 +8,7 @@ compute where a rule for that is known.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -82,11 +82,27 @@ class ImageSide:
         self._videos = videos or VideoOptions()
         self.video_id = _video_id(self.family, tokenizer, config)
         self.marks = [token for token in (self.image_id, video_token(config)) if token is not None]
+        self.on_image: Callable[[tuple[int, int], int, str], None] | None = None
+        """Called with width and height, tokens and name of every image of a row."""
         self._parts = parts
         self._compare_made_up()
         if min_pixels is not None or max_pixels is not None:
             size = pixel_bounds(self.family, self.name, self._processor, min_pixels, max_pixels)
             self._parts = replace(parts, options={"size": size})
+
+    def described(self) -> list[str]:
+        """Return sentences about what the processor was found to do with images."""
+        family, processor = self.family, type(self._parts.processor).__name__
+        joined = [f"{name} (filled up)" if name in family.ragged else name for name in family.inputs]
+        sentences = [
+            f"{processor} was asked: {family.placeholder!r} stands for one, {', '.join(joined)} go to the model",
+            "its whole output for texts with images of noise is its output for the images one by one",
+        ]
+        if family.token_types is not None:
+            sentences[0] += f", {family.token_types} mark its tokens"
+        if family.turns_by_grid:
+            sentences[0] += ", positions have a time, a row and a column"
+        return sentences
 
     @cached_property
     def stand_in(self) -> dict[str, NDArray[Any]]:
@@ -112,6 +128,8 @@ class ImageSide:
                     "preprocessor_config.json bring all to one (do_resize, do_center_crop, crop_size), or remove the "
                     "row."
                 )
+        if self.on_image is not None:
+            self.on_image((image.width, image.height), len(made.tokens), image_name)
         return made
 
     def _made(self, image: Any, image_name: str) -> PreparedImage:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
+from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import ModelError
 from holdfast.models.heads.policy import PolicyModel
@@ -66,6 +67,26 @@ def check_tower(policy: PolicyModel, images: ImageSide, device: torch.device) ->
             "config.json do not belong together."
         )
     return tuple(tokens) if count.features else ()
+
+
+@torch.no_grad()
+def count_features(policy: PolicyModel, images: ImageSide) -> tuple[list[int], list[int]]:
+    """Return the tokens and the features of images of several sizes, by a tower whose parameters are whole.
+
+    Args:
+        policy: A small model like the one of the images; its tokens may be others.
+        images: Of the model itself.
+    """
+    backbone: Any = backbone_of(policy.language_model)
+    tokens, features = [], []
+    for number in range(len(PROBES)):
+        example, count = images.probe(np.asarray([images.image_id]), number), _Count()
+        tensors = {name: torch.as_tensor(values) for name, values in example.model_inputs.items()}
+        with _counted(policy, count):
+            backbone.get_image_features(**tensor_arguments(tensors))
+        tokens.append(int((example.tokens == images.image_id).sum()))
+        features.append(sum(count.features))
+    return tokens, features
 
 
 def _words(numbers: list[int]) -> str:
