@@ -40,7 +40,7 @@ from tests.models.directories import BLIND, write_directory
 from tests.tiny import COMMON, tiny_model
 from tests.vision import picture_rows, tokenizer_of, vision_directory
 from tests.vision_derived import KINDS as DERIVED
-from tests.vision_derived import derived_directory, derived_side
+from tests.vision_derived import derived_directory, derived_side, tokenizer_in
 
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "phimoe")
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "idefics3", "smolvlm")
@@ -220,14 +220,12 @@ def _examples(directory: Path, model_type: str, rows: list[dict[str, Any]]) -> l
 
     All of their tokens are scored but those of images, which nothing is asked to predict.
     """
-    from transformers import AutoTokenizer
-
     generator = np.random.default_rng(3)
     texts = [generator.integers(2, COMMON["vocab_size"] - 16, length) for length in (38, 21)]
     found = [Example(-1 - number, 0, tokens, np.arange(tokens.size) > 0) for number, tokens in enumerate(texts)]
     side = _side(directory, model_type)
     if isinstance(side, ImageSide):
-        tokenizer = AutoTokenizer.from_pretrained(directory) if _is_derived(directory) else tokenizer_of(model_type)
+        tokenizer = tokenizer_in(directory) if _is_derived(directory) else tokenizer_of(model_type)
         tokeniser = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=256), Path.cwd(), side)
         seen = [tokeniser.examples(row, index, "rows").examples[0] for index, row in enumerate(rows[:3])]
         found += [

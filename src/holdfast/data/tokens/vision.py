@@ -141,6 +141,12 @@ class ImageSide:
             raise DataError(f"{image_name} of {image.width}x{image.height} pixels: {error}.") from None
         first, end = len(family.before), len(answer.tokens) - len(family.after)
         tokens = tuple(answer.tokens[first:end])
+        if (*family.before, *tokens, *family.after) != tuple(answer.tokens):
+            raise DataError(
+                f"{image_name} of {image.width}x{image.height} pixels: the processor writes other text around it than "
+                f"around other images, as {self.name} does for images cut into pieces. Turn that off in the model's "
+                "preprocessor_config.json."
+            )
         moved = {name: np.moveaxis(answer.inputs[name], family.axes[name], 0) for name in family.inputs}
         count, features = tokens.count(self.image_id), tokens.count(self.image_id)
         if family.features is not None:
