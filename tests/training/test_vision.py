@@ -28,6 +28,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.files.vision import image_side
 from holdfast.models.setup.model import configured
+from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.run import EvaluationSet
 from holdfast.training.setup.rows import refuse_completions_with_images
 from holdfast.types import Example
@@ -248,6 +249,24 @@ def test_completions_are_refused_where_an_image_stands_behind_the_prompt(place: 
     refuse_completions_with_images(config, held_out(before), side)
     with pytest.raises(DataError, match="would complete row 3 of held_out, whose answer holds an image"):
         refuse_completions_with_images(config, held_out(behind), side)
+
+
+def test_a_start_records_what_the_processor_does_with_images_and_another_rule_is_another_run(
+    place: Path, straight: Path
+) -> None:
+    (event,) = [
+        json.loads(line)
+        for line in (straight / "r/events.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] == "start"
+    ]
+    record = ours_of(place / "model").family.record
+    saved = find.one(str(straight / "r")).manifest.fingerprints
+
+    assert event["images"] == json.loads(json.dumps(record))
+    other = {**saved, "tokenizer": saved["tokenizer"] | {"rules for images": "other"}}
+    earlier = {**saved, "tokenizer": {k: v for k, v in saved["tokenizer"].items() if k != "rules for images"}}
+    assert changed_fingerprints(other, saved) == {"tokenizer": ["rules for images"]}
+    assert changed_fingerprints(earlier, saved) == {}  # a version before this one saved none
 
 
 def test_a_damaged_picture_stops_the_run_on_all_ranks_before_anything_is_written(

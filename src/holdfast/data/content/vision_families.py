@@ -126,7 +126,10 @@ def _tokens_of_a_tile(config: Any) -> int:
     return int(side**2 // config.scale_factor**2)
 
 
-_LLAVA_SETTINGS = {"settings": lambda config: {"num_additional_image_tokens": _class_tokens(config)}}
+def _llava_settings(config: Any) -> Mapping[str, Any]:
+    return {"num_additional_image_tokens": _class_tokens(config)}
+
+
 _QWEN_WRITTEN = FamilyRules(video=VideoFamily(bounds_whole=True, written_times="<{:.1f} seconds>"))
 _IDEFICS3 = FamilyRules(
     features=_tile_features,
@@ -139,8 +142,8 @@ VISION_FAMILIES: Mapping[str, FamilyRules] = {
     "qwen2_5_vl": FamilyRules(video=VideoFamily(in_seconds=True)),
     "qwen3_vl": _QWEN_WRITTEN,
     "qwen3_vl_moe": _QWEN_WRITTEN,
-    "llava": FamilyRules(features=_square_features, **_LLAVA_SETTINGS),
-    "llava_next": FamilyRules(**_LLAVA_SETTINGS),
+    "llava": FamilyRules(features=_square_features, settings=_llava_settings),
+    "llava_next": FamilyRules(settings=_llava_settings),
     "gemma3": FamilyRules(
         features=lambda config, inputs: int(config.mm_tokens_per_image * len(inputs["pixel_values"])),
         attends_both_ways=True,

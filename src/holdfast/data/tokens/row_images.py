@@ -106,7 +106,8 @@ class RowImages:
         before = self._last[0]
         if len(before) == len(images) and all(_is_same(old, new) for old, new in zip(before, images, strict=True)):
             return self._last[1:]
-        prepared, opened = [], []
+        prepared: list[PreparedImage] = []
+        opened: list[Any] = []
         for number, image in enumerate(images):
             name = f"{row_name}, {'video' if isinstance(image, Video) else 'image'} {number}"
             if isinstance(image, Video):

@@ -141,7 +141,7 @@ def _from_config(processor_class: Any, config: Any) -> dict[str, Any]:
 def _name_token(tokenizer: Any, error: AttributeError, config: Any) -> bool:
     """Give a tokenizer the token that a processor asks for by name, if the configuration has its id."""
     role = str(error.name or "").removesuffix("_id")
-    if error.obj is not tokenizer or not role.endswith("_token"):
+    if id(error.obj) != id(tokenizer) or not role.endswith("_token"):
         return False
     token_id = getattr(config, f"{role}_id", None)
     token_id = getattr(config, f"{role}_index", None) if token_id is None else token_id

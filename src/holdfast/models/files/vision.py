@@ -137,7 +137,7 @@ def _needs_torchvision(model_type: str) -> bool:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     names = dict(IMAGE_PROCESSOR_MAPPING_NAMES).get(model_type)
-    return bool(names) and "pil" not in names
+    return names is not None and "pil" not in names
 
 
 def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds

@@ -127,7 +127,7 @@ class TransformersEngine(ReplicaEngine):
         """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""
         inputs = merged_inputs(requests, self._replica.device)
         family = self._replica.family
-        if inputs and family.token_types is not None:
+        if inputs and family.token_types is not None and family.image_token_id is not None:
             inputs[family.token_types] = (tokens == family.image_token_id).long().to(self._replica.device)
         return inputs
 
