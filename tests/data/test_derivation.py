@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.content.model_inputs import array_arguments
@@ -19,7 +20,7 @@ from holdfast.errors import DataError, ModelError
 from holdfast.models.check.tower import check_tower
 from tests.models.directories import filled
 from tests.vision import picture, picture_rows
-from tests.vision_derived import KINDS, derived_directory, derived_side, parts_of
+from tests.vision_derived import KINDS, derived_directory, derived_side, parts_of, tokenizer_in
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +179,43 @@ def test_rows_are_compared_at_every_start(directories: dict[str, Path]) -> None:
 
     with pytest.raises(ModelError, match=r"contradicts itself for photos row 3: its image_sizes"):
         rows.examples({"prompt": "<image><image>", "completion": "a", "images": pictures}, 3, "photos", "photos row 3")
+
+
+def odd_images() -> dict[str, Any]:
+    """Return images of unusual sizes and modes, as a row has them in memory."""
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (24, 33, 3), dtype=np.uint8)
+    whole = Image.fromarray(pixels)
+    deep = Image.fromarray(generator.integers(0, 65536, (24, 33)).astype(np.uint16))
+    return {
+        "one pixel": Image.new("RGB", (1, 1), (9, 8, 7)),
+        "one column": Image.new("RGB", (1, 90)),
+        "10,000 x 10": Image.new("RGB", (10_000, 10), (50, 60, 70)),
+        "palette": whole.quantize(16),
+        "CMYK": whole.convert("CMYK"),
+        "grey": whole.convert("L"),
+        "with transparency": whole.convert("RGBA"),
+        "16 bit": deep,
+        "1 bit": whole.convert("1"),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_images_are_what_the_processor_makes_of_them_or_refused_by_name(
+    directories: dict[str, Path], kind: str
+) -> None:
+    side, tokenizer = derived_side(directories[kind]), tokenizer_in(directories[kind])
+    rows = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=4096), Path(), side)
+    taken = 0
+
+    for name, image in odd_images().items():
+        row = {"prompt": "<image>a=", "completion": "b", "images": [image]}
+        try:  # the first rows are compared with the processor's whole output
+            (example,) = rows.examples(row, 0, "rows", row_name=name).examples
+        except DataError as error:
+            assert str(error).startswith(f"{name}, image 0 of "), error  # noqa: PT017 - some are refused, some not
+            continue
+        assert (example.tokens == side.image_id).sum() >= 1
+        taken += 1
+
+    assert taken >= 7
