@@ -125,7 +125,10 @@ def derived(parts: Parts) -> VisionFamily:
     inputs = tuple(answers[0].inputs)
     axes, ragged = _joins(parts, mark, images, answers)
     token_types, type_tokens = _types(parts, answers)
-    rules = rules_of(parts.config)
+    rules, follows_grid = rules_of(parts.config), "image_grid_thw" in inputs
+    merges = getattr(parts.config.vision_config, "spatial_merge_size", None) is not None
+    if _turns_by_grid(parts.config) and not (follows_grid and merges):
+        raise CannotAsk(f"positions of {parts.name} have several axes, and its processor returns no grid for them")
     return VisionFamily(
         placeholder=_placeholder(parts, token, answers[0].tokens, before, after),
         image_token=token,
@@ -139,7 +142,7 @@ def derived(parts: Parts) -> VisionFamily:
         type_tokens=type_tokens,
         turns_by_grid=_turns_by_grid(parts.config),
         takes_pixel_budget={"shortest_edge", "longest_edge"} <= _bounds_of(parts.processor.image_processor),
-        features=rules.features or (grid_features if "image_grid_thw" in inputs else None),
+        features=rules.features or (grid_features if follows_grid and merges else None),
         video=rules.video,
     )
 
@@ -229,6 +232,8 @@ def _joins(
                 continue  # it takes images of one size
             raise CannotAsk(f"the processor of {parts.name} takes no two images: {error!r:.300}") from None
         for name, values in joint.items():
+            if name not in axes:
+                continue  # the comparison of whole outputs names it
             pair = (one.inputs[name], other.inputs[name])
             axes[name] = next((axis for axis in (0, 1) if _joined_length(pair, axis) == _length(values, axis)), 0)
             moved = [np.moveaxis(value, axes[name], 0) for value in pair]
@@ -254,7 +259,7 @@ def _types(parts: Parts, answers: Sequence[Answer]) -> tuple[str | None, tuple[i
     names = list(answers[0].types)
     if not names:
         return None, ()
-    pairs = {pair for answer in answers for pair in zip(answer.tokens, answer.types[names[0]], strict=True)}
+    pairs = {pair for answer in answers for pair in zip(answer.tokens, answer.types[names[0]], strict=False)}
     marked = {token for token, kind in pairs if kind == 1}
     if parts.image_id not in marked or marked & {token for token, kind in pairs if kind != 1}:
         raise ModelError(
@@ -301,12 +306,13 @@ def refuse_other_patches(family: VisionFamily, name: str, processor: Any, config
         return
     vision = config.vision_config
     pairs = {
-        "patch_size": (processor.patch_size, vision.patch_size),
-        "temporal_patch_size": (processor.temporal_patch_size, vision.temporal_patch_size),
-        "merge_size": (processor.merge_size, vision.spatial_merge_size),
+        "patch_size": "patch_size",
+        "temporal_patch_size": "temporal_patch_size",
+        "merge_size": "spatial_merge_size",
     }
-    for setting, (ours, theirs) in pairs.items():
-        if ours != theirs:
+    for setting, field_name in pairs.items():
+        ours, theirs = getattr(processor, setting, None), getattr(vision, field_name, None)
+        if None not in (ours, theirs) and ours != theirs:
             raise ModelError(
                 f"The image processor of {name} has {setting}={ours}, the model's vision tower {theirs}. The model's "
                 "preprocessor_config.json and config.json do not belong together."

@@ -137,6 +137,7 @@ class ImageSide:
         family = self.family
         try:
             answer = self._parts.ask([image], family.processor_token)
+            moved = {name: np.moveaxis(answer.inputs[name], family.axes[name], 0) for name in family.inputs}
         except FAILURES as error:
             raise DataError(f"{image_name} of {image.width}x{image.height} pixels: {error}.") from None
         first, end = len(family.before), len(answer.tokens) - len(family.after)
@@ -147,7 +148,6 @@ class ImageSide:
                 f"around other images, as {self.name} does for images cut into pieces. Turn that off in the model's "
                 "preprocessor_config.json."
             )
-        moved = {name: np.moveaxis(answer.inputs[name], family.axes[name], 0) for name in family.inputs}
         count, features = tokens.count(self.image_id), tokens.count(self.image_id)
         if family.features is not None:
             features = family.features(self._config, moved)
