@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig
 
 from holdfast.config.sections.data import DataConfig
+from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.model_inputs import array_arguments
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.check.tower import check_tower
+from holdfast.models.files.processors import whole_processor
+from holdfast.models.files.vision import image_side, load_image_processor
 from tests.models.directories import filled
-from tests.vision import picture, picture_rows
+from tests.vision import PROCESSORS, config_values, picture, picture_rows, tokenizer_of
 from tests.vision_derived import KINDS, derived_directory, derived_side, parts_of, tokenizer_in
 
 
@@ -29,12 +33,23 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: derived_directory(place / kind, kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def processor_of(kind: str, directories: dict[str, Path]) -> tuple[Any, Any, ImageSide]:
+    """Return transformers' processor of a family, its tokenizer, and ours."""
+    if kind in KINDS:
+        processor, tokenizer, _ = parts_of(directories[kind])
+        return processor, tokenizer, derived_side(directories[kind])
+    tokenizer, config = tokenizer_of(kind), AutoConfig.for_model(**config_values(kind))
+    section = ModelConfig(config=config_values(kind), tokenizer="x", image_processor=PROCESSORS[kind])
+    image_processor = load_image_processor(section, config, [])
+    side = image_side(image_processor, tokenizer, config)
+    assert isinstance(side, ImageSide)
+    return whole_processor(image_processor, tokenizer, config, {}), tokenizer, side
+
+
+@pytest.mark.parametrize("kind", [*PROCESSORS, *KINDS])
 def test_fifty_rows_are_what_the_processor_makes_of_the_whole_text(directories: dict[str, Path], kind: str) -> None:
-    processor, tokenizer, _ = parts_of(directories[kind])
-    side = derived_side(directories[kind])
+    processor, tokenizer, side = processor_of(kind, directories)
     rows = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=4096), Path(), side)
-    compared = 0
 
     for index, row in enumerate(picture_rows(50, images=(1, 2, 3), seed=4)):
         (example,) = rows.examples(row, index, "rows").examples
@@ -45,9 +60,10 @@ def test_fifty_rows_are_what_the_processor_makes_of_the_whole_text(directories: 
         assert example.tokens.tolist() == expected["input_ids"][0].tolist()
         assert set(ours) == set(expected) - {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
         for name, values in ours.items():
-            np.testing.assert_array_equal(values, expected[name])
-        compared += 1
-    assert compared == 50
+            theirs = np.asarray(expected[name])
+            np.testing.assert_array_equal(
+                values, theirs.swapaxes(0, 1) if "idefics" in kind or "smol" in kind else theirs
+            )
 
 
 class Lying:
