@@ -9,8 +9,10 @@ numbers.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -89,20 +91,22 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 def _number_read(model: nn.Module, text: Any, name: str) -> float:
     """Return a number of a configuration, 0 where there is none or the model's code does not read it.
 
-    MPT's configuration has a `logit_scale`, which transformers' model leaves out; Aya Vision's text has one for a class
-    that Aya Vision does not use.
+    MPT's configuration has a `logit_scale`, which transformers' model leaves out, and Aya Vision's text always has one,
+    for a class that Aya Vision does not use. A cap is there only if somebody set it: it counts where any class of the
+    same file reads it, so that the check before step 1 refuses one that the model's own class leaves out.
     """
     value = getattr(text, name, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return 0.0
     kinds = {type(submodule) for submodule in model.modules() if hasattr(submodule, "base_model_prefix")}
-    computing = {base_class for kind in kinds for base_class in kind.__mro__ if "forward" in vars(base_class)}
-    return float(value) if any(name in _source_of(base_class, otherwise=name) for base_class in computing) else 0.0
+    classes = {base_class for kind in kinds for base_class in kind.__mro__ if "forward" in vars(base_class)}
+    code = [sys.modules[base_class.__module__] if name in _CAPS else base_class for base_class in classes]
+    return float(value) if any(name in _source_of(reader, otherwise=name) for reader in code) else 0.0
 
 
-def _source_of(model_class: type, *, otherwise: str) -> str:
+def _source_of(code: type | ModuleType, *, otherwise: str) -> str:
     try:
-        return inspect.getsource(model_class)
+        return inspect.getsource(code)
     except (OSError, TypeError):  # of a class that was made in a session
         return otherwise
 
