@@ -20,7 +20,7 @@ from measure import Meter, Verdicts, alternate, heading
 VOCABULARY, CALLS, WARM_UP = 151_936, 5, 1
 SIZES = {"cpu": (1024, (256,), "float32"), "cuda": (16_384, (896, 3584), "bfloat16")}
 """Tokens, hidden sizes and dtype."""
-FORMS = {"cpu": ("full", "one_pass", "recompute")}
+FORMS: dict[str, tuple[str, ...]] = {"cpu": ("full", "one_pass", "recompute")}
 FORMS["cuda"] = (*FORMS["cpu"], "kernels", "kernels_recompute")
 
 

@@ -2,11 +2,13 @@
 
     python tools/real_model.py runs/smollm2
     python benchmarks/learning.py --model runs/smollm2 [--part sft] [--device cuda]
+    python benchmarks/learning.py --model runs/smollm2 --part grpo --steps 5 --prompts 4 --group 4   # minutes on a CPU
 
 `sft`: 20 updates of four rows of sums or, with --rows GSM8K.jsonl, of GSM8K, in float32; losses must be equal to 1e-4.
 TRL gets our tokens and masks, padded and, in a third arm, without padding (its documents side by side, told apart by
 positions). `grpo`: sums of two two-digit numbers, from a start by demonstrations, three seeds each; TRL's and our
-mean rewards by step and accuracy on held-out sums must lie within each other's spread. Draws are each trainer's own.
+rewards, averaged over all steps, and accuracy on held-out sums must lie within each other's spread. Draws are each
+trainer's own.
 Set alike are the loss's average (all tokens of the step: TRL's `dapo`, our `token_mean`), clipping (0.2 and 0.28), one
 update a step, no KL term, and advantages over the standard deviation of their group; TRL adds 1e-4 to it, and we too.
 """
@@ -32,6 +34,7 @@ RATE = 1e-5
 LONGEST = 160
 SEEDS = (0, 1, 2)
 STEPS, PROMPTS, GROUP, NEW_TOKENS, HELD_OUT = 45, 16, 8, 8, 200
+COUNTS = ("steps", "prompts", "group", "held_out")
 TOLERANCE = 1e-4
 COLUMNS = {"instruction": "question", "output": "answer"}
 
@@ -127,19 +130,19 @@ def trl_sft(options: argparse.Namespace, *, padding_free: bool) -> dict[str, Any
     return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
 
 
-def accuracy(model: Any, tokenizer: Any, device: str) -> float:
+def accuracy(model: Any, tokenizer: Any, options: argparse.Namespace) -> float:
     """Return the share of held-out sums that greedy completions of plain transformers get right."""
     import torch
 
-    rows, right = sums(HELD_OUT, start=3000), 0
+    rows, right = sums(options.held_out, start=3000), 0
     tokenizer.padding_side = "left"
-    model = model.eval().to(device)
+    model = model.eval().to(options.device)
     for start in range(0, len(rows), 50):
         part = rows[start : start + 50]
         asked = tokenizer.apply_chat_template(
             [[{"role": "user", "content": row["question"]}] for row in part],
             add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
-        ).to(device)  # fmt: skip
+        ).to(options.device)  # fmt: skip
         with torch.no_grad():
             out = model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False)
         texts = tokenizer.batch_decode(out[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -159,7 +162,7 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
     config["optim"]["lr"] = 2 * RATE
     directory = str(holdfast.sft(config, rows=sums(48, start=2500)).export)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return {"model": directory, "accuracy": accuracy(model, AutoTokenizer.from_pretrained(directory), options.device)}
+    return {"model": directory, "accuracy": accuracy(model, AutoTokenizer.from_pretrained(directory), options)}
 
 
 def holdfast_grpo(options: argparse.Namespace) -> dict[str, Any]:
@@ -173,9 +176,9 @@ def holdfast_grpo(options: argparse.Namespace) -> dict[str, Any]:
     config = tree(
         options,
         seed=options.seed,
-        steps=STEPS,
-        data={"batch_size": PROMPTS, "max_length": 96, "columns": COLUMNS},
-        rollout={"group_size": GROUP, "max_new_tokens": NEW_TOKENS, "show": 0},
+        steps=options.steps,
+        data={"batch_size": options.prompts, "max_length": 96, "columns": COLUMNS},
+        rollout={"group_size": options.group, "max_new_tokens": NEW_TOKENS, "show": 0},
         objective={"kind": "clip", "low": 0.2, "high": 0.28},
         advantage={"kind": "grpo", "epsilon": 1e-4},
         reward={"kind": "exact", "column": "output"},
@@ -187,7 +190,7 @@ def holdfast_grpo(options: argparse.Namespace) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(outcome.export, dtype=torch.float32)
     return {
         "rewards": rewards,
-        "accuracy": accuracy(model, AutoTokenizer.from_pretrained(outcome.export), options.device),
+        "accuracy": accuracy(model, AutoTokenizer.from_pretrained(outcome.export), options),
     }
 
 
@@ -204,11 +207,11 @@ def trl_grpo(options: argparse.Namespace) -> dict[str, Any]:
     arguments = GRPOConfig(
         **trl_arguments(options.device) | {"learning_rate": RATE, "bf16": False},
         seed=options.seed,
-        per_device_train_batch_size=PROMPTS * GROUP // 4,
+        per_device_train_batch_size=options.prompts * options.group // 4,
         gradient_accumulation_steps=4,
-        num_generations=GROUP,
+        num_generations=options.group,
         max_completion_length=NEW_TOKENS,
-        max_steps=STEPS,
+        max_steps=options.steps,
         beta=0.0,
         num_iterations=1,
         temperature=1.0,
@@ -229,7 +232,7 @@ def trl_grpo(options: argparse.Namespace) -> dict[str, Any]:
     )
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return {"rewards": rewards, "accuracy": accuracy(trainer.model, tokenizer, options.device)}
+    return {"rewards": rewards, "accuracy": accuracy(trainer.model, tokenizer, options)}
 
 
 ARMS = {
@@ -249,6 +252,7 @@ def run(options: argparse.Namespace, arm: str, seed: int = 0) -> dict[str, Any]:
         command = [sys.executable, "-W", "ignore", __file__, "--arm", arm, "--model", options.model]
         command += ["--device", options.device, "--seed", str(seed), "--out", file.name]
         command += ["--rows", options.rows] if options.rows else []
+        command += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in COUNTS]
         subprocess.run(command, check=True, stdout=sys.stderr)
         result: dict[str, Any] = json.loads(file.read())
     return result | {"minutes": (time.monotonic() - began) / 60}
@@ -267,27 +271,38 @@ def compare_sft(options: argparse.Namespace) -> bool:
 
 
 def compare_grpo(options: argparse.Namespace) -> bool:
-    """Print rewards and accuracy of all seeds; return whether one trainer's spread does not meet the other's."""
+    """Print rewards and accuracy of all seeds; return whether a spread of one trainer does not meet the other's."""
     began = run(options, "start")
     options.model = began["model"]
-    print(f"after the start by demonstrations: accuracy {began['accuracy']:.3f}")
+    counts = ", ".join(f"{name.replace('_', '-')} {getattr(options, name)}" for name in COUNTS)
+    print(f"{counts}; after the start by demonstrations: accuracy {began['accuracy']:.3f}", flush=True)
     arms = ["holdfast grpo"] if options.ours else ["holdfast grpo", "trl grpo"]
     results = {arm: [run(options, arm, seed) for seed in SEEDS] for arm in arms}
-    spans = {}
+    spans: dict[str, list[tuple[float, float]]] = {"mean reward": [], "accuracy": []}
     for arm, seeds in results.items():
         for seed, result in zip(SEEDS, seeds, strict=True):
-            tenths = [statistics.mean(result["rewards"][n : n + 5]) for n in range(0, STEPS, 5)]
-            curve = " ".join(f"{value:.2f}" for value in tenths)
-            told = f"accuracy {result['accuracy']:.3f}, {result['minutes']:.1f} minutes"
-            print(f"{arm}, seed {seed}: rewards of five steps each {curve}; {told}")
-        every = [result["accuracy"] for result in seeds]
-        spans[arm] = (min(every), max(every))
-    if options.ours:
-        return False
-    (low, high), (other_low, other_high) = spans.values()
-    apart = max(low, other_low) > min(high, other_high)
-    print(f"accuracies {spans}: {'apart' if apart else 'within each other'}")
-    return apart
+            rewards = result["rewards"]
+            curve = " ".join(f"{reward:.2f}" for reward in rewards)
+            result["mean reward"] = statistics.mean(rewards)
+            ends = f"mean reward {result['mean reward']:.3f}, accuracy {result['accuracy']:.3f}"
+            print(f"{arm}, seed {seed}: rewards {curve}; {ends}, {result['minutes']:.1f} minutes", flush=True)
+        for name, span in spans.items():
+            values = [result[name] for result in seeds]
+            span.append((min(values), max(values)))
+    return not options.ours and _spreads_apart(spans)
+
+
+def _spreads_apart(spans: dict[str, list[tuple[float, float]]]) -> bool:
+    """Print how far each number of both trainers spreads over seeds; return whether two spreads do not meet."""
+    missed = False
+    for name, ((low, high), (other_low, other_high)) in spans.items():
+        apart = max(low, other_low) > min(high, other_high)
+        missed |= apart
+        print(
+            f"{name}: holdfast {low:.3f} to {high:.3f}, TRL {other_low:.3f} to {other_high:.3f}: "
+            f"{'apart, MISS' if apart else 'within each other'}"
+        )
+    return missed
 
 
 def main() -> None:
@@ -297,6 +312,8 @@ def main() -> None:
     parser.add_argument("--rows", help="GSM8K's training rows, for sft")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ours", action="store_true", help="leave TRL out of grpo")
+    for name, count in zip(COUNTS, (STEPS, PROMPTS, GROUP, HELD_OUT), strict=True):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=count, help=f"of grpo; default {count}")
     parser.add_argument("--arm", choices=list(ARMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -42,12 +42,34 @@ Round = dict[str, dict[str, Any]]
 """What each arm printed in one round."""
 
 
+def peak_from_here(counters: Any) -> Callable[[], int]:
+    """Begin a device's counter of allocated memory anew; return a function that tells the most since then.
+
+    A trainer may begin the counter anew too, as ours does in each phase of a step: what it says before is kept.
+
+    Args:
+        counters: The module `torch.cuda`.
+    """
+    reset = counters.reset_peak_memory_stats
+    largest = 0
+
+    def keep_and_reset(*args: Any, **options: Any) -> None:
+        nonlocal largest
+        largest = max(largest, int(counters.max_memory_allocated()))
+        reset(*args, **options)
+
+    reset()
+    counters.reset_peak_memory_stats = keep_and_reset
+    return lambda: max(largest, int(counters.max_memory_allocated()))
+
+
 class Meter:
     """Time and peak memory of this process on one kind of device."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._cuda = device == "cuda"
         self._before = 0.0
+        self._peak: Callable[[], int] = lambda: 0
 
     def seconds(self) -> float:
         """Return CPU seconds of this process, or wall seconds at which the GPU had nothing left to do."""
@@ -63,7 +85,7 @@ class Meter:
         if self._cuda:
             import torch
 
-            torch.cuda.reset_peak_memory_stats()
+            self._peak = peak_from_here(torch.cuda)
             self._before = torch.cuda.memory_allocated() / 2**20
         else:
             self._before = resident_mib()
@@ -72,9 +94,7 @@ class Meter:
     def peak_mib(self) -> float:
         """Return the most memory in use since `begin_peak`, above what was in use then."""
         if self._cuda:
-            import torch
-
-            return torch.cuda.max_memory_allocated() / 2**20 - self._before
+            return self._peak() / 2**20 - self._before
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 1024 - self._before

@@ -83,7 +83,8 @@ def main() -> None:
     for _ in range(8_200):
         a, b, prompt = question(draw)
         prompts.append({"prompt": prompt, "answer": str(a + b)})
-    files = {"sft": demonstrations, "prompts": prompts[:8_000], "held_out": prompts[8_000:]}
+    unseen = [{**demonstration(draw), "tools": tools} for _ in range(200)]
+    files = {"sft": demonstrations, "sft_held_out": unseen, "prompts": prompts[:8_000], "held_out": prompts[8_000:]}
     for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (DIRECTORY / f"{name}.jsonl").write_text(text, encoding="utf-8")

@@ -48,7 +48,7 @@ ROOMS = {
         setup
     """,
     "parallel": """
-        collectives failure plan rank_log rendezvous
+        collectives context copies failure plan rank_log rendezvous
         shards
         apply mesh stream
         host_memory

@@ -22,6 +22,7 @@ LANES = {
     "test-ray",
     "test-vllm",
     "test-kernels",
+    "test-real",
 }
 
 
@@ -48,6 +49,24 @@ def test_a_workflow_calls_targets_of_the_makefile(name: str) -> None:
 
 def test_every_night_runs_every_lane() -> None:
     assert targets_of("nightly") >= LANES
+
+
+def test_all_lanes_together_have_the_one_with_a_real_model() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+    (recipe,) = re.findall(r"^test-all:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+
+    assert "test-real" in recipe.split()
+
+
+def test_the_night_installs_a_vllm_for_the_real_model_where_its_lane_looks_for_one() -> None:
+    (job,) = yaml.safe_load((WORKFLOWS / "nightly.yml").read_text(encoding="utf-8"))["jobs"].values()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+    (directory,) = re.findall(r"^VLLM_VENV \?= (\S+)$", makefile, re.MULTILINE)
+
+    installs = [step["run"] for step in job["steps"] if step.get("if") == "matrix.target == 'test-real'"]
+    assert installs == [f"tools/install_vllm.sh {directory}"]
 
 
 def test_a_change_runs_the_lanes_at_hand_and_the_documentation() -> None:

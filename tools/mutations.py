@@ -3,11 +3,14 @@
     python tools/mutations.py list --seed 17 --count 40
     python tools/mutations.py run  --seed 17 --count 40 --results runs/mutations.jsonl
     python tools/mutations.py run  --seed 17 --only 3 8 --lane "deep and not slow and not gpu" --tests tests/cli
+    python tools/mutations.py run  --seed 17 --count 40 --by-map --seconds 160
 
 A mutant meets the tests of its part that are in the lane, those of its own module first, until one fails or the seconds
-are over; a mutant that hangs is noticed too. `--tests` names others. The script writes to `src` of this checkout and
-refuses one that has changes: use a worktree with a `.venv` of its own. On a busy machine tests fail for other reasons,
-so look at the first line of each failure.
+are over; a mutant that hangs is noticed too. `--tests` names others. With `--by-map` it first meets the tests of every
+lane that enter its file by the recorded map (tools/record_map.py), those that enter the fewest files first, and where
+these pass those of its part; each result says whether a landing that changes the file runs the test that
+noticed. The script writes to `src` of this checkout and refuses one that has changes: use a worktree with a `.venv` of
+its own. On a busy machine tests fail for other reasons, so look at the first line of each failure.
 
 A place is drawn uniformly from the statements that can be changed, then one of its changes. A change swaps an operator,
 alters a number or a truth value, or drops a statement. Annotations, decorators, assertions, texts and what is logged
@@ -37,8 +40,18 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.selection import stays, why_all  # noqa: E402 - found by the path above
+from tools.record_map import EnteredMap, function_of, read_map  # noqa: E402
+
 PACKAGE = ROOT / "src" / "holdfast"
 LANE = "not slow and not gpu and not deep and not devices"
+ALL_LANES = "not slow and not gpu and not devices"
+SLOWER = 8
+"""How much longer than the map says tests may take before a mutant counts as one that hangs."""
+MOST_TESTS = 60
+"""Test functions that a mutant meets by the map; to collect more takes longer than most of them run."""
 
 COMPARISONS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
@@ -234,6 +247,20 @@ def tests_of(path: Path) -> list[str]:
     return sorted(ranks, key=lambda name: ranks[name]) or [str(part.relative_to(ROOT))]
 
 
+def entering(path: Path, entered: EnteredMap, seconds: float) -> list[str]:
+    """Return the test functions that enter a module by the recorded map, as many as take so long.
+
+    A test that enters few files says most about each of them, so these come first.
+    """
+    names = entered.entering([str(path.relative_to(PACKAGE))])
+    tests, total = [], 0.0
+    for name in sorted(names, key=lambda name: (len(entered.files[name]), entered.seconds[name])):
+        if total + entered.seconds[name] <= seconds and (ROOT / name.partition("::")[0]).exists():
+            tests.append(name)
+            total += entered.seconds[name]
+    return tests[:MOST_TESTS]
+
+
 def pytest_in_child(arguments: list[str], output: Path) -> None:
     """Run pytest in this process, which has imported the heavy libraries and nothing of ours, and end."""
     os.setsid()
@@ -274,28 +301,40 @@ def put(path: Path, source: bytes) -> None:
         stale.unlink()
 
 
-def tried(mutant: Mutant, options: argparse.Namespace) -> dict[str, object]:
+def tried(mutant: Mutant, lane: str, tests: list[str], seconds: float) -> dict[str, object]:
     """Return what became of a mutant; the source is as it was afterwards."""
-    tests = options.tests or tests_of(mutant.path)
     output = Path(tempfile.gettempdir()) / f"mutation-{os.getpid()}.txt"
-    arguments = ["-q", "-x", "-p", "no:xdist", "--no-header", "--tb=short", *REWRITTEN, "-m", options.lane, *tests]
+    arguments = ["-q", "-x", "-p", "no:xdist", "--no-header", "--tb=short", *REWRITTEN, "-m", lane, *tests]
     source = mutant.path.read_bytes()
     begin = time.monotonic()
     put(mutant.path, mutant.changed(source))
     try:
-        status = outcome(arguments, output, options.seconds)
+        status = outcome(arguments, output, seconds)
     finally:
         put(mutant.path, source)
-    said = output.read_text(errors="replace")
-    killer = re.search(r"^(?:FAILED|ERROR) (.*)$", said, re.MULTILINE)
+    printed = output.read_text(errors="replace")
+    killer = re.search(r"^(?:FAILED|ERROR) (.*)$", printed, re.MULTILINE)
     ends = {0: "survived", None: "hung", 5: "no test"}
     return {
         "place": str(mutant),
         "end": "killed" if killer else ends.get(status, f"exit status {status}"),
         "by": killer[1] if killer else "",
         "seconds": round(time.monotonic() - begin),
-        "said": "" if status == 0 else said[-3000:],
+        "said": "" if status == 0 else printed[-3000:],
     }
+
+
+def tried_by_map(mutant: Mutant, entered: EnteredMap, seconds: float) -> dict[str, object]:
+    """Return what became of a mutant among the tests that enter its file, and then among those of its part."""
+    tests = entering(mutant.path, entered, seconds / SLOWER)
+    result = tried(mutant, ALL_LANES, tests, seconds) if tests else {"end": "no test"}
+    if result["end"] in {"no test", "survived"}:  # tests that are newer than the map do not stand in it
+        result = tried(mutant, ALL_LANES, tests_of(mutant.path), seconds)
+    test = function_of(str(result["by"]).partition(" - ")[0])
+    changed = [str(mutant.path.relative_to(ROOT))]
+    # A landing runs all tests where the map knows none that enters the file.
+    runs = bool(why_all(entered, changed)) or stays(test, entered, changed, quarter=-1)
+    return {**result, "entering": len(tests), "landing": bool(test) and runs}
 
 
 def main() -> None:
@@ -306,24 +345,30 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the list")
     parser.add_argument("--lane", default=LANE, help="which marks the tests have")
     parser.add_argument("--tests", nargs="*", help="instead of those of the module")
+    parser.add_argument("--by-map", action="store_true", help="tests that enter the file, of all lanes")
     parser.add_argument("--seconds", type=float, default=240, help="for one mutant")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutations.jsonl")
     options = parser.parse_args()
     mutants = dict(enumerate(draw(options.seed, options.count), start=1))
     chosen = options.only or list(mutants)
+    entered = read_map() if options.by_map else None
     if options.act == "run":
         if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src"], cwd=ROOT, check=False).returncode:
             sys.exit("src has changes; commit them, or use another worktree")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the source is put back
         os.chdir(ROOT)
-        sys.path.insert(0, str(ROOT))
         for library in HEAVY:
             importlib.import_module(library)
     for number in chosen:
         if options.act == "list":
             print(f"{number}. {mutants[number]}")
             continue
-        result = {"number": number, **tried(mutants[number], options)}
+        mutant = mutants[number]
+        if entered is not None:
+            result = tried_by_map(mutant, entered, options.seconds)
+        else:
+            result = tried(mutant, options.lane, options.tests or tests_of(mutant.path), options.seconds)
+        result["number"] = number
         options.results.parent.mkdir(parents=True, exist_ok=True)
         with options.results.open("a") as file:
             file.write(json.dumps(result) + "\n")

@@ -1,4 +1,4 @@
-"""Count the statements of `src`, and what its history took out of it.
+"""Count the lines and statements of `src`, of all and without features, and what its history took out of it.
 
     python tools/statements.py [COMMIT]
 
@@ -24,10 +24,28 @@ def count(text: str) -> int:
     return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
 
 
+def code_lines(text: str) -> int:
+    """Return the lines of a module without empty ones, comments and docstrings."""
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    documented = {number for node in strings for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(number not in documented and line.strip()[:1] not in {"", "#"} for number, line in lines)
+
+
 def main() -> None:
     """Print the count now and, with a commit, then, and both sums with the ten largest of the smaller ones."""
     files = sorted((ROOT / "src").rglob("*.py"))
-    print(f"{sum(count(file.read_text()) for file in files):,} statements in {len(files)} files of src")
+    core = [file for file in files if "features" not in file.parts]
+    for name, paths in (("src", files), ("its core", core)):
+        texts = [path.read_text(encoding="utf-8") for path in paths]
+        print(
+            f"{name}: {len(texts)} files, {sum(text.count(chr(10)) for text in texts):,} lines, "
+            f"{sum(map(code_lines, texts)):,} without comments and docstrings, {sum(map(count, texts)):,} statements"
+        )
     if len(sys.argv) == 1:
         return
     start = sys.argv[1]

@@ -74,6 +74,8 @@ class Endpoint:
     """Errors after which `ask` retries; `EndpointBusy` for requests that must not be carried out twice."""
     may_be_empty: bool = False
     """Whether an empty body is a valid answer, returned as None."""
+    is_text: bool = False
+    """Whether answers are text, which is not read as JSON."""
     _idle: list[http.client.HTTPConnection] = field(default_factory=list, repr=False, compare=False)
     _busy: set[socket.socket] = field(default_factory=set, repr=False, compare=False)
 
@@ -122,9 +124,14 @@ class Endpoint:
         if len(received) > self.most_bytes:
             raise EndpointRefuses(f"answers more than {self.most_bytes} bytes")
         try:
-            return parse_json(received) if received or not self.may_be_empty else None
+            return self._content(received)
         except ValueError as error:
             raise EndpointMistaken(f"answers {method} {path} with what is no JSON: {cut(received)}") from error
+
+    def _content(self, received: bytes) -> Any:
+        if self.is_text:
+            return received.decode()
+        return parse_json(received) if received or not self.may_be_empty else None
 
     def _exchange(self, message: _Message) -> tuple[int, bytes]:
         deadline = time.monotonic() + self.timeout_seconds

@@ -2,7 +2,7 @@
 
 Read `patience.current` where a wait begins, never at import: tests replace it with shorter times before they fork the
 processes that they start. Two programs have constants of their own, because they import next to nothing in order to
-start in milliseconds: `rewards/code/judge.py` and the guard of `launch/processes.py`.
+start in milliseconds: `rewards/code/run_tests.py` and the guard of `launch/processes.py`.
 """
 
 from __future__ import annotations

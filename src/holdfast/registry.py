@@ -15,6 +15,8 @@ ENGINES = {
 """Rollout engines outside `rollout/local`, by the kind of `rollout.engine`."""
 SERVERS = "holdfast.features.vllm.serving:servers_of"
 """Context manager that starts and stops the inference servers of a run."""
+SERVER_DEVICES = "holdfast.features.vllm.placement:describe"
+"""Says on which GPUs the inference servers of a run compute, and refuses those that they cannot have."""
 SERVERS_UNDER_TORCHRUN = "holdfast.features.vllm.serving:refuse_starting"
 """Refuses servers that a process started by torchrun cannot own."""
 SRUN = "holdfast.features.cluster.slurm:join_step"

@@ -194,7 +194,8 @@ class Batch:
     counts: tuple[float, ...]
     """What each sequence adds to the denominator of the loss, in the order of `sequence_ids`."""
     count: float
-    """Sum of `counts`."""
+    """What this rank adds to the denominator: the sum of `counts`, or 0 on all ranks of a context group but the
+    first."""
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     """[B, T, ...] each"""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -203,6 +204,11 @@ class Batch:
     """By input, how many of its rows belong to each sequence; where sequences share a head, the first one owns the rows
     of all. If no row belongs to a sequence, the inputs are placeholders: another rank has real ones, and all ranks must
     run the same FSDP units. Nothing may depend on the values of placeholders."""
+    span: tuple[int, int] | None = None
+    """Under context parallelism, start and end of the positions whose hidden states this rank computes; the ranks of a
+    context group have the same batch but for it. None: all positions."""
+    scored_in_span: Tensor | None = None
+    """[n] int64, indices into `scored` of the tokens whose predictor lies in `span`"""
 
     @property
     def stands_in(self) -> bool:

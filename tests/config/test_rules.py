@@ -186,7 +186,19 @@ MODEL = "model: {path: some-model}\n"
         (
             "steps: 1\n" + MODEL + "data: {path: a, max_length: 8192}\n",
             "run.yaml:3: data.max_length: 8192 does not fit tokens_per_micro_batch=4096; raise "
-            "tokens_per_micro_batch to at least 8192 or lower max_length",
+            "tokens_per_micro_batch to at least 8192, lower max_length, or let more ranks share a row "
+            "(parallel.context: 2)",
+        ),
+        (
+            "steps: 1\n" + MODEL + "data: {path: a, max_length: 9000}\nparallel: {context: 2}\n",
+            "run.yaml:3: data.max_length: 9000 does not fit parallel.context=2 x tokens_per_micro_batch=4096; raise "
+            "tokens_per_micro_batch to at least 4500, lower max_length, or let more ranks share a row "
+            "(parallel.context: 3)",
+        ),
+        (
+            "steps: 1\n" + MODEL + "data: {path: a, packing: none}\nparallel: {context: 2}\n",
+            "run.yaml:4: parallel.context: 2 splits packed rows, and data.packing: none packs none; leave one of the "
+            "two out",
         ),
         (
             "steps: 1\n" + MODEL + "data: {path: a, packing: wrapped, average: prompt_mean}\n",

@@ -119,6 +119,26 @@ def test_another_number_of_ranks_sees_the_same_rows_and_the_same_losses(
     assert [line[2] for line in two] == pytest.approx([line[2] for line in one], abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((4, 2), (2, 1))], ids=["to none", "from none", "4 to 2"]
+)
+def test_a_run_goes_on_at_any_number_of_ranks_that_share_a_row(
+    pools: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    exact = {"dropout": False, "model": {"dtype": "float64"}}
+    places = {name: tmp_path / name for name in ("straight", "resumed")}
+    context = {"parallel": {"context": before[1]}}
+    pools(1).run(run, values_of(places["straight"], steps=STEPS, **exact))
+    pools(before[0]).run(run, values_of(places["resumed"], steps=STOP, **exact, **context))
+
+    pools(after[0]).run(run, values_of(places["resumed"], steps=STEPS, **exact, parallel={"context": after[1]}))
+
+    one, two = log_of(places["straight"]), log_of(places["resumed"])
+    assert [(line[0], line[3:]) for line in one] == [(line[0], line[3:]) for line in two]
+    assert [line[1] for line in two] == pytest.approx([line[1] for line in one], abs=1e-10)
+    assert [line[2] for line in two] == pytest.approx([line[2] for line in one], abs=1e-9)
+
+
 def test_the_log_of_a_run_that_was_set_back_is_the_straight_run_s(
     pools: Any, straight: Path, stopped: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from holdfast.config.sections.data import SyntheticConfig
-from holdfast.data.tasks.synthetic import Draws, SyntheticSource, check_answer
+from holdfast.data.tasks.synthetic import KeyedRandom, SyntheticSource, check_answer
 
 TASKS = get_args(SyntheticConfig.model_fields["task"].annotation)
 
@@ -183,7 +183,7 @@ def test_the_fingerprint_follows_the_configuration() -> None:
 
 
 def test_draws_are_uniform() -> None:
-    draws = Draws("uniform")
+    draws = KeyedRandom("uniform")
     counts = [0] * 10
 
     for _ in range(10_000):
@@ -194,7 +194,7 @@ def test_draws_are_uniform() -> None:
 
 
 def test_a_shuffle_reaches_every_order_equally_often() -> None:
-    draws = Draws("orders")
+    draws = KeyedRandom("orders")
     orders: dict[str, int] = {}
 
     for _ in range(6000):

@@ -212,8 +212,8 @@ FAULTS = [
     ("other-model", "is another model than it was before step 1: what it says of one text differs by 0.5 nats"),
 ]
 OF_ANSWERS = [
-    ("nan", "says nan of token"),
-    ("infinite", "says -9999.0 of token"),
+    ("nan", " NaN, where the logarithm of a probability"),
+    ("infinite", " -9999.0, where the logarithm of a probability"),
     ("short", "tokens where "),
     ("other-tokens", "answers of token "),
 ]

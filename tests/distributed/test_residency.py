@@ -90,7 +90,7 @@ def test_one_of_both_can_rest_alone(
 def test_a_save_in_the_middle_of_a_rollout_goes_on_bit_for_bit(
     pools: Any, llama: Path, stays: Path, tmp_path: Path, action: str
 ) -> None:
-    """One rank raises while the other samples, whose own thread then saves; or a rank is asked to end."""
+    """All ranks raise while they sample, and save the last whole step; or one rank is asked to end."""
     tree = run_tree(llama, tmp_path, residency=HOST)
 
     told = pools(2).run(run_and_watch, tree, ROWS, action)
@@ -144,3 +144,21 @@ def test_parameters_that_the_engine_reads_itself_are_refused(pools: Any, llama: 
 
     assert kind == "ConfigError"
     assert "residency.parameters: host, but the policy is not sharded" in words
+
+
+@pytest.mark.deep
+def test_a_rank_alone_that_computes_from_copies_rests_too_and_has_the_numbers_of_fsdp2(
+    pools: Any, llama: Path, tmp_path: Path
+) -> None:
+    sections = {"moves": {"residency": HOST}, "stays": {}, "fsdp2": {"parallel": {"cpu_offload": True}}}
+    told = {}
+    for name, section in sections.items():
+        parallel = {"compute_dtype": "bfloat16"} | section.get("parallel", {})
+        tree = run_tree(llama, tmp_path / name, steps=3, **(section | {"parallel": parallel}))
+        told[name] = pools(1).run(run_and_watch, tree, ROWS)[0]
+
+    assert told["moves"]["seen"] == [(0, 0)] * 3
+    assert all(parameters > 0 for parameters, _ in told["stays"]["seen"])
+    for name in ("moves", "fsdp2"):
+        assert losses_of(tmp_path / name) == losses_of(tmp_path / "stays")
+        assert of_runs(tmp_path / name, tmp_path / "stays") == []

@@ -151,8 +151,8 @@ REFUSED = [
     ("other_words", "", {}, "ModelError", "teacher: tiny at http", "has another tokenizer than the student: of "),
     ("fewer_tokens", "", {}, "ModelError", "does not know all 96 tokens that the student may use", ""),
     ("teacher", "names-no-tokens", ECHO, "ModelError", "does not say which tokens it makes of a text", ""),
-    ("teacher", "nan", {}, "ConfigError", "teacher.url: http", "says nan of token"),
-    ("teacher", "infinite", {}, "ConfigError", "teacher.url: http", "says -9999.0 of token"),
+    ("teacher", "nan", {}, "ConfigError", "teacher.url: http", " NaN, where the logarithm of a probability"),
+    ("teacher", "infinite", {}, "ConfigError", "teacher.url: http", " -9999.0, where the logarithm of a probability"),
     ("teacher", "500", {"teacher": {"attempts": 1}}, "ConfigError", "answers 500", "(teacher.answers)"),
     (
         "teacher",

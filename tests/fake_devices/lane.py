@@ -32,7 +32,7 @@ def make_models(folder: Path) -> None:
 def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str, Any]:
     """Return what an execution said, JSON-ready."""
     from holdfast.config.verbs.roots import run_from_mapping
-    from holdfast.features.plan.execute import execute
+    from holdfast.features.plan.execution.execute import execute
     from holdfast.features.plan.records import RankSpec
 
     made = execute(run_from_mapping(values), folder, RankSpec(ranks, rank))
@@ -51,7 +51,7 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
 
 def main(folder: str, ranks: str, rank: str, *names: str) -> None:
     """Execute the runs, or some of them; as rank of 0 ranks the shapes whose parts are summed by hand."""
-    from holdfast.features.plan.process import load_guard
+    from holdfast.features.plan.execution.process import load_guard
 
     load_guard()
     warnings.simplefilter("error", ResourceWarning)

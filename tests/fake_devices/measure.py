@@ -18,8 +18,8 @@ from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.assembly import assemble
 from holdfast.data.batches.candidates import Candidates, SequenceInfo
-from holdfast.features.plan.memory import plain_tensors
-from holdfast.features.plan.steps import sequence
+from holdfast.features.plan.counting.memory import plain_tensors
+from holdfast.features.plan.execution.steps import sequence
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import checkpoint_place

@@ -1,15 +1,17 @@
 """Parts of a step's memory by hand: from shapes alone, with nothing of the package.
 
 Per rank: a matrix of R rows lies as ceil(R / n) rows on the first of n ranks, and an allocation is a multiple of 512
-bytes on a GPU. What is gathered is in bfloat16. Sums are of the moments at which a phase takes most:
+bytes on a GPU. What is gathered is in bfloat16; a rank alone has a copy of everything instead, in every phase. Sums are
+of the moments at which a phase takes most:
 
 - forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with
   the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
   logits, which stay in bfloat16 and become their own slopes, stand the gradient of the matrix in float32, and three
   [tokens, hidden] of states and their gradients. Of activations: what goes into each
   block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of.
-- backward: two blocks are gathered, the one at work and the next, and a tied root with them; where the head outweighs
-  them, a backward pass takes most at its start, with what the forward pass ended with.
+- backward: two blocks are gathered, the one at work and the next, with the rows that pad their shards, and a tied root
+  with them; where the head outweighs them, a backward pass takes most at its start, with what the forward pass ended
+  with.
 - resume: parameters and, of a checkpoint that is loaded, what the optimizer keeps; this rank's part of everything that
   is stored is in host memory at once, in the dtypes of the files, and on the device no second time.
 - optimizer: parameters, their gradients, moments: two and a count per tensor; with bfloat16 weights a compensation too.
@@ -132,6 +134,11 @@ def numbers(matrices: list[Matrix]) -> int:
     return sum(rows * columns for rows, columns in matrices)
 
 
+def gathered(matrices: list[Matrix], ranks: int) -> int:
+    """Return the bytes of gathered matrices with the rows that pad their shards: 4 experts of 8 ranks are 8."""
+    return sum(2 * -(-rows // ranks) * ranks * columns for rows, columns in matrices)
+
+
 def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     """Return phase -> kind -> bytes."""
     base = [*block(shape) * shape.layers, *ends(shape)]
@@ -141,7 +148,7 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     parameters = shards + (allocated(base, 2, shape.shards) if shape.lora else 0)
     moments = 3 * shards if shape.bfloat16 else 2 * shards + 512 * len(trained)
     rows = shape.tokens * shape.hidden * 2
-    one_block = 2 * (numbers(block(shape)) + (numbers(adapters(shape)) if shape.lora else 0))
+    one_block = gathered(block(shape), shape.shards) + (gathered(adapters(shape), shape.shards) if shape.lora else 0)
     root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0
     forward = {"activations": (shape.layers + (3 if shape.lora else 4)) * rows, "head": head(shape)}
     backward: dict[str, float] = {}
@@ -149,9 +156,12 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     if shape.shards > 1:
         forward["gathered"] = root + one_block if shape.tied else 2 * shape.vocabulary * shape.hidden
         backward["gathered"] = forward["gathered"] if shape.starts else root + 2 * one_block
+    elif not shape.bfloat16 and not shape.lora and not shape.offload:
+        for phase in (forward, backward, optimizer):
+            phase["gathered"] = allocated(base, 2, 1)
     if not shape.offload:
         forward |= {"parameters": parameters, "optimizer": moments}
-        optimizer = {"parameters": parameters, "gradients": shards, "optimizer": moments}
+        optimizer |= {"parameters": parameters, "gradients": shards, "optimizer": moments}
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 
@@ -192,6 +202,6 @@ SHAPES = {
     "LoRA": Shape(lora=8),
     "offload": Shape(offload=True),
     "copies": Shape(replicate=2),
-    "experts": Shape(experts=4, expert_ffn=256, tokens=1536, vocabulary=65536, starts=True),
+    "experts": Shape(experts=4, expert_ffn=256),
     "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),
 }

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.config.verbs.roots import run_from_mapping
-from holdfast.features.plan.execute import execute
-from holdfast.features.plan.kinds import CHECKPOINT
+from holdfast.features.plan.counting.kinds import CHECKPOINT
+from holdfast.features.plan.execution.execute import execute
 from holdfast.features.plan.records import Execution, RankSpec
 from tests.training.cases import run, tree
 

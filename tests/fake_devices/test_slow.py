@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.yaml12 import to_yaml
-from holdfast.features.plan.measured import measured_peaks
+from holdfast.features.plan.checks.measured import measured_peaks
 from tests.fake_devices.cases import NOT_BY_PLACE, tree
 from tests.fake_devices.conftest import ROOT, child, executed, needs_guard
 from tests.fake_devices.lane import make_models

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.features.plan.fake_devices import absent_names
-from holdfast.features.plan.memory import HOOKED
+from holdfast.features.plan.counting.memory import HOOKED
+from holdfast.features.plan.execution.fake_devices import absent_names
 
 
 def test_this_torch_has_every_name_that_is_stood_in_for() -> None:

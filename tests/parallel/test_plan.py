@@ -246,7 +246,6 @@ def test_recomputation_covers_the_blocks_it_says() -> None:
 
 def test_one_rank_that_computes_in_its_storage_dtype_is_not_sharded() -> None:
     assert not plan(shard=1).sharded
-    assert plan(shard=1, device="cuda").sharded  # bfloat16 compute on float32 masters needs FSDP2's casts
     assert plan(shard=2).sharded
 
 
@@ -267,3 +266,38 @@ def test_experts_that_are_fewer_than_ranks_are_counted_with_their_padding(ranks:
     assert made.shard_bytes == (rows * 512 * 1024 + others) * 4
     assert ("shards 2.0 MiB per rank, 1.0 MiB of them padding" in made.describe()) == (ranks == 8)
     assert ("padding" in made.describe()) == (ranks == 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "frozen", "how", "expected"),
+    [
+        pytest.param({}, "", {}, (False, False), id="float32 computes in float32"),
+        pytest.param({"compute_dtype": "bfloat16"}, "", {}, (False, True), id="copies"),
+        pytest.param({}, "", {"device": "cuda"}, (False, True), id="copies on a GPU by default"),
+        pytest.param({"cpu_offload": True}, "", {"device": "cuda"}, (True, False), id="parameters in host memory"),
+        pytest.param({"replicate": 2}, "", {"device": "cuda"}, (True, False), id="two ranks"),
+        pytest.param({}, "layers.0", {"device": "cuda"}, (False, True), id="a frozen block"),
+        pytest.param({}, "layers", {"device": "cuda"}, (False, True), id="the smaller part is frozen"),
+        pytest.param({}, "embed", {"device": "cuda"}, (True, False), id="the larger part is frozen"),
+        pytest.param({}, ".", {"device": "cuda"}, (True, False), id="nothing is trained"),
+    ],
+)
+def test_a_rank_alone_reads_copies_where_most_of_them_are_trained(
+    config: dict[str, Any], frozen: str, how: dict[str, Any], expected: tuple[bool, bool]
+) -> None:
+    members = [replace(value, trainable=not frozen or frozen not in value.name) for value in parameters()]
+    modules = ["", "model", "model.embed", "lm_head", *BLOCKS]
+
+    made = plan_shards(members, modules, BLOCKS, ParallelConfig(**config), **({"shard": 1, "device": "cpu"} | how))
+
+    assert (made.sharded, made.copied) == expected
+    assert made.whole == (expected == (False, False))
+
+
+def test_parameters_that_are_trained_in_bfloat16_are_not_copied() -> None:
+    table, *rest = parameters()
+    config = ParallelConfig(reduce="each_micro_batch")
+
+    made = plan_shards([replace(table, dtype="bfloat16"), *rest], [""], BLOCKS, config, shard=1, device="cuda")
+
+    assert (made.sharded, made.copied) == (True, False)

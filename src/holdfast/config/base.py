@@ -187,6 +187,20 @@ def section_of(shorthand: str, *, takes_functions: bool) -> dict[str, Any]:
     return {"kind": PATH, "path": shorthand} if is_function else {"kind": shorthand}
 
 
+class OnOrSection:
+    """Lets true stand for a section's defaults and false for null, in the file and in the JSON schema."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(_as_switched, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "boolean"}, *handler(schema)["anyOf"]]}
+
+
+def _as_switched(value: Any) -> Any:
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
 class OneOrSeveral:
     """Lets one item stand for a list of one, in the file and in the JSON schema."""
 

@@ -110,7 +110,8 @@ def _directory(directory: Path) -> Kind:
 
 def _model_directory(directory: Path, names: set[str]) -> Kind | None:
     if {"config.json", "adapter_config.json"} & names:
-        pointer = next((name for name in sorted(names) if _is_pointer(directory / name)), None)
+        stored = [name for name in sorted(names) if name.endswith((*_WEIGHTS, ".json", ".model"))]
+        pointer = next((name for name in stored if is_lfs_pointer(directory / name)), None)
         if pointer is not None:
             return K.LFS_POINTER, _pointer_facts(directory / pointer)
     if "adapter_config.json" in names and "config.json" not in names:
@@ -190,10 +191,6 @@ def _own_keys() -> frozenset[str]:
     from holdfast.config.verbs.roots import ROOTS
 
     return frozenset(key for root in ROOTS.values() for key in all_keys(root))
-
-
-def _is_pointer(file: Path) -> bool:
-    return file.name.endswith((*_WEIGHTS, ".json", ".model")) and is_lfs_pointer(file)
 
 
 def _pointer_facts(file: Path) -> dict[str, str]:

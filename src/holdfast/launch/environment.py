@@ -68,6 +68,13 @@ def computes_on_cpu(launch: LaunchConfig, environ: Mapping[str, str] | None = No
     return launch.device == "cpu" or not cuda_devices(environ)
 
 
+def visible_names(gpus: list[int], environ: Mapping[str, str] | None = None) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES that shows these GPUs, "" for none."""
+    environ = os.environ if environ is None else environ
+    visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
+
+
 def cuda_devices(environ: Mapping[str, str] | None = None) -> int:
     """Count the GPUs CUDA would show to a process with this environment, without importing torch."""
     environ = os.environ if environ is None else environ

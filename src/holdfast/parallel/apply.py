@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
+from holdfast.parallel.copies import attach_copies
 from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
 
 FORWARD_METHODS = (
@@ -31,7 +32,7 @@ FORWARD_METHODS = (
     "show_predictors",
     "predicting_states",
 )
-"""Methods of the root, besides forward, before which FSDP2 must gather its parameters; a root may lack some."""
+"""Methods of the root, besides forward, before which parameters must be gathered or cast; a root may lack some."""
 
 _KEPT_OPERATIONS = [
     "mm",
@@ -64,6 +65,9 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         # `Module.compile` compiles the call in place; `torch.compile(module)` would insert a wrapper with
         # "_orig_mod" in the names of parameters.
         _module(policy, path).compile()
+    methods = filter(partial(hasattr, policy), FORWARD_METHODS)
+    if plan.copied:
+        attach_copies(policy, getattr(torch, plan.compute_dtype), [unit.parameters for unit in plan.units], methods)
     if not plan.sharded:
         return
     options = _options(policy, plan, mesh)
@@ -72,7 +76,7 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             _set_always_on(module)
-    for method in filter(partial(hasattr, policy), FORWARD_METHODS):
+    for method in methods:
         # FSDP2 gathers in hooks around `forward` alone; any other method would see shards.
         register_fsdp_forward_method(policy, method)
 

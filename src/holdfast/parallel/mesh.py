@@ -29,7 +29,9 @@ KILL_VARIABLE, BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 AXES = ("replicate", "shard", "context", "expert")
 """Names of the mesh's axes: replicas of the model, shards of one replica, context parallelism, expert parallelism.
 
-Samples are distributed over the first two axes, so sums over samples are taken over those and over no other.
+Samples are distributed over the first two axes, so counts of samples are summed over those and over no other. Ranks of
+one context group are neighbours. FSDP2 shards parameters over `shard` and `context` as one axis, named `shard`, so that
+checkpoints do not depend on how the ranks of a copy divide into the two.
 """
 
 
@@ -155,16 +157,18 @@ def _device(setting: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-_meshes: dict[tuple[str, int, int], tuple[object, DeviceMesh]] = {}
-"""By device type and shape: the default process group at the time, and the mesh that was built in it."""
+_meshes: dict[tuple[str, str, str, int, int], tuple[object, DeviceMesh]] = {}
+"""By device type, names of axes and shape: the default process group at the time, and the mesh that was built in it."""
 
 
 def mesh_shape(parallel: ParallelConfig, ranks: int) -> tuple[int, int]:
-    """Return copies of the model, and the ranks that share one.
+    """Return copies of the model, and the ranks that share one: shard x context.
 
     Raises:
-        ConfigError: replicate x shard is not the number of ranks.
+        ConfigError: replicate x shard x context is not the number of ranks.
     """
+    if parallel.context > 1:
+        return _mesh_shape_with_context(parallel, ranks)
     if parallel.shard == "auto" and ranks % parallel.replicate:
         raise ConfigError(
             f"parallel.replicate={parallel.replicate} copies cannot be spread over {ranks} ranks. Set "
@@ -179,20 +183,45 @@ def mesh_shape(parallel: ParallelConfig, ranks: int) -> tuple[int, int]:
     return parallel.replicate, shard
 
 
-def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
-    """Arrange the ranks on the axes `AXES`, of which `context` and `expert` have size 1.
+def _mesh_shape_with_context(parallel: ParallelConfig, ranks: int) -> tuple[int, int]:
+    step = parallel.replicate * parallel.context
+    if ranks % step:
+        raise ConfigError(
+            f"parallel.replicate={parallel.replicate} copies of context groups of {parallel.context} ranks cannot be "
+            f"spread over {ranks} ranks. Set launch.ranks to a multiple of {step}, or lower parallel.context."
+        )
+    if parallel.shard not in {"auto", ranks // step}:
+        raise ConfigError(
+            f"parallel.replicate={parallel.replicate} x parallel.shard={parallel.shard} x parallel.context="
+            f"{parallel.context} is not the number of ranks, {ranks}. Set shard: auto, or shard: {ranks // step}."
+        )
+    return parallel.replicate, ranks // parallel.replicate
 
-    Those two have no process group: each group costs threads on every rank, and theirs would contain one rank. For the
-    same reason all models of a process with equal shapes share one mesh.
+
+def build_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh:
+    """Arrange the ranks on the axes over which parameters are copied and sharded, named `replicate` and `shard`.
+
+    Other axes have no process group here: each group costs threads on every rank. For the same reason all models of a
+    process with equal shapes share one mesh.
 
     Raises:
-        ConfigError: replicate x shard is not the number of ranks.
+        ConfigError: replicate x shard x context is not the number of ranks.
     """
-    shape = mesh_shape(parallel, world.size)
-    key = (world.device.type, *shape)
+    return _mesh(world, mesh_shape(parallel, world.size), (AXES[0], AXES[1]))
+
+
+def context_mesh(parallel: ParallelConfig, world: World) -> DeviceMesh | None:
+    """Return the mesh whose axis `context` joins this rank with those that share its rows; None for one rank alone."""
+    if parallel.context == 1:
+        return None
+    return _mesh(world, (world.size // parallel.context, parallel.context), ("data", "context"))
+
+
+def _mesh(world: World, shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+    key = (world.device.type, *names, *shape)
     among, mesh = _meshes.get(key, (None, None))
     # A mesh from an earlier call of this process refers to groups that are destroyed.
     if mesh is None or not dist.is_initialized() or among is not dist.group.WORLD:
-        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=AXES[:2])
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
         _meshes[key] = dist.group.WORLD, mesh
     return mesh

@@ -101,11 +101,18 @@ class ShardPlan:
     """Reduce gradients once per update instead of after every micro-batch."""
     cpu_offload: bool
     sharded: bool
-    """False for one rank that computes in its storage dtype: there is nothing to split, gather or cast."""
+    """False for one rank that computes in its storage dtype, or from copies: there is nothing to split or gather."""
     shard_bytes: int
     """Bytes that each rank stores; FSDP2 pads a parameter's first dimension to a multiple of the number of ranks."""
     parameters: int
     trainable: int
+    copied: bool = False
+    """Whether the passes of one rank read copies of float32 parameters in the compute dtype; see `copies.py`."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether passes read the parameters as they are stored, which what samples in the process then reads too."""
+        return not self.sharded and not self.copied
 
     def describe(self) -> str:
         """Return a few lines for the start of a run."""
@@ -116,7 +123,8 @@ class ShardPlan:
             f"{len(self.units)} units over shard={self.shard} replicate={self.replicate}; largest {largest.name} "
             f"{_mib(largest.bytes_)}; shards {_mib(self.shard_bytes)} per rank{self._padding(total)}"
             if self.sharded
-            else f"one rank, whole parameters: {_mib(total)}",
+            else f"one rank, whole parameters: {_mib(total)}"
+            + (f", and copies in {self.compute_dtype} that its passes read" if self.copied else ""),
             f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
             + (" on the last micro-batch" if self.reduce_last_only else "")
             + (f", {_recompute_summary(self.recompute)}" if self.recompute else "")
@@ -174,8 +182,8 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
-    # Alone and stored as it is computed with, a model needs no FSDP2; but autograd adds gradients in their storage.
-    unsharded = shard * config.replicate == 1 and not config.cpu_offload and _is_whole(numbers, compute)
+    alone = shard * config.replicate == 1 and not config.cpu_offload
+    read = _read_alone(numbers, compute, last_only=last_only) if alone else None
     return ShardPlan(
         units=_units(parameters, groups, ends, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
@@ -187,10 +195,11 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         reduce_dtype=wide,
         reduce_last_only=last_only,
         cpu_offload=config.cpu_offload,
-        sharded=not unsharded or (trained and last_only),
+        sharded=read is None,
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
+        copied=read == "copies",
     )
 
 
@@ -198,9 +207,19 @@ def _storage(numbers: Sequence[ParameterInfo], trained: bool) -> set[str]:
     return {parameter.dtype for parameter in numbers if parameter.trainable or not trained}
 
 
-def _is_whole(numbers: Sequence[ParameterInfo], compute: str) -> bool:
-    """Whether every parameter that sharding would gather is stored in its compute dtype."""
-    return {parameter.dtype for parameter in numbers if parameter.shape} == {compute}
+def _read_alone(
+    numbers: Sequence[ParameterInfo], compute: str, *, last_only: bool
+) -> Literal["parameters", "copies"] | None:
+    """Return what the passes of a rank alone can read without FSDP2, to its numbers and for little more memory."""
+    shaped = [parameter for parameter in numbers if parameter.shape]
+    trained = [parameter for parameter in shaped if parameter.trainable]
+    cast = [parameter for parameter in shaped if parameter.dtype != compute]
+    if not cast:  # autograd adds gradients in the storage of their parameters
+        return None if trained and last_only else "parameters"
+    if compute != "bfloat16" or any(parameter.dtype != "float32" for parameter in (*cast, *trained)):
+        return None
+    # A copy of a frozen parameter would never change and take half as much memory again: FSDP2 casts it block by block.
+    return "copies" if 2 * _count(trained) >= _count(cast) else None
 
 
 def _shard_bytes(parameters: Sequence[ParameterInfo], shard: int) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from holdfast.errors import ModelError
 from holdfast.models.files.loading import WeightSource
 from holdfast.models.names import canonical_name, tied_names
+from holdfast.parallel.copies import copies_of
 from holdfast.parallel.plan import ShardPlan
 
 
@@ -179,16 +180,34 @@ def sharded_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters by canonical name, each as its shard (a DTensor), after freeing gathered units.
 
     After an evaluation some units are still gathered: `module.weight` is then a temporary copy. Writes to it are lost
-    when it is freed, and arithmetic between it and DTensors raises. Hence every reader of parameters calls this.
+    when it is freed, and arithmetic between it and DTensors raises. Hence every reader of parameters calls this. So it
+    is with the copies that the passes of a single rank read.
     """
+    if (copies := copies_of(policy)) is not None:
+        copies.leave()
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     return {canonical_name(name): parameter for name, parameter in policy.named_parameters()}
 
 
-def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool) -> None:
-    """Declare whether the next backward pass is the last of the update, in which postponed gradients are reduced."""
+def free_copies(policy: nn.Module) -> None:
+    """Free the memory of the copies that a single rank's passes read, where there are some, until the next pass."""
+    if (copies := copies_of(policy)) is not None:
+        copies.free()
+
+
+def set_last_micro_batch(policy: nn.Module, plan: ShardPlan, *, last: bool, first: bool = True) -> None:
+    """Declare which micro-batch of an update the next passes are about.
+
+    Args:
+        policy: The root.
+        plan: How it is sharded.
+        last: The backward pass is the last one, in which postponed gradients are reduced.
+        first: The forward pass may find other weights than the one before it did.
+    """
+    if not first and (copies := copies_of(policy)) is not None:
+        copies.keep()
     if plan.reduce_last_only and plan.sharded:
         assert isinstance(policy, FSDPModule)
         policy.set_requires_gradient_sync(last)

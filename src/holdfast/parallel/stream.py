@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast.models.adapters.live import Join, joins_of
+from holdfast.models.adapters.live import Join, adapters_of, joins_of
 from holdfast.models.files.conversion import Conversion, Header
 from holdfast.models.names import canonical_name
 from holdfast.parallel.shards import sharded_parameters
@@ -44,15 +44,18 @@ class MergedWeight:
 Holding = Tensor | MergedWeight
 
 
-def held_tensors(policy: nn.Module) -> dict[str, Holding]:
+def held_tensors(policy: nn.Module, *, merge: bool = True) -> dict[str, Holding]:
     """Return the shards of all tensors that an exported model directory holds, by canonical name.
 
     These are parameters (tied ones under one name) and persistent buffers. LoRA factors are not among them: they are
-    merged into the matrices that they adapt.
+    merged into the matrices that they adapt, unless `merge` is false; then the frozen base is returned.
     """
     parameters = sharded_parameters(policy)
     holdings: dict[str, Holding] = dict(parameters)
-    for name, join in joins_of(policy).items():
+    for adapter in adapters_of(policy).values():
+        for factor_name in adapter.names:
+            holdings.pop(factor_name, None)
+    for name, join in joins_of(policy, merge=merge).items():
         for part_name in join.inputs:
             holdings.pop(part_name, None)
         holdings[name] = MergedWeight(tuple(parameters[part_name] for part_name in join.inputs), join)

@@ -107,7 +107,7 @@ def update(run: PolicyRun, objective: Objective, mini_batches: list[MiniBatch]) 
         sums.append(result.sums)
         if number < len(mini_batches):  # later passes have the same tokens
             log_ratios.append(log_ratios_of(mini_batch, result.logprobs))
-    everyone = run.setting.ranks.gather(np.concatenate(log_ratios))
+    everyone = run.setting.gather_once(np.concatenate(log_ratios))
     return of_several_updates(lines, sums) | mismatch_spread(np.concatenate(everyone))
 
 

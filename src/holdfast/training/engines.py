@@ -317,4 +317,5 @@ def layout_of(sharded: ShardedModel, images: ImageSide | str = "") -> Layout:
     stand_in = images.stand_in if several and isinstance(images, ImageSide) else {}
     angles = angles_by_length([sharded.origin.skeleton.config])
     padded, filler = sharded.model.padded, pad_token(sharded.origin.tokenizer)
-    return Layout(padded, filler, dtype, attention, angles_of=angles, stand_in=stand_in)
+    context = sharded.setting.config.parallel.context
+    return Layout(padded, filler, dtype, attention, angles_of=angles, stand_in=stand_in, context=context)

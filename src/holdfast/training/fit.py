@@ -45,7 +45,7 @@ Step = Callable[[], dict[str, float] | None]
 """Makes one step and returns its metrics, or None when the data has ended."""
 
 
-class Evaluate(Protocol):
+class EvaluateRun(Protocol):
     """A function that measures a run on its evaluation sets."""
 
     def __call__(self, *, interrupted: Callable[[], bool]) -> dict[str, float]:
@@ -68,7 +68,7 @@ class Outcome:
     """Command that exports the newest checkpoint; None if there is no checkpoint."""
 
 
-def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
+def fit(run: Run, step: Step, evaluate: EvaluateRun) -> Outcome:
     """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
     dry, first = run.setting.config.dry_run, run.trained.state.step
     signals = StopRequests(speaks_first=run.setting.world.failure.directory is None)
@@ -104,7 +104,7 @@ def fit(run: Run, step: Step, evaluate: Evaluate) -> Outcome:
 class _Loop:
     run: Run
     step: Step
-    evaluate: Evaluate
+    evaluate: EvaluateRun
     checkpoints: Checkpoints
     journal: Journal
     requests: StopRequests

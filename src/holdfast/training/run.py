@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import ConfigDict
 from torch import nn
@@ -37,6 +37,8 @@ from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.training.phases import PhaseClock, PhasePeaks
 from holdfast.types import Batch, Example
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -90,6 +92,10 @@ class Setting(ConfiguredRun):
     def of(cls, config: TrainingConfig, base: Path, world: World) -> Setting:
         """Return a setting with a group of its own; all ranks call this together."""
         return cls(config=config, base=base, world=world, ranks=RankGroup(config.launch.timeout_minutes))
+
+    def gather_once(self, item: T) -> list[T]:
+        """Return the items of those ranks that have different batches: of a context group, its first rank's."""
+        return self.ranks.gather(item)[:: self.config.parallel.context]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

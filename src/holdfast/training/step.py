@@ -73,7 +73,8 @@ def train_step(
     trained.setting.log.batches += mini_batch.micro_batches
     with trained.setting.phase("forward_backward"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
-            set_last_micro_batch(trained.model, trained.plan, last=index == len(mini_batch.micro_batches) - 1)
+            last = index == len(mini_batch.micro_batches) - 1
+            set_last_micro_batch(trained.model, trained.plan, first=index == 0, last=last)
             batch = to_device(micro_batch, trained.setting.world.device)
             output = trained.model(
                 batch,

@@ -18,9 +18,9 @@ import yaml
 import holdfast
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError, ModelError
+from holdfast.features.plan.checks.findings import Check, Finding, findings_of, ok
+from holdfast.features.plan.checks.machine import bad_pairs
 from holdfast.features.plan.doctor import doctor
-from holdfast.features.plan.findings import Check, Finding, findings_of, ok
-from holdfast.features.plan.machine import bad_pairs
 from holdfast.launch.environment import machine_facts
 from holdfast.models.files.origin import load_tokenizer
 from holdfast.models.setup.model import blueprint

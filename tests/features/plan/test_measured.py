@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.features.plan.findings import Grade
-from holdfast.features.plan.measured import (
+from holdfast.features.plan.checks.findings import Grade
+from holdfast.features.plan.checks.measured import (
     PLAN,
     PhasePeak,
     SavedPlan,

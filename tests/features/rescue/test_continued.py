@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import yaml
 
 from holdfast.errors import HoldfastError
+from tests.cli.warm import WarmPython
 from tests.features.rescue.reading import place_of, truth_of
 from tests.features.rescue.test_import import imported, run_file, stored_at, tokens
 
@@ -25,11 +24,10 @@ def command_of(said: str) -> list[str]:
     return line.removeprefix("continue it: holdfast ").split()
 
 
-def continued(said: str) -> str:
-    words = [sys.executable, "-m", "holdfast.cli.main", *command_of(said)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def continued(said: str, warm: WarmPython, folder: Path) -> str:
+    done = warm.run("-m", "holdfast.cli.main", *command_of(said), cwd=folder)
+    assert done.code == 0, done.out + done.err
+    return done.out
 
 
 def of_verb(folder: Path, tokens: Path, verb: str) -> Path:
@@ -53,12 +51,12 @@ def of_verb(folder: Path, tokens: Path, verb: str) -> Path:
 @pytest.mark.deep
 @pytest.mark.parametrize("verb", ["dpo", "grpo"])
 def test_a_run_of_another_verb_continues_what_was_imported(
-    fixtures: Path, tokens: Path, verb: str, tmp_path: Path
+    fixtures: Path, tokens: Path, verb: str, warm: WarmPython, tmp_path: Path
 ) -> None:
     file = of_verb(tmp_path, tokens, verb)
 
     said = imported(place_of(fixtures / "verl-fsdp2"), "--as", file)
-    printed = continued(said)
+    printed = continued(said, warm, tmp_path)
 
     assert command_of(said)[0] == verb
     assert "resuming from step 2" in printed
@@ -66,13 +64,15 @@ def test_a_run_of_another_verb_continues_what_was_imported(
 
 
 @pytest.mark.deep
-def test_weights_alone_are_continued_as_what_they_are(fixtures: Path, tokens: Path, tmp_path: Path) -> None:
+def test_weights_alone_are_continued_as_what_they_are(
+    fixtures: Path, tokens: Path, warm: WarmPython, tmp_path: Path
+) -> None:
     """Report 003: what was saved without an optimizer is never taken for a run that goes on."""
     file = run_file(tmp_path, tokens, model__freeze=[])
 
     said = imported(place_of(fixtures / "lightning-mp-weights"), "--as", file)
     stored = stored_at(Path(command_of(said)[-1].removeprefix("checkpoint.init_from=")))
-    printed = continued(said)
+    printed = continued(said, warm, tmp_path)
 
     assert stored.manifest.contents == ("model",)
     for name, value in truth_of(fixtures / "lightning-mp-weights")["model"].items():

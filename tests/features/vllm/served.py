@@ -6,6 +6,7 @@ log-probabilities of its samples are an oracle of a push. It can be slow, wrong,
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import threading
@@ -26,6 +27,8 @@ from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import holdfast.features.vllm.servers
+from holdfast.features.vllm.adapters import file_digest
+from holdfast.features.vllm.servers import ROUTES
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -70,6 +73,18 @@ class ServedModel:
     """Spoils answers."""
     garble: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
     """Spoils a bucket behind the checks."""
+    adapter_rank: int | None = None
+    """Largest rank of the adapters that it takes; None for none."""
+    spoil: Callable[[Path], None] = lambda directory: None
+    """Spoils the files of an adapter behind the checks."""
+    taken: Callable[[str, Any], Any] = lambda label, model: model
+    """Takes something else in the place of an adapter."""
+    has_name: Callable[[str], bool] = lambda label: False
+    """Whether an adapter of a name was loaded before the run came."""
+    adapters: dict[str, Any] = field(default_factory=dict)
+    """Models with adapters by the names of these."""
+    file_bytes: list[int] = field(default_factory=list)
+    """Bytes of the weights of each bucket and each adapter."""
     tells: frozenset[str] | None = None
     """Tensors whose layers tell what they compute with; None for all."""
     lost: bool = False
@@ -99,12 +114,16 @@ class ServedModel:
     def post(self, path: str, query: Mapping[str, list[str]], asked: Any) -> Any:
         """Do what is asked, and return the answer."""
         match path:
-            case "/collective_rpc" if asked["method"] == "holdfast_inspect":
-                return {"results": [self.inspect(load_file(asked["kwargs"]["file"]))]}
-            case "/collective_rpc" if asked["method"] == "holdfast_lease":
-                return {"results": [self.lease.ask(**asked["kwargs"], clock=time.monotonic())]}
             case "/collective_rpc":
-                return {"results": [self.identity()]}
+                return {"results": [self.called(asked["method"], asked.get("kwargs", {}))]}
+            case "/v1/load_lora_adapter":
+                return self.load_adapter(asked["lora_name"], Path(asked["lora_path"]))
+            case "/v1/unload_lora_adapter":
+                del self.adapters[asked["lora_name"]]
+                self.note(f"unloaded {asked['lora_name']}")
+                return b"Success: removed"
+            case "/sleep" | "/wake_up":
+                self.note("sleeps" if path == "/sleep" else "wakes")
             case "/pause":
                 with self.lock:
                     self.paused = True
@@ -116,6 +135,7 @@ class ServedModel:
                     self.aborted.discard("")
                     self.lock.notify_all()
             case "/update_weights":
+                self.file_bytes.append(Path(asked["update_info"]["file"]).stat().st_size)
                 self.tensors |= self.garble(load_file(asked["update_info"]["file"]))
             case "/finish_weight_update":
                 with self.lock:
@@ -129,6 +149,35 @@ class ServedModel:
             case "/inference/v1/generate":
                 return self.generate(asked)
         return {}
+
+    def called(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """Return what our extension of the workers returns."""
+        match method:
+            case "holdfast_inspect":
+                return self.inspect(load_file(kwargs["file"]))
+            case "holdfast_digests":
+                directory = Path(kwargs["directory"])
+                return {name: file_digest(directory / name) for name in kwargs["names"]}
+            case "holdfast_lease":
+                return self.lease.ask(**kwargs, clock=time.monotonic())
+        return self.identity()
+
+    def load_adapter(self, label: str, directory: Path) -> bytes:
+        """Merge an adapter into a copy of the base."""
+        self.file_bytes.append((directory / "adapter_model.safetensors").stat().st_size)
+        self.spoil(directory)
+        settings = json.loads((directory / "adapter_config.json").read_text())
+        factors = load_file(directory / "adapter_model.safetensors")
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, a in factors.items():
+                if ".lora_A." in name:
+                    layer = name.removeprefix("base_model.model.").partition(".lora_A.")[0]
+                    b = factors[name.replace(".lora_A.", ".lora_B.")]
+                    model.get_submodule(layer).weight += settings["lora_alpha"] / settings["r"] * (b @ a)
+        self.adapters[label] = self.taken(label, model)
+        self.note(f"loaded {label}")
+        return b"Success: added"
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -144,6 +193,7 @@ class ServedModel:
             "device": "cpu",
             "experts": False,
             "workers": 1,
+            "adapter_rank": self.adapter_rank,
             "version": "0.32.0+cpu",
             "tokenizer": None,
             "template": None,
@@ -155,13 +205,13 @@ class ServedModel:
         return {name: float((has[name] - value).abs().max()) if name in tells else None for name, value in sent.items()}
 
     @torch.no_grad()
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        return self.model(input_ids=torch.tensor([tokens])).logits[0]
+    def logits(self, model: Any, tokens: list[int]) -> torch.Tensor:
+        return model(input_ids=torch.tensor([tokens])).logits[0]
 
     def generate(self, asked: Any) -> Any:
         sampling, name = asked["sampling_params"], PREFIX + asked.get("request_id", "proof")
         tokens, content, spans, finish = list(asked["token_ids"]), [], [], "length"
-        prompt, count = len(tokens), sampling["max_tokens"]
+        prompt, count, model = len(tokens), sampling["max_tokens"], self.adapters.get(asked["model"], self.model)
         is_sample = "seed" in sampling
         seconds = self.seconds if is_sample else 0.0
         if is_sample:
@@ -176,7 +226,7 @@ class ServedModel:
                 if self.aborted & {"", name} or not self.alive:
                     finish = "abort"
                     break
-                logprobs = (self.logits(tokens)[-1] / sampling["temperature"]).log_softmax(-1)
+                logprobs = (self.logits(model, tokens)[-1] / sampling["temperature"]).log_softmax(-1)
                 if not spans or spans[-1]["version"] != self.version:
                     spans.append({"version": self.version, "start": number, "end": 0})
             token = int((logprobs.numpy() + draw.gumbel(size=logprobs.numel())).argmax())
@@ -195,6 +245,7 @@ class ServedModel:
         if is_sample:
             self.note(f"answered {asked['request_id']} {finish}")
         told: dict[str, Any] = {
+            "model": asked["model"],
             "choices": [
                 {
                     "token_ids": tokens[prompt:],
@@ -202,14 +253,14 @@ class ServedModel:
                     "weight_versions": spans,
                     "logprobs": {"content": content},
                 }
-            ]
+            ],
         }
         if "prompt_logprobs" in sampling:
-            told["prompt_logprobs"] = [None, *self.tops(tokens[:prompt], sampling["prompt_logprobs"])]
+            told["prompt_logprobs"] = [None, *self.tops(model, tokens[:prompt], sampling["prompt_logprobs"])]
         return told
 
-    def tops(self, tokens: list[int], count: int) -> list[dict[str, Any]]:
-        rows = self.logits(tokens)[:-1].log_softmax(-1).topk(count)
+    def tops(self, model: Any, tokens: list[int], count: int) -> list[dict[str, Any]]:
+        rows = self.logits(model, tokens)[:-1].log_softmax(-1).topk(count)
         return [
             {str(int(t)): {"logprob": float(p)} for p, t in zip(values, places, strict=True)}
             for values, places in zip(*rows, strict=True)
@@ -240,8 +291,13 @@ def serving(served: ServedModel) -> Iterator[str]:
             self.wfile.write(content)
 
         def do_GET(self) -> None:  # its name there
-            told = {"data": [{"id": "policy", "parent": None}]} if self.path == "/v1/models" else {}
-            known = self.path in {"/v1/models", "/health"} and self.path not in served.refused
+            adapters = [{"id": label, "parent": "policy"} for label in served.adapters]
+            answers: dict[str, Any] = {
+                "/v1/models": {"data": [{"id": "policy", "parent": None}, *adapters]},
+                "/health": {},
+                "/openapi.json": {"paths": {route: {} for route in ROUTES if route != "/reset_prefix_cache"}},
+            }
+            told, known = answers.get(self.path, {}), self.path in answers and self.path not in served.refused
             status = 200 if known else 404
             self._tell(503 if served.busy(self.path) else status, served.answer(self.path, told))
 
@@ -257,6 +313,13 @@ def serving(served: ServedModel) -> Iterator[str]:
             asked = json.loads(body) if body else None
             if served.lost and place.path == "/collective_rpc" and asked["method"] == "holdfast_inspect":
                 self._tell(500, {"error": {"message": "'CPUWorker' object has no attribute 'holdfast_inspect'"}})
+                return
+            if place.path == "/inference/v1/generate" and asked["model"] not in {"policy", *served.adapters}:
+                self._tell(404, {"error": {"message": f"The model `{asked['model']}` does not exist."}})
+                return
+            if place.path == "/v1/load_lora_adapter" and served.has_name(asked["lora_name"]):
+                said = f"The lora adapter '{asked['lora_name']}' has already been loaded."
+                self._tell(400, {"error": {"message": said}})
                 return
             told = served.post(place.path, parse_qs(place.query), asked)
             self._tell(200, served.answer(place.path, told))

@@ -98,7 +98,7 @@ def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, stalen
 def test_the_next_step_is_sampled_while_the_present_one_updates(tmp_path: Path) -> None:
     served = ServedModel(seconds=0.4)
     events = tmp_path / "events.txt"
-    (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(events))).replace("SECONDS", "0.6"))
+    (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(events))).replace("SECONDS", "0.9"))
     with serving(served) as url:
         tree = served_tree([url], str(tmp_path), objective={"kind": "path", "path": "paced.py:paced"}, steps=3)
         tree["rollout"]["max_staleness"] = 1

@@ -27,7 +27,6 @@ from tests.features.vllm.test_served_runs import run
         ({"vocabulary": 80}, "serves another model: its vocabulary has 80 tokens, the policy's 64"),
         ({"tokenizer": "0" * 32}, "has another tokenizer than the policy"),
         ({"template": "0" * 32}, "has another chat template than the policy"),
-        ({"version": "0.31.2"}, r"is vLLM 0.31.2, and 0.32 is what was tested"),
         ({"dtype": "torch.bfloat16"}, r"computes in torch.bfloat16, and the trainer in torch.float32 \(--dtype\)"),
         ({"logprobs": "raw_logprobs"}, "tells raw_logprobs, which are of another temperature"),
         ({"longest": 40}, "has a context of 40 tokens, and data.max_length is 64"),

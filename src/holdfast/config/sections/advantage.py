@@ -114,7 +114,7 @@ class PassAtKAdvantageConfig(_Advantage):
 
     kind: Literal["pass_at_k"] = "pass_at_k"
     k: AtLeastTwo = 4
-    """Completions of which one must be right; below the group size."""
+    """Number of completions of which one must be right; below the group size."""
     threshold: float = 0.5
     """A completion is right if its reward lies above."""
 
@@ -129,7 +129,7 @@ class GAEAdvantageConfig(_Advantage):
 
     kind: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
-    """What a reward is worth a token earlier, as a share."""
+    """Discount of a reward for each token that lies before it."""
     lam: Fraction = 0.95
     """The paper's lambda: 1 compares the return with the value, 0 trusts the value of the next token."""
     whiten: bool = True
@@ -151,7 +151,7 @@ class UserAdvantageConfig(_Advantage):
     """`file.py:function`; takes a holdfast.advantages.user.Groups and returns one number for each completion. It is
     called once a step, on one rank, and once before step 1 with tiny groups; what it keeps to itself is not saved."""
     kwargs: Kwargs = Field(default_factory=dict)
-    """Its arguments besides."""
+    """Further arguments of the function, by name."""
 
     @property
     def smallest_group(self) -> int:

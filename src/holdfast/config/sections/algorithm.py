@@ -31,7 +31,7 @@ class UserObjectiveConfig(Section):
     path: FunctionPath
     """`file.py:function`; the function returns the loss, a holdfast.objectives.base.Objective."""
     kwargs: Kwargs = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the function, by name."""
 
 
 SupervisedObjective = Annotated[NLLConfig | DFTConfig | UserObjectiveConfig, ByKind("nll")]

@@ -15,7 +15,7 @@ class BestConfig(MetricConfig):
     """Keep the best checkpoints by a metric of their own step."""
 
     count: PositiveInt = 1
-    """How many."""
+    """How many of the best checkpoints are kept."""
 
 
 class RetentionConfig(Section):
@@ -24,9 +24,9 @@ class RetentionConfig(Section):
     last: AtLeastTwo = 3
     """Newest checkpoints; at least 2, since the newest may be damaged on its way to the disk."""
     every: PositiveInt | None = None
-    """Steps that are a multiple of this stay for good."""
+    """Checkpoints of steps that are a multiple of this are never deleted."""
     best: list[BestConfig] = Field(default_factory=list)
-    """The best by some metric stay too."""
+    """Keep the checkpoints with the best values of a metric as well."""
 
 
 CheckpointPath = Annotated[str, Field(min_length=1)]
@@ -39,15 +39,17 @@ class ResumeConfig(Section):
     """
 
     add: list[Pattern] = Field(default_factory=list)
-    """In the model, not in the checkpoint: keep their initial values."""
+    """Parameters that the model has and the checkpoint has not; they keep their initial values."""
     drop: list[Pattern] = Field(default_factory=list)
-    """In the checkpoint, not in the model: leave behind."""
+    """Tensors that the checkpoint has and the model has not; they are left out."""
     cast: list[Pattern] = Field(default_factory=list)
-    """Of another dtype: convert."""
+    """Tensors whose dtype differs between checkpoint and model; they are converted."""
     freeze: list[Pattern] = Field(default_factory=list)
-    """Trained then, frozen now, or not in the optimizer any more."""
+    """Parameters that were trained and are frozen now, or that the optimizer no longer updates."""
     unfreeze: list[Pattern] = Field(default_factory=list)
-    """Frozen then, trained now, or new in the optimizer: start without optimizer state."""
+    """Parameters that were frozen and are trained now, or that are new in the optimizer; they start without optimizer
+    state.
+    """
     changed: list[Literal["data", "files", "tokenizer", "model", "objective", "run"]] = Field(default_factory=list)
     """What may have changed besides parameters: rows, the user's Python files and templates, the tokenizer, the model's
     configuration (and the weights a reference policy is loaded from), the loss with all that belongs to it; `run`: what
@@ -75,7 +77,9 @@ class RehearsalConfig(Section):
     """Save, verify and load once before the first step."""
 
     enabled: bool = True
-    """Off: the first save is the first to find out what cannot be saved."""
+    """Save and load a checkpoint before step 1. With `false` the first save is the first to find out what cannot be
+    saved.
+    """
     hours_between_failures: Positive = 50_000.0
     """Mean time between failures of one rank, for the suggested interval (default: 419 interruptions of 16,384 GPUs in
     54 days, The Llama 3 Herd of Models, section 3.3.4)."""
@@ -89,7 +93,7 @@ class CheckpointConfig(Section):
     every_epochs: Positive | None = None
     """Passes over the data between checkpoints."""
     every_minutes: Positive | None = 30.0
-    """Minutes after the checkpoint before; the rehearsal suggests a number. null: not by the clock."""
+    """Minutes between checkpoints; the rehearsal suggests a number. null: no checkpoint is saved by the clock."""
     at_end: bool = True
     """Save when the run ends, so that raising steps continues it."""
     frozen: Literal["save", "skip"] = "save"

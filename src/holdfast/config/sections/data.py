@@ -86,7 +86,9 @@ class TextConfig(Section):
     max_length: PositiveInt = 1024
     """Longest sequence in tokens."""
     overlong: Literal["truncate", "split", "drop", "refuse"] = "truncate"
-    """What happens to a longer row; each case is counted in the metrics. With `packing: wrapped` none is."""
+    """What happens to a row that is longer than `max_length`; each such row is counted in the metrics. With `packing:
+    wrapped` no row is too long.
+    """
     train_on: Literal["all_turns", "last_turn"] = "all_turns"
     """Which assistant turns of a conversation are trained."""
     train_on_prompt: bool = False
@@ -148,11 +150,11 @@ class DataConfig(SourceConfig, TextConfig):
     """Share of rows held out (by a hash of the row index) as the evaluation set `validation`."""
 
     shuffle: bool = True
-    """Another order in every pass; off: the order of the files."""
+    """Read the rows in another random order in every pass; `false` reads them in the order of the files."""
     shuffle_buffer: PositiveInt = 10_000
     """Rows shuffled together when streaming: the stream is shuffled block by block."""
     seed: Seed | None = None
-    """Seed of the order; default: the run's seed."""
+    """Seed of the random order of rows; default: the run's seed."""
 
     batch_size: PositiveInt = 32
     """Rows per optimizer update, over all ranks; all sequences of a row that gives several belong to its update. With
@@ -180,12 +182,6 @@ class DataConfig(SourceConfig, TextConfig):
             for name, field in SourceConfig.model_fields.items():
                 if name not in _ORIGINS and getattr(self, name) != field.get_default(call_default_factory=True):
                     yield name, f"it speaks of one source, but there are several; write {name} inside data.sources"
-        if self.max_length > self.tokens_per_micro_batch:
-            yield (
-                "max_length",
-                f"{self.max_length} does not fit tokens_per_micro_batch={self.tokens_per_micro_batch}; raise "
-                f"tokens_per_micro_batch to at least {self.max_length} or lower max_length",
-            )
         if self.packing == "wrapped":
             yield from self._wrapped()
 

@@ -13,15 +13,15 @@ class MetricConfig(Section):
     """What is better than what."""
 
     metric: str = Field(min_length=1)
-    """As in metrics.jsonl, such as eval/validation/loss."""
+    """Name of the metric in metrics.jsonl, such as eval/validation/loss."""
     mode: Literal["max", "min"]
-    """Whether more of it is better."""
+    """Whether a larger (`max`) or a smaller (`min`) value is better."""
 
 
 class PatienceConfig(MetricConfig):
     """How long a metric may go without an improvement."""
 
     patience: PositiveInt = 3
-    """Measurements in a row without one."""
+    """Number of measurements in a row that may bring no improvement."""
     min_delta: NonNegative = 0.0
     """An improvement is by more than this over the best value so far."""

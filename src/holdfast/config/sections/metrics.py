@@ -56,7 +56,7 @@ class MetricsConfig(Section):
     sinks: list[Tracker] = Field(default_factory=list)
     """Trackers that mirror metrics.jsonl, each in a process of its own."""
     track: list[Tracked] = ["metrics", "configuration", "versions", "completions"]
-    """What trackers are sent; nothing else ever is."""
+    """What is sent to trackers; nothing else is."""
     samples: Literal["jsonl", "parquet"] = "jsonl"
     """Where completions of training steps go: `jsonl` is samples.jsonl, `parquet` a file for each such step under
     samples/, which trackers do not read."""
@@ -99,7 +99,7 @@ class CompletionsConfig(Section):
     max_new_tokens: PositiveInt = 128
     """Tokens after which a completion is cut."""
     temperature: NonNegative = 0.0
-    """0: greedy."""
+    """Divides the logits; 0 takes the most probable token (greedy decoding)."""
 
 
 class EvaluationConfig(Section):
@@ -149,4 +149,4 @@ class PolicyEvaluationConfig(EvaluationConfig):
     success: Positive = 1.0
     """A completion whose reward reaches it counts as solved in pass@k and accuracy."""
     completions: None = None
-    """Belongs to supervised runs; here everything is completed."""
+    """A key of supervised runs. A policy always completes its prompts."""

@@ -86,11 +86,11 @@ class LoRAConfig(Section):
     """Stacks of experts' matrices that get an adapter for each expert, by parameter name, as in
     ["experts.down_proj"]."""
     exclude: list[Pattern] = Field(default_factory=list)
-    """Layers and stacks that get none."""
+    """Layers and stacks of experts that get no adapter."""
     ranks: dict[Pattern, PositiveInt] = Field(default_factory=dict)
     """Pattern to another rank, as in {"q_proj|v_proj": 64}; the first that matches counts."""
     dropout: ProperFraction = 0.0
-    """Of what goes into A, while training."""
+    """Dropout rate of the input of A, in training."""
     quantize: FourBitKind | None = None
     """Keep the frozen linear layers of the blocks in 4 bits (QLoRA, arXiv:2305.14314), in blocks of 64 numbers; needs
     `bitsandbytes`."""

@@ -150,11 +150,13 @@ class ParameterGroupConfig(Section):
     """Parameters with a rate or a decay of their own."""
 
     match: Pattern
-    """Its parameters, by canonical name; of groups that match a parameter, the first one has it."""
+    """Canonical names, or patterns of them, of the group's parameters. A parameter that several groups match belongs to
+    the first of them.
+    """
     lr: Positive | None = None
     """Peak learning rate; default: `optim.lr`. The schedule scales it like the others."""
     weight_decay: NonNegative | None = None
-    """Of those that `no_decay` does not name; default: `optim.weight_decay`."""
+    """Weight decay of the group's parameters that `no_decay` does not name; default: `optim.weight_decay`."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield a group that changes nothing."""
@@ -210,7 +212,7 @@ class AdamWConfig(_Optim):
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decay of the first and the second moment."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
 
 
 class AdamWBF16Config(_Optim):
@@ -220,14 +222,14 @@ class AdamWBF16Config(_Optim):
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decay of the first and the second moment."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
 
 
 class _LowBit(_Optim):
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decay of the first and the second moment."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Number that is added to the root of the second moment."""
     compile: bool = False
     """Compile the update, for less memory and time per step on a GPU. On a CPU the first step then takes minutes."""
 
@@ -288,7 +290,7 @@ class MuonConfig(_Optim):
 
     kind: Literal["muon"] = "muon"
     momentum: ProperFraction = 0.95
-    """Of the average that is orthogonalised."""
+    """Momentum of the average of gradients that is orthogonalised."""
     nesterov: bool = True
     """Look ahead along the momentum."""
     iterations: PositiveInt = 5
@@ -305,7 +307,7 @@ class MuonConfig(_Optim):
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """AdamW's decay of the first and the second moment."""
     eps: Positive = 1e-8
-    """AdamW's, added to the root of the second moment."""
+    """Number that AdamW adds to the root of the second moment."""
 
 
 def _check_class_path(path: str) -> str:

@@ -58,9 +58,14 @@ class ParallelConfig(Section):
     """One plan for the policy and every model built like it."""
 
     replicate: PositiveInt = 1
-    """Copies of the sharded model (HSDP): the number of ranks is replicate x shard."""
+    """Copies of the sharded model (HSDP): the number of ranks is replicate x shard x context."""
     shard: PositiveInt | Literal["auto"] = "auto"
-    """Ranks that share one copy; `auto`: all of them divided by `replicate`."""
+    """Ranks that share one copy, divided by `context`; `auto`: all ranks divided by `replicate` and `context`."""
+    context: PositiveInt = 1
+    """Neighbouring ranks that share every packed row (context parallelism, Ulysses, arXiv:2309.14509): each computes an
+    equal span of its positions, and around attention they exchange spans of all heads for whole rows of some heads. A
+    row may be `context` times as long as `data.tokens_per_micro_batch`. Parameters are sharded over these ranks too.
+    The attention heads must be a multiple of it."""
     units: list[Pattern] = Field(default_factory=list)
     """Modules gathered together, by name; default: each transformer block. Embedding and head stay units of their own
     where they are not tied. A tower that sees stays a unit, and so do its blocks unless a part of it is named."""

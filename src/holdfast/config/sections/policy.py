@@ -121,15 +121,15 @@ class ClipCovConfig(Section):
 
     kind: Literal["clip_cov"] = "clip_cov"
     low: Fraction = 0.2
-    """As in `clip`."""
+    """Lower bound, as in `clip`."""
     high: Positive = 0.2
-    """As in `clip`."""
+    """Lower bound, as in `clip`."""
     share: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Of all tokens, those that are left out; at least one, where there is one to leave out."""
+    """Share of all tokens that are left out; at least one, where there is one to leave out."""
     covariance_low: float = 1.0
     """Tokens of a higher covariance may be left out."""
     covariance_high: float = 5.0
-    """Tokens of a lower one."""
+    """Tokens of a lower covariance may be left out."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield a range without a number."""
@@ -145,7 +145,7 @@ class KLCovConfig(Section):
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Of all tokens, those that pay; at least one."""
+    """Share of all tokens that are penalised; at least one."""
     coefficient: Positive = 1.0
     """Weight of the penalty."""
 
@@ -212,11 +212,11 @@ class EntropyConfig(Section):
     """Entropy in nats per token: below it the weight grows by `step` and acts, above it it shrinks and rests
     (Skywork-OR1, arXiv:2505.22312)."""
     step: Positive = 0.005
-    """What the weight moves by after each update."""
+    """How much the weight changes after each update."""
     lowest: NonNegative = 0.0
-    """The weight never falls below."""
+    """Smallest value of the weight."""
     highest: Positive = 1.0
-    """The weight never rises above."""
+    """Largest value of the weight."""
     top_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of tokens, those of highest entropy, that surrogate and bonus train; the paper's choice is 0.2
     (arXiv:2506.01939). Costs a pass over the batch before the first update."""
@@ -261,11 +261,13 @@ class MaskConfig(Section):
     low: NonNegative = 0.5
     """Smallest ratio of trainer over sampler probability that is trained."""
     high: Positive = 5.0
-    """Largest one. For level: sequence, whose ratios lie near 1, low: 0.99 and high: 1.01 drop as much."""
+    """Largest ratio that is trained. For level: sequence, whose ratios lie near 1, low: 0.99 and high: 1.01 drop as
+    much.
+    """
     level: RatioLevel = "token"
     """`sequence` keeps or drops whole sequences by the geometric mean of their ratios."""
     weighted: bool = True
-    """Weight what stays by its ratio; false: by 1."""
+    """Weight the tokens that stay by their ratio; `false` weights them by 1."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield a range that drops what trainer and sampler agree about."""

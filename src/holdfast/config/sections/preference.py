@@ -28,7 +28,7 @@ class AnyLoss(Section):
 
 class _Loss(AnyLoss):
     needs_reference: ClassVar[bool] = True
-    """Whether it compares with a reference policy."""
+    """Whether the loss compares with a reference policy."""
 
 
 class DPOLossConfig(_Loss):
@@ -49,9 +49,9 @@ class RobustLossConfig(_Loss):
 
     kind: Literal["robust"] = "robust"
     beta: Positive = 0.1
-    """As in `dpo`."""
+    """As in `dpo`: the larger, the nearer the policy stays to the reference."""
     label_smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
-    """That share."""
+    """Assumed share of pairs whose sides are swapped, as in `dpo`."""
 
 
 class IPOLossConfig(_Loss):
@@ -59,7 +59,7 @@ class IPOLossConfig(_Loss):
 
     kind: Literal["ipo"] = "ipo"
     beta: Positive = 0.1
-    """The paper's tau."""
+    """The parameter tau of the paper."""
     lengths: Lengths = "sum"
     """`sum` as in the paper; `mean` as in TRL, whose beta then speaks of a difference per token."""
 
@@ -80,7 +80,7 @@ class APOZeroLossConfig(_Loss):
 
     kind: Literal["apo_zero"] = "apo_zero"
     beta: Positive = 0.1
-    """As in `dpo`."""
+    """As in `dpo`: the larger, the nearer the policy stays to the reference."""
 
 
 class APODownLossConfig(_Loss):
@@ -88,7 +88,7 @@ class APODownLossConfig(_Loss):
 
     kind: Literal["apo_down"] = "apo_down"
     beta: Positive = 0.1
-    """As in `dpo`."""
+    """As in `dpo`: the larger, the nearer the policy stays to the reference."""
 
 
 class SimPOLossConfig(_Loss):
@@ -100,9 +100,9 @@ class SimPOLossConfig(_Loss):
     needs_reference = False
     kind: Literal["simpo"] = "simpo"
     beta: Positive = 2.0
-    """Factor of the difference."""
+    """Factor of the difference between the two sides of a pair."""
     gamma: NonNegative = 1.0
-    """The margin it shall reach; the paper searches gamma / beta between 0 and 1."""
+    """Margin that the difference should reach; the paper searches gamma / beta between 0 and 1."""
 
 
 class ORPOLossConfig(_Loss):
@@ -114,7 +114,7 @@ class ORPOLossConfig(_Loss):
     needs_reference = False
     kind: Literal["orpo"] = "orpo"
     beta: Positive = 0.1
-    """The paper's lambda."""
+    """The parameter lambda of the paper."""
 
 
 class KTOLossConfig(_Loss):
@@ -128,7 +128,7 @@ class KTOLossConfig(_Loss):
     takes_pairs = False
     kind: Literal["kto"] = "kto"
     beta: Positive = 0.1
-    """As in `dpo`."""
+    """As in `dpo`: the larger, the nearer the policy stays to the reference."""
     desirable_weight: Positive = 1.0
     """With n_d desirable answers and n_u others, keep n_d desirable_weight / (n_u undesirable_weight) at 1 or a little
     above."""
@@ -142,9 +142,9 @@ class UserLossConfig(AnyLoss):
     path: FunctionPath
     """`file.py:function`; the function returns the loss, a holdfast.objectives.pairs.PairLoss."""
     kwargs: Kwargs = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the function, by name."""
     needs_reference: bool = True
-    """Whether it compares with a reference policy."""
+    """Whether the loss compares with a reference policy."""
 
 
 BuiltInPairLoss = (

@@ -27,8 +27,9 @@ class _PrecomputedReference(Section):
     memory. A later start finds the file. Not for kto, which compares with answers of
     other rows of a batch."""
     cache: str | None = None
-    """That file; default: `.NAME.reference` beside the run's directory. One that was made of other rows, or by another
-    model or tokenizer, is refused."""
+    """File of the precomputed scores; default: `.NAME.reference` beside the run's directory. A file that was made from
+    other rows, or by another model or tokenizer, is refused.
+    """
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield a file that nothing is kept in."""

@@ -32,7 +32,7 @@ class _RewardSection(Section):
     name: Annotated[str, AfterValidator(_check_name)] | None = None
     """Name in metrics and messages; default: the function's name, or the kind. Two rewards never share one."""
     weight: float = 1.0
-    """Its factor in the sum; 0 records it without training on it."""
+    """Factor of the reward in the sum; 0 records the reward and does not train on it."""
 
     @property
     def label(self) -> str:
@@ -48,7 +48,7 @@ class UserRewardConfig(_RewardSection):
     """`file.py:function`, a relative file looked up beside the YAML, or `package.module:function`; returns a number,
     None or a dict with the key `reward`, `overall` or `score`."""
     kwargs: RewardKwargs = Field(default_factory=dict)
-    """Its own arguments; of a class, those of its constructor."""
+    """Arguments of the function, or of the constructor of a class, by name."""
 
     @property
     def label(self) -> str:
@@ -87,7 +87,7 @@ class FormatConfig(_RewardSection):
 
     kind: Literal["format"] = "format"
     regex: Pattern
-    """The form; a dot matches line ends too."""
+    """Regular expression of the form; a dot matches line ends too."""
     mode: Literal["fullmatch", "search"] = "fullmatch"
     """Whether the whole completion has the form, or some part of it."""
 
@@ -130,7 +130,7 @@ class OverlongConfig(_RewardSection):
     max_length: PositiveInt
     """Tokens from which the punishment is -1."""
     cache: PositiveInt
-    """It starts this many tokens before `max_length`."""
+    """The punishment starts this many tokens before `max_length`."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield a punishment that starts before the first token."""
@@ -143,7 +143,7 @@ class JudgeConfig(_RewardSection):
 
     kind: Literal["judge"] = "judge"
     url: str
-    """Up to and including the version, as in http://localhost:8000/v1."""
+    """Address of the endpoint up to and including the version, as in http://localhost:8000/v1."""
     model: str
     prompt: str
     """Sent as the user's message; {prompt}, {completion} and {column} are replaced, other braces stay."""
@@ -203,7 +203,7 @@ class ModelRewardConfig(_RewardSection):
     path: str
     """A directory or hub name with a model for sequence classification and its tokenizer."""
     output: Count | None = None
-    """Which of its outputs; default: the only one."""
+    """Which output of the model is the reward; default: the only one."""
     sigmoid: bool = False
     """Squash the number to between 0 and 1."""
     max_length: PositiveInt = 2048
@@ -281,13 +281,15 @@ class RewardPoolConfig(Section):
     start_timeout_seconds: Positive = 120.0
     """Longest time for importing the files of all rewards."""
     on_timeout: Annotated[ByReward | DropGroup | DropSample | FixedValue, ByKind("value")] = ByReward()
-    """A reward that took longer than `timeout_seconds`."""
+    """What happens when a reward takes longer than `timeout_seconds`."""
     on_error: FaultPolicy = DropSample()
-    """A reward that raised, returned something else, or killed its process."""
+    """What happens when a reward raises, returns a value of another type, or kills its process."""
     on_nan: FaultPolicy = DropSample()
-    """A reward that is not a finite number."""
+    """What happens when a reward is not a finite number."""
     on_none: FaultPolicy = DropSample()
-    """A completion for which every reward returned None. None beside another reward's number is left out of the sum."""
+    """What happens to a completion for which every reward returned None. Where another reward returned a number, None
+    is left out of the sum.
+    """
     max_unscored_steps: PositiveInt = 3
     """Steps in a row in which not one completion could be scored, before the run stops."""
 

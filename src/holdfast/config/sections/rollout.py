@@ -75,7 +75,7 @@ class EngineConfig(SamplingConfig):
     """What is sampled, and with which engine."""
 
     engine: EngineSection = LocalEngineConfig()
-    """What samples; `vllm`: servers outside of this process."""
+    """What samples completions; `vllm`: servers outside of this process."""
     rows: PositiveInt = 512
     """Most completions decoded together on one rank. Memory and speed only."""
     copy_gib: Positive | None = None
@@ -124,6 +124,12 @@ class RolloutConfig(EngineConfig):
             yield (
                 "renormalise",
                 "top_k, top_p and min_p leave no token out, so there is nothing to renormalise; leave it out",
+            )
+        if self.max_staleness and isinstance(self.engine, VLLMEngineConfig) and self.engine.shares_gpus:
+            yield (
+                "engine.start.share",
+                "servers that share the ranks' GPUs sleep while the policy is updated, and max_staleness: "
+                f"{self.max_staleness} samples then; leave out one of the two",
             )
         if self.max_staleness and not isinstance(self.engine, VLLMEngineConfig | RecordedEngineConfig):
             yield (
@@ -200,9 +206,9 @@ class ReferenceSyncConfig(Section):
     """How a reference follows the policy: it becomes mix * policy + (1 - mix) * reference (arXiv:2404.09656)."""
 
     every_steps: PositiveInt
-    """At the end of every so many steps."""
+    """Steps between two updates of the reference."""
     mix: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Share of the policy; 1 copies it."""
+    """Share of the policy in the updated reference; 1 copies the policy."""
 
 
 class ReferenceConfig(Section):
@@ -213,7 +219,7 @@ class ReferenceConfig(Section):
     `offloaded`: in host memory, gathered unit by unit; `auto`: if the loss needs one, adapter_off where there are
     adapters and nothing else is trained, else sharded, or offloaded where a GPU has no room for its shards."""
     sync: ReferenceSyncConfig | None = None
-    """Let it follow the policy; null: it stays the model at start."""
+    """Let the reference follow the policy; null: it stays the model that the run starts from."""
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield a reference that cannot follow."""

@@ -13,7 +13,7 @@ class EndpointConfig(Section):
     """How a server is asked, whatever for."""
 
     model: str | None = None
-    """Name it is served under; default: the only one there."""
+    """Name that the server gives the model; default: the only model that it serves."""
     api_key_variable: str | None = None
     """Name of the environment variable that holds the key; a key itself never stands in a file."""
     timeout_seconds: Positive = 60.0
@@ -29,10 +29,11 @@ class ServerConfig(EndpointConfig):
 
     kind: Literal["server"] = "server"
     url: str
-    """Up to and including the version, as in http://localhost:8000/v1."""
+    """Address of the endpoint up to and including the version, as in http://localhost:8000/v1."""
     answers: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
-    """How it is asked: `prompt_logprobs` is vLLM's own form, which names every token by its id; `echo` is the older one
-    of /completions (`echo: true, logprobs: 0`), for servers without the first."""
+    """How the server is asked for log-probabilities: `prompt_logprobs` is vLLM's own form, which names every token by
+    its id; `echo` is the older form of /completions (`echo: true, logprobs: 0`), for servers without the first.
+    """
 
     def mistakes(self) -> Iterator[Mistake]:
         """Yield what is wrong with the address or the key."""

@@ -19,15 +19,18 @@ class CriticConfig(Section):
     (Schulman et al., arXiv:1707.06347). It is built, sharded and stored like the policy (`model`, `parallel`)."""
 
     path: str | None = None
-    """What it starts from: files of a language model, whose output layer gives way to a new layer `score`, or of a
-    reward model. Default: those of the policy, without adapters. Its tokenizer must be the policy's."""
+    """Files that the critic starts from: those of a language model, whose output layer is replaced by a new layer
+    `score`, or those of a reward model. Default: those of the policy, without adapters. The tokenizer must be the
+    policy's.
+    """
     freeze: list[Pattern] = Field(default_factory=list)
-    """Parameters that are not trained, as in `model.freeze`."""
+    """Parameters of the critic that are not trained, as in `model.freeze`."""
     optim: OptimConfig = AdamWConfig()
-    """Its optimizer, schedule and gradient clipping, as in `optim`."""
+    """Optimizer, schedule and gradient clipping of the critic, as in `optim`."""
     value_clip: Positive | None = 0.2
-    """A value has no gradient once it moved further than this from where it stood before the first update of the
-    rollout, unless that took it away from the return; null: no bound."""
+    """A value has no gradient once it moved further than this from its number before the first update of the rollout,
+    unless it moved away from the return; null: no bound.
+    """
     warmup_steps: Count = 0
     """Steps at the start in which the critic alone learns, and the policy stands still."""
 

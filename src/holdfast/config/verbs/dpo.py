@@ -86,12 +86,12 @@ class DPOConfig(TrainingConfig):
         if not self.preference.takes_pairs:
             if min([data.batch_size, *data.batch_size_schedule.values()]) < 2:
                 yield "data.batch_size", "kto measures the KL divergence on answers of other rows; use at least 2"
-        elif 2 * data.max_length > data.tokens_per_micro_batch >= data.max_length:
+        elif 2 * data.max_length > data.tokens_per_micro_batch * self.parallel.context >= data.max_length:
             yield (
                 "data.max_length",
                 f"a pair of two sequences of {data.max_length} tokens does not fit tokens_per_micro_batch="
                 f"{data.tokens_per_micro_batch}, and a pair is never split; raise tokens_per_micro_batch to "
-                f"{2 * data.max_length} or lower max_length",
+                f"{-(-2 * data.max_length // self.parallel.context)} or lower max_length",
             )
 
 

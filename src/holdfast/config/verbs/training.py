@@ -93,6 +93,10 @@ class _Root(Section):
             )
 
 
+_SHARES_ROWS = frozenset({"sft", "dpo", "reward", "grpo", "distill"})
+"""Verbs whose ranks may share packed rows."""
+
+
 class TrainingConfig(_Root):
     """What every verb that trains has."""
 
@@ -115,11 +119,33 @@ class TrainingConfig(_Root):
         yield from self._measured_meanwhile()
         yield from self._routers()
         yield from self._compiled_adapters()
+        yield from self._shared_rows()
         if not self.evaluation.sets and self.data.validation_split == 0:
             for name in ("every_steps", "every_epochs", "every_minutes", "completions"):
                 if getattr(self.evaluation, name) is not None:
                     fix = "set evaluation.sets or data.validation_split"
                     yield f"evaluation.{name}", f"there is nothing to evaluate on; {fix}"
+
+    def _shared_rows(self) -> Iterator[Mistake]:
+        """Yield rows that fit no rank or context group, and what ranks cannot share rows with."""
+        data, context = self.data, self.parallel.context
+        room = context * data.tokens_per_micro_batch
+        if data.max_length > room:
+            product = f"parallel.context={context} x " if context > 1 else ""
+            more = -(-data.max_length // data.tokens_per_micro_batch)
+            yield (
+                "data.max_length",
+                f"{data.max_length} does not fit {product}tokens_per_micro_batch={data.tokens_per_micro_batch}; raise "
+                f"tokens_per_micro_batch to at least {-(-data.max_length // context)}, lower max_length, or let more "
+                f"ranks share a row (parallel.context: {more})",
+            )
+        if context == 1:
+            return
+        if self.verb not in _SHARES_ROWS:
+            yield "parallel.context", f"{context}, but {self.verb} does not split rows over ranks yet; leave it out"
+        if data.packing == "none" or self.model.attention in {"sdpa", "eager"}:
+            key = "data.packing: none" if data.packing == "none" else f"model.attention: {self.model.attention}"
+            yield "parallel.context", f"{context} splits packed rows, and {key} packs none; leave one of the two out"
 
     def metrics_of_best(self) -> dict[str, str]:
         """Return the metrics that checkpoints and exports are chosen by, each by the key that names it."""
@@ -240,6 +266,8 @@ class SFTConfig(TrainingConfig):
     def mistakes(self) -> Iterator[Mistake]:
         """Yield noise that a router loss would not see."""
         yield from super().mistakes()
+        if self.neftune_alpha is not None and self.parallel.context > 1:
+            yield "neftune_alpha", f"parallel.context={self.parallel.context} does not take noise yet; leave it out"
         if self.neftune_alpha is not None and self.model.router_loss.kind == "global":
             yield (
                 "neftune_alpha",

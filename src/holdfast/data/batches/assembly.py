@@ -17,6 +17,7 @@ import xxhash
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.candidates import Candidates, Ranks, SequenceInfo
+from holdfast.data.batches.context import split_rows
 from holdfast.data.batches.packing import CommonStart, pack
 from holdfast.data.batches.weights import Share, shares
 from holdfast.types import Batch, Example, MiniBatch
@@ -228,6 +229,8 @@ class Layout:
     """Whether they share it only where that is less work by `saves_work`, or where images belong to it."""
     whole_draws: bool = False
     """Whether all sequences of a draw, as many in each, go through one forward pass together."""
+    context: int = 1
+    """Neighbouring ranks that share every row; see `context.py`."""
     constant_length: int | None = None
     """The constant of that average; default: data.max_length."""
     stand_in: Mapping[str, Any] = field(default_factory=dict)
@@ -249,12 +252,12 @@ def assemble(candidates: Candidates[Example], ranks: Ranks, config: DataConfig, 
         _pack(units, examples, share, layout, stand_in)
         for units, stand_in in zip(packs[ranks.rank], stand_ins, strict=True)
     )
-    forwarded = sum(unit.tokens for of_rank in packs for units in of_rank for unit in units)
+    forwarded = sum(unit.tokens for of_rank in packs for units in of_rank for unit in units) / layout.context
     tokens = sum(sequence.tokens for sequence in sequences)
     capacity = len(packs[0]) * ranks.size * config.tokens_per_micro_batch
     counted = {f"data/{name}": float(number) for name, number in candidates.counts.items()}
     return MiniBatch(
-        micro_batches=micro_batches,
+        micro_batches=split_rows(micro_batches, ranks.rank, layout.context),
         count=sum(sequence_share.count for sequence_share in share),
         samples=len(sequences),
         tokens=tokens,
@@ -274,17 +277,19 @@ def assemble(candidates: Candidates[Example], ranks: Ranks, config: DataConfig, 
 def _plan(
     sequences: Sequence[SequenceInfo], draws: Sequence[int], ranks: int, budget: int, layout: Layout
 ) -> list[list[list[Unit]]]:
-    """Return the units of every micro-batch of every rank."""
+    """Return the units of every micro-batch of every rank; the ranks of a context group have the same."""
+    budget *= layout.context
     units = _units(sequences, draws, budget, layout)
     rows = max((len(unit.members) for unit in units), default=1) if layout.padded else 1
     packs = plan_packs(
         [max(sequences[index].tokens for index in unit.members) if layout.padded else unit.tokens for unit in units],
         budget=budget // rows,
-        ranks=ranks,
+        ranks=ranks // layout.context,
         padded=layout.padded,
         attention_share=layout.attention_share,
     )
-    return [[[units[number] for number in numbers] for numbers in of_rank] for of_rank in packs]
+    groups = [[[units[number] for number in numbers] for numbers in of_group] for of_group in packs]
+    return [of_group for of_group in groups for _ in range(layout.context)]
 
 
 def _units(sequences: Sequence[SequenceInfo], draws: Sequence[int], budget: int, layout: Layout) -> list[Unit]:
@@ -350,6 +355,7 @@ def _pack(
         columns=layout.columns,
         heads=[head for unit in units for head in _heads(unit)],
         stand_in=stand_in,
+        multiple_of=layout.context,
     )
 
 

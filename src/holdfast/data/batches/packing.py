@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ def pack(  # noqa: PLR0913 - sequences, and the rules of a pack
     columns: Mapping[str, Any] | None = None,
     heads: Sequence[CommonStart] | None = None,
     stand_in: Mapping[str, NDArray[Any]] | None = None,
+    multiple_of: int = 1,
 ) -> Batch:
     """Build one micro-batch, in the order given.
 
@@ -52,6 +54,7 @@ def pack(  # noqa: PLR0913 - sequences, and the rules of a pack
         heads: Which neighbours share their first tokens; those are laid down once. Not with `padded`. Model inputs of
             such neighbours are those of their head, and the same.
         stand_in: Model inputs for a batch whose sequences have none, while those of other ranks do.
+        multiple_of: The width of a row is padded to a multiple of it.
 
     Raises:
         ValueError: A sequence cannot be taken apart again as it was, or its first token is trained: nothing predicts
@@ -59,9 +62,10 @@ def pack(  # noqa: PLR0913 - sequences, and the rules of a pack
     """
     _refuse_what_would_change(examples)
     if heads is not None and any(head.members > 1 for head in heads):
-        return _with_stand_in(_pack_branches(examples, shares, heads, pad_token, dtype), stand_in)
+        return _with_stand_in(_pack_branches(examples, shares, heads, pad_token, dtype, multiple_of), stand_in)
     rows = _rows(examples, padded)
     width = max(1, *(sum(lengths) for lengths in rows))
+    width += -width % multiple_of
     filled = _Columns.empty(len(rows), width, pad_token, examples, columns or {})
     index = 0
     for row, row_lengths in enumerate(rows):
@@ -82,12 +86,13 @@ def _with_stand_in(batch: Batch, inputs: Mapping[str, NDArray[Any]] | None) -> B
     return replace(batch, model_inputs={name: _tensor(values) for name, values in inputs.items()})
 
 
-def _pack_branches(
+def _pack_branches(  # noqa: PLR0913, PLR0917 - as `pack`
     examples: Sequence[Example],
     shares: Sequence[Share],
     heads: Sequence[CommonStart],
     pad_token: int,
     dtype: torch.dtype,
+    multiple_of: int,
 ) -> Batch:
     """Lay each head down once, and what its sequences have of their own after it, one after the other."""
     documents, first = [], 0
@@ -96,21 +101,31 @@ def _pack_branches(
         first += head.members
     branch_lengths = [[examples[index].tokens.size - size for index in members] for size, members in documents]
     lengths = tuple(size + sum(branch) for (size, _), branch in zip(documents, branch_lengths, strict=True))
-    filled = _Columns.empty(1, sum(lengths), pad_token, examples, {})
+    padding = -sum(lengths) % multiple_of
+    filled = _Columns.empty(1, sum(lengths) + padding, pad_token, examples, {})
+    filled.position_ids[:, 0, sum(lengths) :] = np.arange(padding)
     start = 0
     for (size, members), length in zip(documents, lengths, strict=True):
         _refuse_other_heads([examples[index] for index in members], size)
-        after = start + size
-        for index in members:
-            end = after + examples[index].tokens.size - size
-            if index == members[0]:
-                filled.put((0, slice(start, end)), index, examples[index], shares[index].weight)
-            else:
-                filled.put_branch(slice(after, end), start, index, examples[index], shares[index])
-            after = end
+        _put_members(filled, start, size, members, examples, shares)
         start += length
     branches = tuple(tuple(branch) if size else () for (size, _), branch in zip(documents, branch_lengths, strict=True))
-    return _batch(filled, examples, shares, dtype, (lengths,), branches)
+    filler = (padding,) if padding else ()  # a document of its own, which is no branch
+    return _batch(filled, examples, shares, dtype, (lengths + filler,), branches + ((),) * len(filler))
+
+
+def _put_members(  # noqa: PLR0913, PLR0917 - one call's own arguments
+    filled: _Columns, start: int, size: int, members: range, examples: Sequence[Example], shares: Sequence[Share]
+) -> None:
+    """Put a head of `size` tokens at `start`, and behind it what each of its members adds."""
+    after = start + size
+    for index in members:
+        end = after + examples[index].tokens.size - size
+        if index == members[0]:
+            filled.put((0, slice(start, end)), index, examples[index], shares[index].weight)
+        else:
+            filled.put_branch(slice(after, end), start, index, examples[index], shares[index])
+        after = end
 
 
 def _refuse_other_heads(members: Sequence[Example], size: int) -> None:
@@ -267,7 +282,7 @@ def split_tokens(batch: Batch, values: Tensor) -> list[Tensor]:
 def places(batch: Batch) -> list[tuple[int, slice | NDArray[np.int64]]]:
     """Return (row, places in it) of every sequence; padding is left out."""
     if any(batch.branches):
-        return [(0, columns) for columns in _branch_places(batch)]
+        return [(0, columns) for columns in islice(_branch_places(batch), len(batch.sample_ids))]
     result: list[tuple[int, slice | NDArray[np.int64]]] = []
     remaining = len(batch.sample_ids)
     for row, lengths in enumerate(batch.lengths):

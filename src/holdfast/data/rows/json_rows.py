@@ -184,15 +184,10 @@ def _lines(path: Path, unit: str) -> Iterator[bytes]:
             yield from opened
             return
         # Closed before the file is: whoever reads a part of the rows leaves generators behind.
-        with closing(_elements_of(opened, path, unit)) as elements:
+        rows = table_rows(opened, path, _TABLES[_kind(path)]) if unit == "row" else array_elements(opened, path)
+        with closing(rows) as elements:
             for element in elements:
                 yield json.dumps(element, ensure_ascii=False).encode() + b"\n"
-
-
-def _elements_of(opened: IO[bytes], path: Path, unit: str) -> Generator[Any]:
-    if unit == "row":
-        return table_rows(opened, path, _TABLES[_kind(path)])
-    return array_elements(opened, path)
 
 
 @contextmanager

@@ -69,10 +69,10 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _DIGITS = "0123456789"
 _ADDITION_SLIPS = (-100, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 100)
 _TRIES = 32
-"""Draws of a wrong answer before one is made by changing a symbol; `1111` sorted wrongly is still `1111`."""
+"""How many wrong answers are drawn before one is made by changing a symbol; `1111` sorted wrongly is still `1111`."""
 
 
-class Draws:
+class KeyedRandom:
     """A generator of uniform integers that depend on a key alone."""
 
     def __init__(self, *key: object) -> None:
@@ -111,7 +111,7 @@ class Question:
 
     prompt: str
     answer: str
-    guess: Callable[[Draws], str]
+    guess: Callable[[KeyedRandom], str]
     """A plausible answer that may be wrong."""
     facts: Mapping[str, Any]
     """Further columns of the row."""
@@ -173,8 +173,8 @@ class SyntheticSource:
         draws = self._draws("question", index)
         return self._question(draws, draws.between(self._config.min_length, self._config.max_length))
 
-    def _draws(self, purpose: str, index: int) -> Draws:
-        return Draws(self._config.task, self._config.seed, purpose, index)
+    def _draws(self, purpose: str, index: int) -> KeyedRandom:
+        return KeyedRandom(self._config.task, self._config.seed, purpose, index)
 
 
 def check_answer(row: Mapping[str, Any], completion: str) -> bool:
@@ -187,7 +187,7 @@ def check_answer(row: Mapping[str, Any], completion: str) -> bool:
     return sorted(map(abs, terms)) == sorted(row["numbers"]) and sum(terms) == row["target"]
 
 
-def wrong_answer(question: Question, draws: Draws) -> str:
+def wrong_answer(question: Question, draws: KeyedRandom) -> str:
     """Return an answer that `check_answer` refuses."""
     row = {"answer": question.answer, **question.facts}
     for _ in range(_TRIES):
@@ -199,31 +199,31 @@ def wrong_answer(question: Question, draws: Draws) -> str:
     return symbols[(symbols.find(first) + 1) % len(symbols)] + question.answer[1:]
 
 
-def _sort(draws: Draws, length: int) -> Question:
+def _sort(draws: KeyedRandom, length: int) -> Question:
     digits = "".join(draws.choice(_DIGITS) for _ in range(length))
     answer = "".join(sorted(digits))
     return Question(f"sort {digits}=", answer, lambda guess: "".join(guess.shuffled(answer)), {"digits": digits})
 
 
-def _reverse(draws: Draws, length: int) -> Question:
+def _reverse(draws: KeyedRandom, length: int) -> Question:
     letters = "".join(draws.choice(_LETTERS) for _ in range(length))
     answer = letters[::-1]
     return Question(f"reverse {letters}=", answer, lambda guess: "".join(guess.shuffled(answer)), {"letters": letters})
 
 
-def _add(draws: Draws, length: int) -> Question:
+def _add(draws: KeyedRandom, length: int) -> Question:
     """Two numbers of `length` digits; the sum has one digit more, with leading zeros."""
     first, second = draws.below(10**length), draws.below(10**length)
     total = first + second
 
-    def slip(guess: Draws) -> str:
+    def slip(guess: KeyedRandom) -> str:
         return f"{(total + guess.choice(_ADDITION_SLIPS)) % 10 ** (length + 1):0{length + 1}d}"
 
     prompt = f"{first:0{length}d}+{second:0{length}d}="
     return Question(prompt, f"{total:0{length + 1}d}", slip, {"terms": [first, second]})
 
 
-def _countdown(draws: Draws, length: int) -> Question:
+def _countdown(draws: KeyedRandom, length: int) -> Question:
     """Reach a target that is not negative with each number once, by + and -."""
     numbers = [draws.between(1, 9) for _ in range(length)]
     answer, target = _expression(draws, numbers)
@@ -234,7 +234,7 @@ def _countdown(draws: Draws, length: int) -> Question:
     return Question(prompt, answer, lambda guess: _expression(guess, numbers)[0], facts)
 
 
-def _expression(draws: Draws, numbers: Sequence[int]) -> tuple[str, int]:
+def _expression(draws: KeyedRandom, numbers: Sequence[int]) -> tuple[str, int]:
     """Return the numbers in a random order joined by random signs, and its value."""
     first, *rest = draws.shuffled(numbers)
     text, value = str(first), first
@@ -245,12 +245,12 @@ def _expression(draws: Draws, numbers: Sequence[int]) -> tuple[str, int]:
     return text, value
 
 
-def _shapes(draws: Draws, length: int) -> Question:
+def _shapes(draws: KeyedRandom, length: int) -> Question:
     """Say what a picture shows, from left to right."""
     colours, shapes = list(COLOURS), list(SHAPES)
     figures = [(draws.choice(colours), draws.choice(shapes)) for _ in range(length)]
 
-    def mistaken(guess: Draws) -> str:
+    def mistaken(guess: KeyedRandom) -> str:
         wrong = guess.below(length)
         mistaken_figures = [
             pair if index != wrong else (guess.choice(colours), pair[1]) for index, pair in enumerate(figures)
@@ -265,7 +265,7 @@ def _description(figures: Sequence[tuple[str, str]]) -> str:
     return ", ".join(" ".join(pair) for pair in figures)
 
 
-_TASKS: Mapping[str, Callable[[Draws, int], Question]] = {
+_TASKS: Mapping[str, Callable[[KeyedRandom, int], Question]] = {
     "sort": _sort,
     "reverse": _reverse,
     "add": _add,

@@ -176,13 +176,10 @@ def _no_ray(address: str | None, reason: str) -> ConfigError:
     )
 
 
-def _bundle(options: RayOptions, launch: LaunchConfig) -> dict[str, float]:
-    bundle = {"CPU": float(launch.threads_per_rank)}
-    return bundle | ({"GPU": float(options.gpus_per_rank)} if options.gpus_per_rank else {})
-
-
 def _placed(ray: Any, options: RayOptions, launch: LaunchConfig) -> Any:
-    bundle, total = _bundle(options, launch), ray.cluster_resources()
+    total, bundle = ray.cluster_resources(), {"CPU": float(launch.threads_per_rank)}
+    if options.gpus_per_rank:
+        bundle["GPU"] = float(options.gpus_per_rank)
     for name, needed in bundle.items():
         if total.get(name, 0) < needed * options.ranks:
             raise ConfigError(

@@ -157,6 +157,7 @@ def apart(logprobs: Tensor, engine_logprobs: np.ndarray) -> Tensor:
 def fits_without(sharded: ShardedModel, groups: Sequence[Group], logprobs_of: CauseTried) -> list[Fit]:
     """Return how near trainer and engine are without the tokens that a cause would spoil, where it would spoil some."""
     cause = "as it was"
+    tokenizer: Any = sharded.origin.tokenizer
     differences = torch.cat(differences_of(sharded, groups, {cause: logprobs_of})[cause])
     ends, cut_otherwise = [], []
     for size, trajectory in _chosen(groups):
@@ -164,7 +165,9 @@ def fits_without(sharded: ShardedModel, groups: Sequence[Group], logprobs_of: Ca
         end = np.zeros(len(sampled), np.bool_)
         end[-1] = trajectory.finish is Finish.STOP
         ends.append(end)
-        cut_otherwise.append(np.full(len(sampled), _encoded_again(sharded.origin.tokenizer, sampled) != sampled))
+        text = tokenizer.decode(sampled, skip_special_tokens=False)
+        encoded = list(tokenizer.encode(text, add_special_tokens=False))
+        cut_otherwise.append(np.full(len(sampled), encoded != sampled))
     spoilt = {
         "stop tokens: all but the tokens that end completions agree": torch.from_numpy(np.concatenate(ends)),
         "re-encoding: all completions agree whose text is cut into the same tokens again": torch.from_numpy(
@@ -172,11 +175,6 @@ def fits_without(sharded: ShardedModel, groups: Sequence[Group], logprobs_of: Ca
         ),
     }
     return fits_on_the_rest(differences, spoilt)
-
-
-def _encoded_again(tokenizer: Any, tokens: list[int]) -> list[int]:
-    text = tokenizer.decode(tokens, skip_special_tokens=False)
-    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def fits_on_the_rest(differences: Tensor, spoilt: Mapping[str, Tensor]) -> list[Fit]:

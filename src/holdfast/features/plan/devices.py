@@ -29,7 +29,7 @@ class Device:
 
     @property
     def flops(self) -> float:
-        """Products in bfloat16, dense."""
+        """Floating-point operations per second of dense products in bfloat16."""
         return PEAK_FLOPS[self.name.upper()]
 
     def wire(self, ranks: int) -> float:

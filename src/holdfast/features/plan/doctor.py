@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import is_first_rank, machine_facts, resolve_ranks, under_torchrun, world_size
 
 if TYPE_CHECKING:
-    from holdfast.features.plan.findings import Check, Finding
+    from holdfast.features.plan.checks.findings import Check, Finding
 
 
 def doctor(
@@ -31,7 +31,7 @@ def doctor(
     Raises:
         ConfigError: `only` names a check that there is not.
     """
-    from holdfast.features.plan.findings import RANKS, Grade, findings_of
+    from holdfast.features.plan.checks.findings import RANKS, Grade, findings_of
 
     counts: Counter[Grade] = Counter()
     findings: list[Finding] = []
@@ -61,10 +61,10 @@ def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:
 
 def _checks(path: Path | None, overrides: Sequence[str], *, runs_code: bool) -> Iterator[Check]:
     from holdfast.cli.commands.data.survey import survey_of
-    from holdfast.features.plan.findings import Check, fail, ok, unknown
-    from holdfast.features.plan.inputs import CheckedRun, checks_of_run
-    from holdfast.features.plan.machine import checks_of_machine
-    from holdfast.features.plan.measured import plan_verdict
+    from holdfast.features.plan.checks.findings import Check, fail, ok, unknown
+    from holdfast.features.plan.checks.inputs import CheckedRun, checks_of_run
+    from holdfast.features.plan.checks.machine import checks_of_machine
+    from holdfast.features.plan.checks.measured import plan_verdict
     from holdfast.features.plan.planning import NoPlan, options_here, planned_apart
     from holdfast.launch.start import check_paths
 

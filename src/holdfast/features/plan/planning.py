@@ -51,7 +51,7 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
     if as_json:
         print(json.dumps(planned, indent=2), flush=True)
     else:
-        from holdfast.features.plan.measured import measured_lines
+        from holdfast.features.plan.checks.measured import measured_lines
         from holdfast.features.plan.table import table
 
         print("\n".join([*table(planned), *measured_lines(planned, directory)]), flush=True)
@@ -81,7 +81,7 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
         output = Path(folder) / "plan.json"
         message_text = json.dumps({**request, "output": str(output)})
         done = subprocess.run(
-            [sys.executable, "-m", "holdfast.features.plan.process"],
+            [sys.executable, "-m", "holdfast.features.plan.execution.process"],
             input=message_text,
             capture_output=True,
             text=True,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
+from holdfast.features.plan.counting.memory import Peak
 from holdfast.features.plan.devices import GIB, Device
-from holdfast.features.plan.kinds import KINDS, ORDER, PHASES, RESUME
-from holdfast.features.plan.memory import Peak
 from holdfast.parallel.plan import ShardPlan
 
 PLAN_FORMAT = 1
@@ -103,6 +103,7 @@ def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict
     kind = execution.spec.device
     total = max((peak.total for peak in phases.values()), default=0)
     spare = allowance(total, execution.spec.ranks) if kind == "cuda" else 0
+    host_rows = rows_of(execution.steady, "cpu") | _resume_row(execution, "cpu")
     return {
         "format": PLAN_FORMAT,
         "executed": execution.executed,
@@ -111,12 +112,15 @@ def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict
         "device": None if device is None else device.name,
         "memory_bytes": memory,
         "parameters": execution.parameters,
-        "units": _units(execution),
+        "units": [
+            {"name": unit.name, "bytes": unit.bytes_, "bytes_per_rank": -(-unit.bytes_ // execution.plan.shard)}
+            for unit in execution.plan.units
+        ],
         "micro_batches": execution.micro_batches,
         "tokens_per_micro_batch": execution.tokens,
         "phases": {row: _plain(peak) for row, peak in phases.items()},
         "clock_phases": clock_phases(execution),
-        "host": {row: _plain(peak) for row, peak in _host_rows(execution).items()} if kind != "cpu" else {},
+        "host": {} if kind == "cpu" else {row: _plain(peak) for row, peak in host_rows.items()},
         "peak_bytes": total,
         "allowance_bytes": spare,
         "fits": total + spare <= memory and not execution.uncounted,
@@ -124,7 +128,10 @@ def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict
         "checkpoint_bytes": execution.checkpoint_bytes,
         "export_bytes": execution.export_bytes,
         "flops": _summed(execution.flops),
-        "messages": _messages(execution),
+        "messages": [
+            {"phase": phase, "kind": name, "count": count, "bytes": sent}
+            for (phase, name), (count, sent) in sorted(execution.messages.items())
+        ],
         "host_values": [vars(value) for value in execution.host_values],
         "bounds_seconds": {} if device is None else bounds(execution, device),
         "notes": execution.notes,
@@ -139,28 +146,10 @@ def phases_of(execution: Execution) -> dict[str, Peak]:
     return phases | _resume_row(execution, kind)
 
 
-def _host_rows(execution: Execution) -> dict[str, Peak]:
-    return rows_of(execution.steady, "cpu") | _resume_row(execution, "cpu")
-
-
 def _resume_row(execution: Execution, device: str) -> dict[str, Peak]:
     """Return the largest peak of a resume on a type of device, as a row."""
     peaks = [peak for (_, peak_device), peak in execution.resumed.items() if peak_device == device]
     return {RESUME: max(peaks, key=lambda peak: peak.total)} if peaks else {}
-
-
-def _units(execution: Execution) -> list[dict[str, Any]]:
-    return [
-        {"name": unit.name, "bytes": unit.bytes_, "bytes_per_rank": -(-unit.bytes_ // execution.plan.shard)}
-        for unit in execution.plan.units
-    ]
-
-
-def _messages(execution: Execution) -> list[dict[str, Any]]:
-    return [
-        {"phase": phase, "kind": name, "count": count, "bytes": sent}
-        for (phase, name), (count, sent) in sorted(execution.messages.items())
-    ]
 
 
 def clock_phases(execution: Execution) -> dict[str, int]:

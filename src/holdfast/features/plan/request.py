@@ -26,13 +26,12 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig
+from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
+from holdfast.features.plan.counting.memory import Peak
 from holdfast.features.plan.devices import Device, device_named
-from holdfast.features.plan.execute import execute, import_first
-from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
-from holdfast.features.plan.memory import Peak
-from holdfast.features.plan.origin import without_files
-from holdfast.features.plan.records import Execution, RankSpec, plain_plan
-from holdfast.features.plan.saved import (
+from holdfast.features.plan.execution.execute import execute, import_first
+from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.saved import (
     checkpoint_bytes,
     export_bytes,
     host_random_state,
@@ -40,6 +39,7 @@ from holdfast.features.plan.saved import (
     saved_weights,
     small_bytes,
 )
+from holdfast.features.plan.records import Execution, RankSpec, plain_plan
 from holdfast.models.check.shrink import layers_in
 from holdfast.models.setup.model import Blueprint, blueprint, set_storage, storage_of
 from holdfast.parallel.plan import ShardPlan
@@ -121,7 +121,7 @@ Change = Callable[[TrainingConfig, RankSpec], tuple[str, Any] | None]
 
 
 def _fewer_tokens(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
-    least = config.data.max_length * (2 if isinstance(config, DPOConfig) else 1)
+    least = -(-config.data.max_length * (2 if isinstance(config, DPOConfig) else 1) // config.parallel.context)
     if config.data.tokens_per_micro_batch <= least:
         return None
     return str(least), _with(config, "data", tokens_per_micro_batch=least)
@@ -240,7 +240,7 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
     head = 8 * vocabulary * width if plan.trainable == plan.parameters else 2 * vocabulary * width
     return {
         PARAMETERS: plan.shard_bytes,
-        GATHERED: computed * sum(units[:3]) if plan.sharded and plan.shard > 1 else 0,
+        GATHERED: computed * sum(units if plan.copied else units[:3]) if plan.copied or plan.shard > 1 else 0,
         GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
         OPTIMIZER: 0 if plan.cpu_offload else states // plan.shard,
         ACTIVATIONS: int(activations * tokens * width),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
 from holdfast.features.plan.devices import GIB
-from holdfast.features.plan.kinds import KINDS, ORDER, PHASES, RESUME
 from holdfast.files import size_words
 
 _SHORT = {
@@ -29,7 +30,8 @@ def table(plan: Mapping[str, Any]) -> list[str]:
     how = "executed on devices that compute nothing"
     if not plan["executed"]:
         how = "BY FORMULAS: nothing could be executed here, see the notes"
-    waits = _counted(f"{value['phase']}: {value['reason']}" for value in plan["host_values"])
+    counts = Counter(f"{value['phase']}: {value['reason']}" for value in plan["host_values"])
+    waits = [wait if count == 1 else f"{wait} ({count} times)" for wait, count in counts.items()]
     return [
         f"plan of rank {plan['rank']} of {plan['ranks']} on {plan['device'] or 'cpu'}, {plan['parameters']:,} "
         f"parameters in {len(plan['units'])} units, {_several(plan['micro_batches'], 'micro-batch')} of up to "
@@ -37,7 +39,11 @@ def table(plan: Mapping[str, Any]) -> list[str]:
         how,
         "",
         *_memory_lines(plan),
-        *_host_lines(plan),
+        *(
+            f"on the host, {_title(row)}: {phase['total'] / GIB:.2f} GiB"
+            for row, phase in plan["host"].items()
+            if phase["total"] >= 2**26
+        ),
         "",
         *_work_lines(plan),
         "",
@@ -88,20 +94,8 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _host_lines(plan: Mapping[str, Any]) -> list[str]:
-    peaks = [(row, phase) for row, phase in plan["host"].items() if phase["total"] >= 2**26]
-    return [f"on the host, {_title(row)}: {phase['total'] / GIB:.2f} GiB" for row, phase in peaks]
-
-
 def _title(row: str) -> str:
     return "load + step, resumed" if row == RESUME else row
-
-
-def _counted(notes: Iterable[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    for note in notes:
-        counts[note] = counts.get(note, 0) + 1
-    return [note if count == 1 else f"{note} ({count} times)" for note, count in counts.items()]
 
 
 def _several(count: int, thing: str) -> str:

@@ -67,6 +67,10 @@ def _chart(name: str, names: Sequence[str], verb: str) -> dict[str, Any]:
 def _run(run: RunRecord) -> dict[str, Any]:
     axes: dict[tuple[int, ...], int] = {}
     curves = run.curves
+    marks: dict[str, list[list[Any]]] = {}
+    for kind in ENTRY_KINDS:
+        of_kind = [[mark.step, mark.text] for mark in run.marks if mark.kind == kind]
+        marks[kind] = of_kind[:: -(-len(of_kind) // MOST_MARKS) or 1]
     return {
         "name": run.name,
         "curves": {escaped(name): _column(column, axes) for name, column in curves.columns.items()},
@@ -77,7 +81,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         },
         "steps": [_axis(axis) for axis in axes],
         "rewinds": [[rewind.to, rewind.last] for rewind in curves.rewinds],
-        "marks": {kind: _marks(run, kind) for kind in ENTRY_KINDS},
+        "marks": marks,
         "phases": _phases(run),
         "samples": samples_data(run.samples.items),
     }
@@ -96,12 +100,6 @@ def _axis(steps: tuple[int, ...]) -> dict[str, Any]:
     if added and set(added) == {1}:
         return {"from": steps[0], "count": len(steps)}
     return {"from": steps[0] if steps else 0, "added": added, "count": len(steps)}
-
-
-def _marks(run: RunRecord, kind: str) -> list[list[Any]]:
-    marks = [mark for mark in run.marks if mark.kind == kind]
-    stride = -(-len(marks) // MOST_MARKS) or 1
-    return [[mark.step, mark.text] for mark in marks[::stride]]
 
 
 def _phases(run: RunRecord) -> dict[str, Any]:

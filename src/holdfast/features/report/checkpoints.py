@@ -41,7 +41,11 @@ def checkpoint_lines(
         events: Of its events.jsonl.
         storage: checkpoint.storage; None for the run's own directory.
     """
-    saves = {event["saved"]: event for event in events if _is_save(event)}
+    saves = {
+        event["saved"]: event
+        for event in events
+        if event.get("event") == "checkpoint" and isinstance(event.get("saved"), int)
+    }
     folder = Path((storage or str(directory / CHECKPOINTS)).removeprefix("file://"))
     remote = storage is not None and "://" in storage and not storage.startswith("file://")
     manifests = {} if remote else _manifests(folder)
@@ -52,10 +56,6 @@ def checkpoint_lines(
         else ""
     )
     return lines, note
-
-
-def _is_save(event: Mapping[str, Any]) -> bool:
-    return event.get("event") == "checkpoint" and isinstance(event.get("saved"), int)
 
 
 def _manifests(folder: Path) -> dict[int, Mapping[str, Any]]:

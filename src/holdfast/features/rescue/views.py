@@ -34,8 +34,8 @@ def checked(path: Path, level: ForeignLevel, base: Path | None = None) -> Foreig
     Raises:
         UnreadableForeign: The path holds no checkpoint that is known.
     """
-    from holdfast.features.rescue.reading.adapters import compare_with_base
     from holdfast.features.rescue.reading.examine import examine
+    from holdfast.features.rescue.reading.merged_adapters import compare_with_base
     from holdfast.features.rescue.reading.recognise import open_foreign
 
     checkpoint = open_foreign(path)

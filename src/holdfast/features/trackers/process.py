@@ -66,7 +66,7 @@ class RunEnd:
         self.ended.set()
 
 
-class Pump:
+class TrackerFeed:
     """Moves what is new from the run's files into the tracker."""
 
     def __init__(self, directory: Path, backend: Backend, cursor: Path, tracked: set[str]) -> None:
@@ -160,16 +160,16 @@ def follow(directory: Path, label: str, base: Path, run: RunEnd, beat: Callable[
         if run.ended.is_set() and is_complete(directory, cursor):
             return
         backend, tracked = open_backend(directory, label, base)
-        pump = Pump(directory, backend, cursor, tracked)
+        feed = TrackerFeed(directory, backend, cursor, tracked)
         while True:
             beat()
             ended = run.ended.is_set()  # before the look: what the run wrote before its end is sent
-            moved = pump.move(to_the_end=ended)
+            moved = feed.move(to_the_end=ended)
             if ended and not moved:
                 break
             if not moved:
                 run.ended.wait(patience.current.tracker_read_seconds)
-        pump.close(run.status)
+        feed.close(run.status)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -175,11 +175,11 @@ class VLLMFlight:
         prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
         while not self._given_up.is_set():
             server = self._fleet.take(avoided)
-            self._asked[server.url] = server
+            self._asked[server.url], adapter = server, self._fleet.adapter
             try:
-                reply = server.complete(item.name, prompt, sampling)
+                reply = server.complete(item.name, prompt, sampling, adapter)
                 if self._given_up.is_set() or reply.finish is not Finish.ABORT:
-                    return self._sampled(item, reply)
+                    return self._sampled(item, reply, adapter)
                 raise EndpointUnwell("ended a completion that nobody had given up")  # noqa: TRY301
             except EndpointUnwell as error:
                 tries += 1
@@ -196,6 +196,9 @@ class VLLMFlight:
                         "from the last checkpoint."
                     ) from error
             except EndpointRefuses as error:
+                if adapter and not server.has_adapter(adapter):
+                    self._fleet.bury(server, f"has no adapter {adapter}: it was started again")
+                    continue
                 raise RunStopped(f"The server at {server.url} {error}.") from error
             finally:
                 self._fleet.release(server)
@@ -220,9 +223,9 @@ class VLLMFlight:
         else:
             self._given_up.wait(pause_seconds(tries))
 
-    def _sampled(self, item: _PendingCompletion, reply: Reply) -> Sampled:
+    def _sampled(self, item: _PendingCompletion, reply: Reply, adapter: str) -> Sampled:
         tokens, logprobs, finish = reply.tokens, reply.logprobs, reply.finish
-        versions = [(start, self._fleet.version(label, self.oldest)) for start, label in reply.spans]
+        versions = self._fleet.versions(reply, adapter, self.oldest)
         stops = self._stops.with_texts(self._sampling.stop)
         end = stops.end(tokens.tolist(), 0)
         if end is not None:  # a text that ends a completion is looked for here
@@ -262,8 +265,15 @@ class VLLMEngine:
 
     def expect(self, label: str, version: int) -> None:
         """Take samples from weights called `label`, which are of `version`."""
-        on_their_way = [flight.oldest for flight in self._flights if not flight.is_done]
-        self._fleet.expect(label, version, min([*on_their_way, self._fleet.newest + 1]))
+        self._fleet.expect(label, version, min(self.oldest_in_use, self._fleet.newest + 1))
+
+    @property
+    def oldest_in_use(self) -> int:
+        """The order of the oldest push that completions on their way from this rank may be of; the next one's if none.
+
+        Pushes are counted from 1 on all ranks alike.
+        """
+        return min((flight.oldest for flight in self._flights if not flight.is_done), default=self._fleet.newest + 1)
 
     def follow(self, pushed: Sequence[str]) -> None:
         """Sample from these servers from now on."""

@@ -148,6 +148,11 @@ def digest(tensor: torch.Tensor) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
+def file_digest(file: Path) -> str:
+    """Return the hash of a file's bytes."""
+    return str(xxhash.xxh3_128_hexdigest(file.read_bytes()))
+
+
 def has_experts(model: torch.nn.Module) -> bool:
     """Return whether a model as vLLM holds it is a mixture of experts."""
     return any("moe" in type(module).__name__.lower() for module in model.modules())
@@ -195,6 +200,7 @@ def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float |
                 start = sum(sizes[: leaves.index(leaf)])
                 rows = slice(start, start + sent.shape[0])
                 break
+    module = getattr(module, "base_layer", module)  # adapters wrap layers
     if module is None:
         return None
     sent = sent.float()
@@ -249,6 +255,11 @@ class Extension:
         with safe_open(file, framework="pt") as bucket:
             return {name: difference(model, name, bucket.get_tensor(name)) for name in bucket.keys()}  # noqa: SIM118
 
+    def holdfast_digests(self, directory: str, names: list[str]) -> dict[str, str]:
+        """Return the hashes of the files in a directory that this worker sees."""
+        files = {name: Path(directory) / name for name in names}
+        return {name: file_digest(file) for name, file in files.items() if file.is_file()}
+
     def holdfast_lease(self, holder: dict[str, Any], seconds: float, replaces: str | None = None) -> dict[str, Any]:
         """Let one run push to this server; return who may."""
         return _LEASE.ask(holder, seconds, replaces, time.monotonic())
@@ -270,6 +281,7 @@ class Extension:
             "device": str(config.device_config.device_type),
             "experts": has_experts(worker.model_runner.get_model()),
             "workers": int(config.parallel_config.world_size),
+            "adapter_rank": int(config.lora_config.max_lora_rank) if config.lora_config else None,
             "version": str(vllm.__version__),
             "tokenizer": tokenizer_digest(config.model_config.tokenizer),
             "template": template_digest(config.model_config.tokenizer),

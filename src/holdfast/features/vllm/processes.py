@@ -23,10 +23,12 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 import holdfast.patience
-from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.config.sections.engine import StartConfig, VLLMEngineConfig
 from holdfast.errors import ConfigError
+from holdfast.features.vllm.lora import AdapterLimits
 from holdfast.files import read_end
 from holdfast.launch.processes import Guard, end, tied_to_this_thread
+from holdfast.text.escaping import escaped
 
 _MARK = "HOLDFAST_SERVERS"
 _EXTENSION = "holdfast_vllm_extension"
@@ -39,6 +41,8 @@ _TERM_SECONDS = 10.0
 _KILL_SECONDS = 5.0
 _CONNECT_SECONDS = 2.0
 _BATCHED_TOKENS = 16384
+_REFUSAL = ".py: error: "
+"""What argparse writes between the name of a program and what it refuses."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +61,22 @@ class ServerSpec:
     """For logs, and the file that vLLM's workers import."""
     extension: str = f"{_EXTENSION}.Extension"
     """The class that they mix into themselves."""
+    adapters: AdapterLimits | None = None
+    """None where no adapters are pushed."""
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """CUDA_VISIBLE_DEVICES of each server, by address; empty on the CPU."""
 
 
 def command_of(served: ServerSpec, url: str) -> list[str]:
     """Return the command of a server at an address; no secret stands in it."""
-    address = urlsplit(url)
+    address, start = urlsplit(url), served.section.start or StartConfig()
     flags: dict[str, str] = {
         "--model": str(served.model),
         "--served-model-name": served.name,
         "--host": address.hostname or "127.0.0.1",
         "--port": str(address.port),
         "--dtype": served.dtype,
-        "--max-model-len": str(served.longest),
+        "--max-model-len": str(start.max_model_len or served.longest),
         # Weights come by a push before anything is sampled; a push that were missed would show at once.
         "--load-format": "dummy",
         "--generation-config": "vllm",
@@ -79,16 +87,45 @@ def command_of(served: ServerSpec, url: str) -> list[str]:
         "--hf-overrides": json.dumps({"tie_word_embeddings": False}),
     }
     switches = ["--enable-scale-out"]
+    if served.adapters is not None:
+        switches.append("--enable-lora")
+        flags |= served.adapters.flags()
     if served.on_cpu:
         # A seed of its own for each request kills vLLM 0.32 on a CPU where a prompt is computed in chunks.
         switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        flags["--max-num-batched-tokens"] = str(max(_BATCHED_TOKENS, served.longest))
+        flags["--max-num-batched-tokens"] = str(max(_BATCHED_TOKENS, start.max_model_len or served.longest))
+    own_flags, own_switches = _of_start(start)
+    flags |= own_flags
+    switches += own_switches
     arguments = [argument for pair in flags.items() for argument in pair]
     return [served.section.python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *switches]
 
 
-def environment_of(served: ServerSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a server: ours without what describes a rank, and with the key where there is one."""
+def _of_start(start: StartConfig) -> tuple[dict[str, str], list[str]]:
+    """Return the flags with a value and those without that a section asks for."""
+    flags, switches = dict[str, str](), list[str]()
+    if start.tensor_parallel_size > 1:
+        flags["--tensor-parallel-size"] = str(start.tensor_parallel_size)
+    if start.gpu_memory_utilization is not None:
+        flags["--gpu-memory-utilization"] = str(start.gpu_memory_utilization)
+    if start.share:
+        switches.append("--enable-sleep-mode")
+    for name, value in start.flags().items():
+        if isinstance(value, bool):
+            switches.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags[f"--{name}"] = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return flags, switches
+
+
+def environment_of(served: ServerSpec, environ: Mapping[str, str], url: str = "") -> dict[str, str]:
+    """Return the environment of a server: ours without what describes a rank, and with the key where there is one.
+
+    Args:
+        served: What is served.
+        environ: Ours.
+        url: The server's address, which decides its GPUs.
+    """
     inherited = {name: value for name, value in environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
     variables = {
         "PYTHONPATH": str(served.folder),
@@ -97,9 +134,13 @@ def environment_of(served: ServerSpec, environ: Mapping[str, str]) -> dict[str, 
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if served.adapters is not None:
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if served.on_cpu:
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1")}
         variables |= {"VLLM_CPU_KVCACHE_SPACE": environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+    if served.visible.get(url):
+        variables["CUDA_VISIBLE_DEVICES"] = served.visible[url]
     key = served.section.api_key_variable
     if key is not None:
         variables["VLLM_API_KEY"] = environ.get(key, "")
@@ -163,7 +204,7 @@ class Servers:
 
     def _start(self, url: str, log: Path) -> subprocess.Popen[bytes]:
         command = command_of(self.served, url)
-        environment = environment_of(self.served, self.environ) | {_MARK: self._mark}
+        environment = environment_of(self.served, self.environ, url) | {_MARK: self._mark}
         try:
             with log.open("ab") as file:
                 process = subprocess.Popen(
@@ -191,8 +232,15 @@ class Servers:
             while (code := server.process.poll()) is not None or not answers(server.url):
                 if code is not None or time.monotonic() > deadline:
                     reason = "did not answer in time" if code is None else f"ended with exit code {code}"
+                    if refusal := _refused_flags(server.log):
+                        raise ConfigError(
+                            f"rollout.engine.start.arguments: the server for {server.url} does not take its command "
+                            f"line. vLLM says: {refusal}"
+                        )
+                    hint = " Where vLLM has no LoRA for this model, set rollout.engine.push: weights."
                     raise ConfigError(
-                        f"rollout.engine: the server for {server.url} {reason}. The end of its log:\n{tail(server.log)}"
+                        f"rollout.engine: the server for {server.url} {reason}."
+                        f"{hint if self.served.adapters is not None else ''} The end of its log:\n{tail(server.log)}"
                     )
                 time.sleep(patience.server_look_seconds)
 
@@ -222,6 +270,12 @@ class Servers:
         leaders = [server.process.pid for server in self._servers]
         end(f"{_MARK}={self._mark}", leaders, _TERM_SECONDS, _KILL_SECONDS, lambda: _reap(self._servers))
         self._guard.__exit__(None, None, None)
+
+
+def _refused_flags(log: Path) -> str:
+    """Return what vLLM's reader of the command line refuses, in its words; "" if it refused nothing."""
+    lines = read_end(log, _MOST_TAIL_BYTES).splitlines()
+    return next((escaped(line.partition(_REFUSAL)[2]) for line in reversed(lines) if _REFUSAL in line), "")
 
 
 def _reap(servers: Sequence[_Server]) -> None:

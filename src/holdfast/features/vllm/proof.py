@@ -91,7 +91,11 @@ class Prover:
         self._before: dict[str, Sequence[Sequence[TopRow]]] = {}
 
     def prove(
-        self, sharded: ShardedModel, servers: Sequence[VLLMServer], inspect: Callable[[Sequence[str]], Suspects]
+        self,
+        sharded: ShardedModel,
+        servers: Sequence[VLLMServer],
+        inspect: Callable[[Sequence[str]], Suspects],
+        adapter: str = "",
     ) -> list[Proof]:
         """Return what was measured, on rank 0; all ranks call this together.
 
@@ -99,6 +103,7 @@ class Prover:
             sharded: The policy.
             servers: Those that were pushed to.
             inspect: Asks servers, by address, what of the weights they have otherwise; called on all ranks together.
+            adapter: Name of the adapter that was pushed; "" where whole weights were.
 
         Raises:
             RunStopped: A server says other numbers than the trainer, or none; on all ranks.
@@ -106,7 +111,7 @@ class Prover:
         ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
         dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
         sequences = _sequences(sharded, self.lengths)
-        answers = ranks.on_first_rank(lambda: _ask(servers, sequences))
+        answers = ranks.on_first_rank(lambda: _ask(servers, sequences, adapter))
         logprobs = _score(sharded, sequences, answers)
         proofs = self._measured(dtype, answers, logprobs, sequences) if is_first else []
         self.limit = self._tolerance or _FLOOR[dtype]
@@ -119,7 +124,8 @@ class Prover:
             suspects = inspect(wrong)
             with ranks.together():
                 if is_first:
-                    raise RunStopped(_words(wrong, proofs, self.limit, _names(suspects, dtype)))
+                    names = _names(suspects, dtype, "in the adapter" if adapter else "between them")
+                    raise RunStopped(_words(wrong, proofs, self.limit, names))
         self._before = dict(answers)
         return proofs
 
@@ -149,8 +155,14 @@ def _measure(differences: Tensor, dtype: torch.dtype) -> float:
     return float(differences.mean() if dtype is torch.bfloat16 else differences.max())
 
 
-def _names(suspects: Suspects, dtype: torch.dtype) -> str:
-    """Say which tensors a server has otherwise than they were sent, or why that cannot be told."""
+def _names(suspects: Suspects, dtype: torch.dtype, otherwise: str) -> str:
+    """Say which tensors a server has otherwise than they were sent, or why that cannot be told.
+
+    Args:
+        suspects: What servers say.
+        dtype: They compute in.
+        otherwise: Where the fault lies if every tensor is what was sent.
+    """
     limit = _LAYER_TOLERANCE[dtype]
     sizes = [pair for suspect in suspects.values() for pair in suspect.differences.items()]
     different = {name for name, value in sizes if value is not None and not value <= limit}
@@ -170,7 +182,7 @@ def _names(suspects: Suspects, dtype: torch.dtype) -> str:
             f"which tensor it is cannot be told: layers that cannot be asked by themselves have {_some(silent)}, and "
             "all others are what was sent"
         )
-    return "every layer, asked by itself, computes with what was sent, so what is wrong lies between them"
+    return f"every layer, asked by itself, computes with what was sent, so what is wrong lies {otherwise}"
 
 
 def _some(names: Set[str]) -> str:
@@ -212,7 +224,7 @@ def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[TokenIds]:
     return [plain[draw.integers(0, plain.size, size)] for size in lengths]
 
 
-def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds]) -> dict[str, list[list[TopRow]]]:
+def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds], adapter: str) -> dict[str, list[list[TopRow]]]:
     """Return what every server says of the sequences, by address.
 
     Raises:
@@ -222,7 +234,7 @@ def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds]) -> dict[s
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
         waiting = {
             server.url: threads.submit(
-                lambda target: [target.tops(sequence.tolist(), _TOP) for sequence in sequences], server
+                lambda target: [target.tops(sequence.tolist(), _TOP, adapter) for sequence in sequences], server
             )
             for server in servers
         }

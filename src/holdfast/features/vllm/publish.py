@@ -2,7 +2,8 @@
 
 Before a sample is drawn every server that lives has the present weights: their bytes are compared by hash on arrival,
 and what the engine makes of them by a proof (`proof.py`). Before a run and before each push it is seen whether servers
-live, and whether they are what the run needs.
+live, and whether they are what the run needs (`checks.py`). Of a policy with LoRA a push is the adapters
+(`adapters.py`) beside the frozen base, which every server process gets once.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-import holdfast.patience
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.features.vllm.adapters import AdapterPublisher, adapter_headers, adapter_settings, adapter_tensors
 from holdfast.features.vllm.answers import ServerState
 from holdfast.features.vllm.buckets import Leases, Publisher
+from holdfast.features.vllm.checks import living_of, met, states_of
 from holdfast.features.vllm.engine import VLLMEngine
+from holdfast.features.vllm.lora import why_merged
 from holdfast.features.vllm.nccl import NCCLPublisher, refuse_nccl
 from holdfast.features.vllm.proof import Proof, Prover, Suspects
-from holdfast.features.vllm.servers import BACKEND, VLLMServer, template_digest, tokenizer_digest
-from holdfast.http import EndpointRefuses, EndpointUnwell, pause_seconds
+from holdfast.features.vllm.servers import VLLMServer
+from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
@@ -44,10 +48,16 @@ class Outgoing(NamedTuple):
     """Names of the embedding, and of the output layer that is sent with its values."""
 
 
-def outgoing(sharded: ShardedModel) -> Outgoing:
-    """Plan a push: names as in an export, and an output layer of its own even where the model ties it."""
+def outgoing(sharded: ShardedModel, *, merge: bool = True) -> Outgoing:
+    """Plan a push: names as in an export, and an output layer of its own even where the model ties it.
+
+    Args:
+        sharded: The policy.
+        merge: Whether adapters are merged into the matrices; otherwise the base alone is sent.
+    """
     skeleton, dtype = sharded.origin.skeleton, _dtype(sharded)
-    planned = plan_outgoing(skeleton, headers_of(held_tensors(sharded.model), dtype), sharded.origin.used_conversions)
+    holdings = held_tensors(sharded.model, merge=merge)
+    planned = plan_outgoing(skeleton, headers_of(holdings, dtype), sharded.origin.used_conversions)
     headers = {name: header for conversion in planned for name, header in conversion.targets.items()}
     inputs, outputs = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     if outputs is None or outputs.weight is not inputs.weight:
@@ -62,9 +72,11 @@ def outgoing(sharded: ShardedModel) -> Outgoing:
     return Outgoing(tuple(planned), ordered, (embedding, head))
 
 
-def _stream(sharded: ShardedModel, plan: Outgoing, *, on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _stream(
+    sharded: ShardedModel, plan: Outgoing, *, merge: bool = True, on_device: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors on rank 0, on the CPU or where they are; elsewhere send their shards."""
-    holdings, is_first = held_tensors(sharded.model), sharded.setting.world.is_first
+    holdings, is_first = held_tensors(sharded.model, merge=merge), sharded.setting.world.is_first
     for name, pieces in converted_tensors(holdings, plan.conversions, _dtype(sharded), keep=is_first):
         shards = list(pieces)
         tensor = shards[0] if len(shards) == 1 else torch.cat(shards)
@@ -102,6 +114,12 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         self._mark_of_run, self._pushes = mark, 0
         self._publisher, self._leases = Publisher(Path(section.folder), section.bucket_mib), Leases(mark)
         self._nccl = NCCLPublisher() if section.transport == "nccl" else None
+        self._adapters = AdapterPublisher(Path(section.folder)) if section.push == "adapters" else None
+        self._shares = section.shares_gpus
+        self._ranks: RankGroup | None = None
+        """Ranks that sample, once something was pushed; servers that share their GPUs may be asleep between pushes."""
+        self._with_base: frozenset[str] = frozenset()
+        """Identities of the server processes that have the base of the adapters; on rank 0."""
         self._prover = prover
         self._identities: frozenset[str] = frozenset()
         """Of the server processes that took the last push; on rank 0."""
@@ -124,18 +142,27 @@ class ServedEngine(VLLMEngine, PublishedEngine):
 
     def _publish(self, sharded: ShardedModel) -> None:
         start, ranks = time.perf_counter(), sharded.setting.ranks
+        if self._shares and self._ranks is not None:
+            ranks.on_first_rank(lambda: self._ask_all("/wake_up"))
+        self._ranks = ranks
         self._pushes += 1
         label = f"{self._mark_of_run}-{self._pushes}"
         self.expect(label, sharded.state.updates)
         on_their_way = any(ranks.gather(self.in_flight))
-        with ranks.together():
-            pushed = self._pushed(sharded, label, on_their_way=on_their_way)
+        if self._adapters is None:
+            with ranks.together():
+                pushed = self._pushed(sharded, label, on_their_way=on_their_way)
+        else:
+            pushed = self._pushed_adapter(sharded, self._adapters, label)
         servers, has_new = ranks.agree((pushed, not self._identities <= self._proved))
         self.follow(servers)
+        adapter = label if self._adapters is not None else ""
         if has_new or self._is_proved():
             present = [server for server in self.servers if server.url in servers]
-            self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong))
+            self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong), adapter)
             self._proved |= self._identities
+        if self._adapters is not None:
+            self._sample_by(self._adapters, label, sharded)
         if self._pushes == 1 and sharded.setting.world.is_first:
             worst = max((proof.difference for proof in self.proofs), default=float("nan"))
             print(
@@ -147,8 +174,9 @@ class ServedEngine(VLLMEngine, PublishedEngine):
 
     def _suspects(self, sharded: ShardedModel, wrong: Sequence[str]) -> Suspects:
         """Return what servers compute with otherwise than the policy; all ranks call this together."""
-        plan = outgoing(sharded)
-        tensors = _stream(sharded, plan)
+        merge = self._adapters is None
+        plan = outgoing(sharded, merge=merge)
+        tensors = _stream(sharded, plan, merge=merge)
         if not sharded.setting.world.is_first:
             for _ in tensors:
                 pass
@@ -161,9 +189,34 @@ class ServedEngine(VLLMEngine, PublishedEngine):
             for _ in tensors:  # the other ranks are gathering
                 pass
 
+    def sleep(self) -> bool:
+        """Have servers on the ranks' GPUs give their memory back until the next push; return whether they do.
+
+        Raises:
+            RunStopped: One refuses; on all ranks, which call this together.
+        """
+        if not self._shares or self._ranks is None:
+            return False
+        self._ranks.on_first_rank(lambda: self._ask_all("/sleep", level="1"))
+        return True
+
+    def _ask_all(self, path: str, **query: str) -> None:
+        for server in self.servers:
+            try:
+                server.post(path, **query)
+            except EndpointRefuses as error:
+                raise RunStopped(
+                    f"The server at {server.url} {error}, asked for {path}. Start servers that share the ranks' GPUs "
+                    "by `holdfast serve`; the same command then goes on from the last checkpoint."
+                ) from error
+            except EndpointUnwell:
+                continue  # the next push sees that it died
+
     def close(self) -> None:
         """Close connections, and let other runs push."""
         super().close()
+        if self._adapters is not None:
+            self._adapters.close(self.servers)
         self._leases.give_back()
 
     def _pushed(self, sharded: ShardedModel, label: str, *, on_their_way: bool) -> list[str]:
@@ -175,7 +228,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
                 pass
             return []
         try:
-            states, dead = _states_of(_living_of(self.servers, self._section), sharded, self._section, self._leases)
+            states, dead = states_of(living_of(self.servers, self._section), sharded, self._section, self._leases)
             living = [server for server in self.servers if server.url in states]
             if self._nccl is None:
                 dead |= self._publisher.push(living, tensors, plan.headers, label, keep=on_their_way)
@@ -187,6 +240,40 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         finally:
             for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
                 pass
+
+    def _pushed_adapter(self, sharded: ShardedModel, adapters: AdapterPublisher, label: str) -> list[str]:
+        """Return the addresses of the servers that took the adapter; on rank 0. All ranks call this together."""
+        ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
+        lora = sharded.setting.config.model.lora
+        assert lora is not None
+        self._fleet.base = f"{self._mark_of_run}-base"
+        states, dead = ranks.on_first_rank(
+            lambda: states_of(living_of(self.servers, self._section), sharded, self._section, self._leases)
+        )
+        new = ranks.agree([url for url, state in states.items() if state.identity not in self._with_base])
+        if new:
+            plan = outgoing(sharded, merge=False)
+            with ranks.together(), _drained(_stream(sharded, plan, merge=False)) as tensors:
+                if is_first:
+                    lacking = [server for server in self.servers if server.url in new]
+                    dead |= self._publisher.push(lacking, tensors, plan.headers, self._fleet.base)
+                    self._with_base |= {states[url].identity for url in new if url not in dead}
+        headers, pushed = adapter_headers(sharded), list[str]()
+        with ranks.together(), _drained(adapter_tensors(sharded)) as tensors:
+            if is_first:
+                living = [server for server in self.servers if server.url in states and server.url not in dead]
+                settings = adapter_settings(sharded, lora)
+                dead |= adapters.push(living, tensors, headers, settings, label, self._pushes)
+                self._identities = frozenset(state.identity for url, state in states.items() if url not in dead)
+                pushed = self._left(living, dead)
+        return pushed
+
+    def _sample_by(self, adapters: AdapterPublisher, label: str, sharded: ShardedModel) -> None:
+        """Sample by an adapter that was proved, and unload those that no rank's completions use any more."""
+        self._fleet.adapter = label
+        ranks = sharded.setting.ranks
+        oldest = min(ranks.gather(min(self.oldest_in_use, self._pushes)))
+        ranks.on_first_rank(lambda: adapters.unload(self.servers, oldest))
 
     def _left(self, living: Sequence[VLLMServer], dead: Mapping[str, str]) -> list[str]:
         """Name servers that died in a push, and return the others' addresses.
@@ -210,6 +297,16 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         return every != "start" and (self._pushes - 1) % int(every) == 0
 
 
+@contextmanager
+def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Walk through what is left of a stream at the end: the other ranks gather, and would wait."""
+    try:
+        yield tensors
+    finally:
+        for _ in tensors:
+            pass
+
+
 def _member(server: VLLMServer, state: ServerState) -> tuple[VLLMServer, str, int]:
     return server, state.identity, int(state.facts["workers"])
 
@@ -224,7 +321,8 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
     if section.transport == "nccl":
         ranks.on_all_ranks(lambda: refuse_nccl(sharded.setting.world))
     servers = ranks.on_all_ranks(lambda: [VLLMServer.of(url, section) for url in section.url])
-    states = ranks.on_first_rank(lambda: _met(servers, sharded, section))
+    states = ranks.on_first_rank(lambda: met(servers, sharded, section))
+    section = section.model_copy(update={"push": _content_of_pushes(sharded, section, states)})
     identified = [
         replace(server, model=state.model, vocabulary=int(state.facts["vocabulary"]))
         for server, state in zip(servers, states, strict=True)
@@ -234,159 +332,22 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
     return ServedEngine(section, identified, stops, mark, Prover(section.tolerance, block, longest))
 
 
-def _met(servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig) -> list[ServerState]:
-    """Return what all servers say of themselves, once they answer.
+def _content_of_pushes(
+    sharded: ShardedModel, section: VLLMEngineConfig, states: Sequence[ServerState]
+) -> Literal["adapters", "weights"]:
+    """Return what pushes send, and say so where adapters could not be sent alone.
 
     Raises:
-        ConfigError: One does not, or serves something else.
+        ConfigError: The run asks for adapters, and has none that vLLM can load.
     """
-    patience = holdfast.patience.current
-    deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
-    for server in servers:
-        while not server.is_well():
-            if time.monotonic() >= deadline:
-                how = "it did not start; see its log" if section.start else "start it with `holdfast serve RUN.yaml`"
-                raise ConfigError(f"rollout.engine.url: no server answers at {server.url}: {how}.")
-            time.sleep(patience.server_look_seconds)
-    states, dead = _states_of(servers, sharded, section)
-    if dead:
-        raise ConfigError(
-            f"rollout.engine.url: {'; '.join(f'the server at {url} {why}' for url, why in dead.items())}, although it "
-            "said that it was well a moment before. Look at its log, and start it again by `holdfast serve RUN.yaml`."
-        )
-    return [states[server.url] for server in servers]
-
-
-def _states_of(
-    servers: Sequence[VLLMServer], sharded: ShardedModel, section: VLLMEngineConfig, leases: Leases | None = None
-) -> tuple[dict[str, ServerState], dict[str, str]]:
-    """Return by address what servers say of themselves, and what was seen of those that died meanwhile.
-
-    Args:
-        servers: Well a moment ago.
-        sharded, section: What they must fit.
-        leases: Take them for this run; None: look alone.
-
-    Raises:
-        ConfigError: One does not fit the run, another run has it, or it has two addresses.
-    """
-    states: dict[str, ServerState] = {}
-    dead: dict[str, str] = {}
-    for server in servers:
-        try:
-            states[server.url] = _server_state(server, sharded, section)
-            if leases is not None:
-                leases.take(server)
-        except EndpointUnwell as error:
-            dead[server.url] = str(error)
-            states.pop(server.url, None)
-        except EndpointRefuses as error:  # to say who pushes to it
-            raise ConfigError(
-                f"rollout.engine.url: {server.url} {error}. `holdfast serve RUN.yaml` starts one that says "
-                "who pushes to it."
-            ) from error
-    _refuse_twice(states)
-    return states, dead
-
-
-def _refuse_twice(states: Mapping[str, ServerState]) -> None:
-    of_identity: dict[str, str] = {}
-    for url, state in states.items():
-        if state.identity in of_identity:
-            raise ConfigError(
-                f"rollout.engine.url: {of_identity[state.identity]} and {url} are addresses of one server. Name every "
-                "server once."
-            )
-        of_identity[state.identity] = url
-
-
-def _living_of(servers: Sequence[VLLMServer], section: VLLMEngineConfig) -> list[VLLMServer]:
-    """Return the servers that are well; where none is, they are waited for, longer where we start them ourselves.
-
-    Raises:
-        RunStopped: None is.
-    """
-    patience = holdfast.patience.current
-    deadline = time.monotonic() + (patience.server_restart_seconds if section.start else 0.0)
-    for tries in count(1):
-        present = [server for server in servers if server.is_well()]
-        for server in servers if present else ():
-            if server not in present:
-                print(f"warning: no server answers at {server.url}; it gets no weights and no requests", flush=True)
-        if present:
-            return present
-        if time.monotonic() >= deadline and tries >= section.attempts:
-            raise RunStopped(
-                f"No server is left to push weights to ({', '.join(server.url for server in servers)}). Start them "
-                "again; the same command then goes on from the last checkpoint."
-            )
-        time.sleep(pause_seconds(tries))
-    raise AssertionError  # `count` does not end
-
-
-def _server_state(server: VLLMServer, sharded: ShardedModel, section: VLLMEngineConfig) -> ServerState:
-    """Return what a server says of itself, if it fits the run.
-
-    Raises:
-        ConfigError: It does not.
-        EndpointUnwell: It does not answer.
-    """
-    try:
-        state = server.state()
-    except EndpointRefuses as error:
-        raise ConfigError(
-            f"rollout.engine.url: {server.url} {error}. Rollouts need a vLLM that tells token ids, log-probabilities "
-            "and the version of its weights, and takes ours; `holdfast serve RUN.yaml` starts one. SGLang and others "
-            "do not."
-        ) from error
-    wrong = [why for right, why in _checks(state, sharded, section) if not right]
-    if wrong:
-        raise ConfigError(
-            f"rollout.engine.url: the server at {server.url} {'; it '.join(wrong)}. `holdfast serve RUN.yaml` starts "
-            "one that fits."
-        )
-    return state
-
-
-def _checks(state: ServerState, sharded: ShardedModel, section: VLLMEngineConfig) -> tuple[tuple[bool, str], ...]:
-    """Return whether each thing fits, and what to say where it does not."""
-    facts, config = state.facts, sharded.setting.config
-    vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
-    dtype, longest = f"torch.{sharded.plan.compute_dtype}", config.data.max_length
-    backend = BACKEND if section.transport == "files" else section.transport
-    tokenizer, template = tokenizer_digest(sharded.origin.tokenizer), template_digest(sharded.origin.tokenizer)
-    return (
-        (facts["backend"] == backend, "takes no weights of ours (--weight-transfer-config)"),
-        (facts["dtype"] == dtype, f"computes in {facts['dtype']}, and the trainer in {dtype} (--dtype)"),
-        (
-            facts["vocabulary"] == vocabulary,
-            f"serves another model: its vocabulary has {facts['vocabulary']} tokens, the policy's {vocabulary}",
-        ),
-        (
-            str(facts.get("version")).startswith(section.version),
-            f"is vLLM {facts.get('version')}, and {section.version} is what was tested (tools/install_vllm.sh; "
-            "rollout.engine.version says what to expect)",
-        ),
-        (
-            None in {tokenizer, facts.get("tokenizer")} or tokenizer == facts["tokenizer"],
-            "has another tokenizer than the policy, so it serves another model",
-        ),
-        (
-            None in {template, facts.get("template")} or template == facts["template"],
-            "has another chat template than the policy, so it serves another model",
-        ),
-        (
-            state.longest >= longest,
-            f"has a context of {state.longest} tokens, and data.max_length is {longest} (--max-model-len)",
-        ),
-        (
-            facts["logprobs"] == "processed_logprobs",
-            f"tells {facts['logprobs']}, which are of another temperature (--logprobs-mode processed_logprobs)",
-        ),
-        (not facts["tied"], "ties its output layer, which vLLM 0.32 does not update (--hf-overrides)"),
-        (
-            not (facts["experts"] and facts["device"] == "cpu"),
-            "serves a mixture of experts on a CPU, where vLLM 0.32 gives wrong numbers after any push of experts; use "
-            "rollout.engine: auto",
-        ),
-    )
+    lora = sharded.setting.config.model.lora
+    if section.push == "weights" or (lora is None and section.push == "auto"):
+        return "weights"
+    reason = why_merged(section, lora)
+    if reason and section.push == "adapters":
+        raise ConfigError(f"rollout.engine.push: adapters cannot be pushed alone: {reason}. Leave push out.")
+    if not reason and any(state.facts["adapter_rank"] is None for state in states):
+        reason = "a server takes no adapters (--enable-lora)"
+    if reason and sharded.setting.world.is_first:
+        print(f"weights are pushed with their adapters merged: {reason}", flush=True)
+    return "weights" if reason else "adapters"

@@ -14,24 +14,28 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import xxhash
 
+from holdfast.answers import LARGEST_VOCABULARY
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import (
     GENERATE,
-    LARGEST_VOCABULARY,
     MODELS,
     RPC,
     Reply,
     ServerState,
     TopRow,
+    digests_of,
+    model_names_of,
     next_tops_of,
     reply_of,
+    route_names_of,
     server_lease_of,
     server_state_of,
     tops_of,
@@ -42,6 +46,12 @@ BACKEND = "holdfast"
 """Of the transfer, as `extension.py` registers it."""
 _OF_GENERATE = "generate-tokens-"
 """What that route puts before a request's name."""
+_OPENAPI = "/openapi.json"
+ROUTES = (
+    GENERATE, MODELS, RPC, "/health", "/abort_requests", "/pause", "/resume", "/reset_prefix_cache",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+)  # fmt: skip
+"""Routes that every run uses."""
 _LOOK_SECONDS = 5.0
 """For a server to say that it is well."""
 _LEASE_SECONDS = 30.0
@@ -116,29 +126,72 @@ class VLLMServer:
         """
         return self.control.ask("POST", f"{path}?{urlencode(query)}" if query else path, content)
 
-    def complete(self, name: str, prompt: Sequence[int], sampling: Mapping[str, Any]) -> Reply:
+    def paths(self) -> frozenset[str] | None:
+        """Return the routes that the server lists; None if it lists none."""
+        try:
+            return route_names_of(self.control.ask("GET", _OPENAPI))
+        except (EndpointRefuses, EndpointUnwell):
+            return None
+
+    def load_adapter(self, label: str, directory: Path) -> None:
+        """Load an adapter from peft's two files under a name.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: It was not loaded.
+        """
+        self._of_adapters("load", {"lora_name": label, "lora_path": str(directory)})
+
+    def unload_adapter(self, label: str) -> None:
+        """Forget an adapter; a worker keeps its memory until another adapter takes it.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: It was not forgotten.
+        """
+        self._of_adapters("unload", {"lora_name": label})
+
+    def _of_adapters(self, verb: str, content: Mapping[str, str]) -> None:
+        replace(self.control, is_text=True).ask("POST", f"/v1/{verb}_lora_adapter", dict(content))
+
+    def has_adapter(self, label: str) -> bool:
+        """Return whether an adapter is loaded; True of a server that does not say."""
+        try:
+            return label in model_names_of(self.control.ask("GET", MODELS))
+        except (EndpointRefuses, EndpointUnwell):
+            return True
+
+    def file_digests(self, directory: Path, names: Sequence[str]) -> list[dict[str, str]]:
+        """Return the hashes of files as each worker of the server sees them; without files that it does not see.
+
+        Raises:
+            EndpointRefuses, EndpointUnwell: It does not say.
+        """
+        content = {"method": "holdfast_digests", "kwargs": {"directory": str(directory), "names": list(names)}}
+        return digests_of(self.post(RPC, content))
+
+    def complete(self, name: str, prompt: Sequence[int], sampling: Mapping[str, Any], adapter: str = "") -> Reply:
         """Return one completion.
 
         Args:
             name: Of the request, for `abort`.
             prompt: Token ids.
             sampling: In vLLM's words, from `sampling_words`.
+            adapter: Name of the adapter that samples; "" for the model without one.
 
         Raises:
             EndpointRefuses: There is none, or what came cannot be trained on.
             EndpointUnwell: The server is not well.
         """
         request = {
-            "model": self.model or None,
+            "model": adapter or self.model or None,
             "request_id": name,
             "token_ids": list(prompt),
             "sampling_params": sampling,
         }
         # Who asks decides where a request goes next, so the endpoint itself tries once.
         answer = replace(self.endpoint, attempts=1).ask("POST", GENERATE, request)
-        return reply_of(answer, int(sampling["max_tokens"]), self.vocabulary)
+        return reply_of(answer, int(sampling["max_tokens"]), self.vocabulary, adapter)
 
-    def tops(self, prompt: Sequence[int], count: int) -> list[TopRow]:
+    def tops(self, prompt: Sequence[int], count: int, adapter: str = "") -> list[TopRow]:
         """Return the most probable next tokens behind each token of a prompt, at temperature 1.
 
         All but the last row are told of the prompt, which never reads cached blocks; the last is of a generated token,
@@ -148,7 +201,7 @@ class VLLMServer:
             EndpointRefuses, EndpointUnwell: There is no such answer.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": count, "detokenize": False, "ignore_eos": True}
-        request = {"model": self.model or None, "token_ids": list(prompt)}
+        request = {"model": adapter or self.model or None, "token_ids": list(prompt)}
         generated = self.endpoint.ask("POST", GENERATE, request | {"sampling_params": sampling})
         scored = self.endpoint.ask(
             "POST", GENERATE, request | {"sampling_params": {**sampling, "prompt_logprobs": count}}
@@ -235,6 +288,10 @@ class Fleet:
     """The number of the last push."""
     warned: set[str] = field(default_factory=set)
     """Addresses that answered what is no answer."""
+    adapter: str = ""
+    """Name of the adapter that samples; "" where whole weights are pushed."""
+    base: str = ""
+    """Name of the weights beside which adapters lie."""
     busy: dict[str, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -261,6 +318,19 @@ class Fleet:
                 f"samples from weights called {label!r}, which this run did not push to it, or replaced since"
             )
         return push.version
+
+    def versions(self, reply: Reply, adapter: str, oldest: int) -> list[tuple[int, int]]:
+        """Return (index of the first token, version of the weights) of each segment of a completion.
+
+        Raises:
+            UnexpectedWeights: Its weights were not pushed, or are older than the push of order `oldest`.
+        """
+        if not adapter:
+            return [(start, self.version(label, oldest)) for start, label in reply.spans]
+        for _, label in reply.spans:
+            if label != self.base:
+                raise UnexpectedWeights(f"samples beside a base called {label!r}, which this run did not push to it")
+        return [(start, self.version(adapter, oldest)) for start, _ in reply.spans[:1]]
 
     def take(self, avoided: str = "") -> VLLMServer:
         """Return the living server with the fewest requests, and the one at an address only where no other lives.

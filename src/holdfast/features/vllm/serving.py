@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -18,17 +19,21 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import engine_of, load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
-from holdfast.features.vllm.processes import Servers, ServerSpec, keep_logs
-from holdfast.launch.environment import computes_on_cpu
+from holdfast.features.vllm.lora import AdapterLimits, limits_of, why_merged
+from holdfast.features.vllm.placement import gpus_of_servers
+from holdfast.features.vllm.processes import Servers, ServerSpec, command_of, keep_logs
+from holdfast.launch.environment import computes_on_cpu, visible_names
 from holdfast.training.directory import run_directory
 
 
 def serve(path: Path, overrides: Sequence[str]) -> int:
     """Start the servers of a run, and stay until a signal comes; return the exit code."""
-    _refuse_unserved(path, load_run(path, overrides).config)
-    loaded = load_run(path, [*overrides, "rollout.engine.start=true"])
+    loaded = load_run(path, overrides)
+    _refuse_unserved(path, loaded.config)
     section = engine_of(loaded.config)
     assert section is not None
+    if section.start is None:
+        loaded = load_run(path, [*overrides, "rollout.engine.start=true"])
     # SIGTERM would end Python at once and leave the servers running; as KeyboardInterrupt it leaves the `with` block.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -78,33 +83,75 @@ def refuse_starting(config: TrainingConfig) -> None:
 def servers_of(loaded: LoadedConfig[TrainingConfig]) -> AbstractContextManager[None]:
     """Return a context in which the servers of a run live, if it asks for that."""
     section = engine_of(loaded.config)
-    return nullcontext() if section is None or not section.start else _servers(loaded, section)
+    return nullcontext() if section is None or section.start is None else _servers(loaded, section)
 
 
 @contextmanager
 def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) -> Iterator[None]:
     config = loaded.config
+    gpus = gpus_of_servers(config, section)
     with tempfile.TemporaryDirectory(prefix="holdfast-servers-") as name:
         folder = Path(name)
-        file, model = folder / "config.json", folder / "model"
+        visible = {url: visible_names(own) for url, own in zip(section.url, gpus, strict=True)}
+        served = _spec(config, section, folder, on_cpu=computes_on_cpu(config.launch), visible=visible)
+        file = folder / "config.json"
         file.write_text(json.dumps(as_plain(config)), encoding="utf-8")
-        command = [sys.executable, "-m", "holdfast.features.vllm.server_files", str(file), str(loaded.base), str(model)]
+        module = "holdfast.features.vllm.server_files"
+        command = [sys.executable, "-m", module, str(file), str(loaded.base), str(served.model)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ConfigError(
                 result.stderr.strip().splitlines()[-1] if result.stderr.strip() else "No model for servers."
             )
-        on_cpu = computes_on_cpu(config.launch)
-        dtype = config.parallel.compute_dtype
-        if dtype == "auto":
-            dtype = "float32" if on_cpu else "bfloat16"
-        served = ServerSpec(section, model, section.model or "policy", dtype, _longest(config), on_cpu, folder)
         print(f"starting {len(section.url)} servers of vLLM ({folder}/server-N.log)", flush=True)
+        for line in _command_lines(served):
+            print(f"  {line}", flush=True)
         try:
             with Servers(served):
                 yield
         finally:
             keep_logs(folder, run_directory(config))
+
+
+def _command_lines(served: ServerSpec) -> list[str]:
+    gpus = [served.visible.get(url) for url in served.section.url]
+    commands = [shlex.join(command_of(served, url)) for url in served.section.url]
+    return [
+        f"CUDA_VISIBLE_DEVICES={own} {command}" if own else command for own, command in zip(gpus, commands, strict=True)
+    ]
+
+
+def _spec(
+    config: TrainingConfig, section: VLLMEngineConfig, folder: Path, *, on_cpu: bool, visible: Mapping[str, str]
+) -> ServerSpec:
+    start, longest = section.start, _longest(config)
+    if start is not None and start.max_model_len is not None and start.max_model_len < longest:
+        raise ConfigError(
+            f"rollout.engine.start.max_model_len is {start.max_model_len}, and a prompt with its completion may have "
+            f"{longest} tokens. Use at least {longest}, or leave it out."
+        )
+    dtype = config.parallel.compute_dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    return ServerSpec(
+        section,
+        folder / "model",
+        section.model or "policy",
+        dtype,
+        longest,
+        on_cpu,
+        folder,
+        adapters=_adapter_limits(config, section),
+        visible=visible,
+    )
+
+
+def _adapter_limits(config: TrainingConfig, section: VLLMEngineConfig) -> AdapterLimits | None:
+    """Return the limits of servers that take adapters; None where whole weights are pushed."""
+    lora = config.model.lora
+    if lora is None or section.push == "weights" or why_merged(section, lora):
+        return None
+    return limits_of(lora, config.rollout.max_staleness if isinstance(config, GRPOConfig) else 0)
 
 
 def _longest(config: TrainingConfig) -> int:

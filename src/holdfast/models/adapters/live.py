@@ -178,9 +178,14 @@ class Join:
     """Header of the matrix, where it is stored in another shape."""
 
 
-def joins_of(model: nn.Module) -> dict[str, Join]:
-    """Return the matrices of a model that are more than one parameter, or another one, by canonical name."""
-    adapters, layers = adapters_of(model), dict(four_bit_layers(model))
+def joins_of(model: nn.Module, *, merge: bool = True) -> dict[str, Join]:
+    """Return the matrices of a model that are more than one parameter, or another one, by canonical name.
+
+    Args:
+        model: With adapters or without.
+        merge: Whether matrices include their adapters; otherwise they are the frozen ones.
+    """
+    adapters, layers = adapters_of(model) if merge else {}, dict(four_bit_layers(model))
     return {name: _join(name, adapters.get(name), layers.get(name)) for name in {**layers, **adapters}}
 
 

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.errors import ModelError
 from holdfast.models.chunks.logits import HeadWeights
+from holdfast.models.heads import spans
 from holdfast.models.heads.noise import EmbeddingNoise
-from holdfast.models.layers.attention import Documents
+from holdfast.models.layers.exchange import RowExchange
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
 from holdfast.models.layers.family import Family, HeadSpec, backbone_of, output_layer_of, reader_of
 from holdfast.models.layers.rotary import RotaryAngles
@@ -104,6 +105,7 @@ class PolicyModel(nn.Module):
         self.rotary = RotaryAngles(language_model)
         self.replayed: ChoicesToFollow | None = None
         self.noise: EmbeddingNoise | None = None
+        self.context: RowExchange | None = None
         if (head := self.readable_head()) is not None:
             head.forward = partial(_read_or_multiply, head, head.forward)
 
@@ -155,7 +157,8 @@ class PolicyModel(nn.Module):
             hidden = self.hidden_states(batch)
             return self._scored(hidden, batch, objective, temperature, entropy)
         nothing: list[Tensor] = []
-        counting = nullcontext(nothing) if self.replayed is None else self.replayed.counted(batch.scored)
+        positions = spans.scored_positions(batch)
+        counting = nullcontext(nothing) if self.replayed is None else self.replayed.counted(positions)
         with self.routers.watched() as router_outputs, counting as differing:
             hidden = self.hidden_states(batch)
         output = self._scored(hidden, batch, objective, temperature, entropy)
@@ -168,18 +171,19 @@ class PolicyModel(nn.Module):
     def _scored(
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
     ) -> LossSum | Scores:
-        predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
-        targets = batch.tokens.flatten()[batch.scored]
+        predicted = hidden.flatten(0, 1).index_select(0, spans.predictors(batch))
+        targets = batch.tokens.flatten()[spans.scored_here(batch)]
         spec, entropy = self.head_spec, entropy or (objective is not None and objective.needs_entropy)
         scored = partial(score, targets=targets, spec=spec, temperature=temperature, entropy=entropy)
         if objective is None:
-            return self._with_head(predicted, scored, again=True)
+            return spans.scores_of_all(self._with_head(predicted, scored, again=True), batch, self.context)
         tokens = scored_tokens(batch)
         loss: Tensor
         if objective.separable:
+            local_tokens = spans.tokens_here(tokens, batch)
 
             def terms(logprobs: Tensor, entropies: Tensor | None, start: int, end: int) -> Tensor:
-                chunk = tokens.part(start, end)
+                chunk = local_tokens.part(start, end)
                 return objective.token_terms(logprobs, entropies, chunk) * chunk.weights.to(logprobs.dtype)
 
             # A loss of the user's own that has such a number smooths by itself.
@@ -194,12 +198,13 @@ class PolicyModel(nn.Module):
                 label_smoothing=share,
             )
             loss, scores = self._with_head(predicted, summed, again=False)
+            scores = spans.scores_of_all(scores, batch, self.context)
         else:
-            live = self._with_head(predicted, scored, again=True)
+            live = spans.scores_of_all(self._with_head(predicted, scored, again=True), batch, self.context)
             terms_all = objective.token_terms(live.logprobs, live.entropy, tokens)
-            loss = (terms_all * tokens.weights.to(live.logprobs.dtype)).sum()
+            loss = spans.first_ranks_loss((terms_all * tokens.weights.to(live.logprobs.dtype)).sum(), batch)
             scores = Scores(*(None if values is None else values.detach() for values in live))  # type: ignore[arg-type]
-        return LossSum(loss, scores, objective.sums(scores, tokens))
+        return LossSum(loss, scores, spans.counted_once(objective.sums(scores, tokens), batch))
 
     def _with_routers(
         self, output: LossSum, router_outputs: list[RouterOutput], batch: Batch, router_loads: Tensor | None
@@ -208,7 +213,8 @@ class PolicyModel(nn.Module):
         tally = self.routers.tally(router_outputs, batch)
         if self.router_loss is None:
             return output._replace(router_loads=tally.loads)
-        balance = tally.loss(self.router_loss.kind, batch, router_loads)
+        kind = self.router_loss.kind
+        balance = (tally if kind == "global" else tally.of_row(batch, self.context)).loss(kind, batch, router_loads)
         loss = output.loss + self.router_loss.coefficient * balance.to(output.loss.dtype)
         return output._replace(
             loss=loss,
@@ -227,7 +233,7 @@ class PolicyModel(nn.Module):
     @torch.no_grad()
     def predicting_states(self, batch: Batch) -> Tensor:
         """Return the hidden states [N, H] that predict the scored tokens, whatever stands behind them."""
-        return self.hidden_states(batch).flatten(0, 1).index_select(0, predictors(batch))
+        return self.hidden_states(batch).flatten(0, 1).index_select(0, spans.predictors(batch))
 
     @torch.no_grad()
     def show_predictors(self, batch: Batch, look: Callable[[Tensor, HeadWeights], None]) -> None:
@@ -236,11 +242,12 @@ class PolicyModel(nn.Module):
         Like `router_tally`, a method that finds the root's parameters gathered; they are so while `look` runs.
         """
         hidden = self.hidden_states(batch).flatten(0, 1)
-        self._with_head(hidden.index_select(0, predictors(batch)), look, again=True)
+        self._with_head(hidden.index_select(0, spans.predictors(batch)), look, again=True)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
-        inputs: dict[str, Any] = {"input_ids": batch.tokens}
+        start, end = batch.span or (0, batch.tokens.shape[1])
+        inputs: dict[str, Any] = {"input_ids": batch.tokens[:, start:end]}
         if self.noise is not None:
             self.noise.follow(batch)
         if batch.model_inputs and not batch.stands_in:
@@ -254,11 +261,11 @@ class PolicyModel(nn.Module):
             visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
             inputs["attention_mask"] = visible
         else:
-            inputs["documents"] = Documents.of(batch.lengths[0], batch.tokens.device, batch.branches)
+            inputs["documents"] = spans.documents_of(batch, self.context)
         if self.replayed is not None:
-            self.replayed.follow(batch.per_token.get(CHOICES_COLUMN))
-        self.rotary.follow(batch.lengths, batch.branches)
-        positions = batch.position_ids
+            self.replayed.follow(spans.column_here(batch, CHOICES_COLUMN))
+        self.rotary.follow(batch.lengths, batch.branches, batch.span)
+        positions = batch.position_ids[..., start:end]
         with self._tower_beside(batch) if batch.stands_in else nullcontext():
             output = self._backbone(
                 position_ids=positions[0] if positions.shape[0] == 1 else positions,
@@ -380,13 +387,6 @@ class PolicyModel(nn.Module):
         """
         result: Made = self._output_layer(hidden, use, again=again)
         return result
-
-
-def predictors(batch: Batch) -> Tensor:
-    """Return [N] flat positions of the hidden states that predict the scored tokens."""
-    width = batch.tokens.shape[1]
-    rows = batch.scored // width * width
-    return rows + batch.predictor_index.flatten()[batch.scored]
 
 
 @contextmanager

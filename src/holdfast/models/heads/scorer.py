@@ -25,7 +25,8 @@ from holdfast.models.files.conversion import Header
 from holdfast.models.files.loading import RandomSource, WeightGroup, WeightSource
 from holdfast.models.files.origin import load_tokenizer, locate
 from holdfast.models.files.safetensors_files import read_header, weight_files
-from holdfast.models.heads.policy import PolicyModel, predictors
+from holdfast.models.heads import spans
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.family import backbone_of
 from holdfast.models.layers.rotary import RotaryAngles
 from holdfast.objectives.base import Objective, scored_tokens
@@ -42,15 +43,15 @@ class ScoreModel(PolicyModel):
         self, hidden: Tensor, batch: Batch, objective: Objective | None, temperature: float, entropy: bool
     ) -> LossSum | Scores:
         del temperature, entropy
-        scores = self._scores(hidden.flatten(0, 1).index_select(0, self._places(batch)))
+        scores = spans.read_at(self._places(batch), hidden, batch, self.context, self._scores)
         scored = Scores(scores, torch.ones_like(scores), None)
         if objective is None:
             return scored
         tokens = scored_tokens(batch)
         terms = objective.token_terms(scored.logprobs, None, tokens)
-        loss = (terms * tokens.weights.to(scored.logprobs.dtype)).sum()
+        loss = spans.first_ranks_loss((terms * tokens.weights.to(scored.logprobs.dtype)).sum(), batch)
         detached = scored._replace(logprobs=scores.detach())
-        return LossSum(loss, detached, objective.sums(detached, tokens))
+        return LossSum(loss, detached, spans.counted_once(objective.sums(detached, tokens), batch))
 
     def readable_head(self) -> None:
         """Return None: the root reads the layer of scores by itself, a row of numbers."""
@@ -76,7 +77,7 @@ class ValueModel(ScoreModel):
     """A critic: its score of a token is made of what precedes it, where a policy has the token's prediction."""
 
     def _places(self, batch: Batch) -> Tensor:
-        return predictors(batch)
+        return spans.predictors_of_all(batch)
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score what precedes every token but the first."""

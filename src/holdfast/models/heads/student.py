@@ -16,7 +16,8 @@ from torch import Tensor
 
 from holdfast.models.accuracy import accuracy_of, count_largest
 from holdfast.models.chunks.logits import CACHE_ELEMENTS, HeadWeights, add_product, chunk_tokens, logits_of
-from holdfast.models.heads.policy import PolicyModel, predictors
+from holdfast.models.heads import spans
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.family import HeadSpec
 from holdfast.models.scores import WithGradients
 from holdfast.objectives.base import Objective, Tokens, ratio, scored_tokens
@@ -62,19 +63,24 @@ class StudentModel(PolicyModel):
     ) -> LossSum | Scores:
         if not isinstance(objective, TeacherComparison):
             return super()._scored(hidden, batch, objective, temperature, entropy)
-        predicted = hidden.flatten(0, 1).index_select(0, predictors(batch))
-        targets, tokens, teacher = batch.tokens.flatten()[batch.scored], scored_tokens(batch), objective.teacher
+        predicted = hidden.flatten(0, 1).index_select(0, spans.predictors(batch))
+        targets, tokens, teacher = (
+            batch.tokens.flatten()[spans.scored_here(batch)],
+            scored_tokens(batch),
+            objective.teacher,
+        )
         compared = partial(
             distilled,
             targets=targets,
-            weights=tokens.weights,
+            weights=spans.tokens_here(tokens, batch).weights,
             loss=objective.loss,
             spec=self.head_spec,
             ask=lambda look: teacher.show_predictors(batch, partial(look, teacher.head_spec)),
             entropy=entropy,
         )
         loss, scores, sums = self._with_head(predicted, compared, again=False)
-        return LossSum(loss, scores, objective.sums(scores, tokens) | sums)
+        scores = spans.scores_of_all(scores, batch, self.context)
+        return LossSum(loss, scores, spans.counted_once(objective.sums(scores, tokens), batch) | sums)
 
 
 HeadObserver = Callable[[HeadSpec, Tensor, HeadWeights], None]

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own short name
 from torch import Tensor, nn
 
 from holdfast.errors import ModelError
+from holdfast.models.layers.exchange import RowExchange
 
 PACKED = "holdfast_packed"
 """Name under which transformers finds this attention."""
@@ -47,14 +48,20 @@ class Documents:
     """[documents + 1] int32 on the device: where each starts, and the end of the last"""
     branches: tuple[tuple[int, ...], ...]
     """Of each: lengths of the parts that share its head and do not see each other; empty if it is one sequence."""
+    exchange: RowExchange | None = None
+    """Set where this rank computes a span of the row, and attention needs all of it."""
 
     @classmethod
     def of(
-        cls, lengths: tuple[int, ...], device: torch.device, branches: tuple[tuple[int, ...], ...] | None = None
+        cls,
+        lengths: tuple[int, ...],
+        device: torch.device,
+        branches: tuple[tuple[int, ...], ...] | None = None,
+        exchange: RowExchange | None = None,
     ) -> Documents:
         """Lay documents of these lengths side by side."""
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(lengths, ends.to(device, non_blocking=True), branches or tuple(() for _ in lengths))
+        return cls(lengths, ends.to(device, non_blocking=True), branches or tuple(() for _ in lengths), exchange)
 
     def runs(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
         """Yield (start, documents, length, branches) for each run of neighbours of equal shape."""
@@ -111,9 +118,20 @@ def packed_attention(  # noqa: PLR0913 - the operands of a formula
     documents = _documents(module, options)
     window = options.get("sliding_window")
     softcap, sinks = options.get("softcap"), options.get("s_aux")
+    exchange = documents.exchange
+    if exchange is not None:
+        query, key, value = exchange.to_heads(query), exchange.keys_to_heads(key), exchange.keys_to_heads(value)
+        sinks = None if sinks is None else exchange.head_values(sinks)
+    out = _attended(query, key, value, documents, (scaling, dropout, window, softcap, sinks))
+    return (out if exchange is None else exchange.to_span(out)), None
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: tuple[Any, ...]) -> Tensor:
+    """Attend in whole rows; [1, heads, T, size] -> [1, T, heads, size]."""
+    scaling, dropout, window, softcap, sinks = options
     plain = softcap is None and sinks is None
     if plain and not dropout and flash_takes(query.device.type, query.dtype, query.shape[-1], value.shape[-1]):
-        return _flash(query, key, value, documents, scaling, window), None
+        return _flash(query, key, value, documents, scaling, window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = _mask(q.shape[2], k.shape[2], window, query.device)
@@ -133,7 +151,7 @@ def packed_attention(  # noqa: PLR0913 - the operands of a formula
         else:
             out = attend(*(_stack(tensor, count, length) for tensor in (q, k, v)))
             parts.append(out.transpose(1, 2).reshape(1, count * length, *out.shape[1::2]))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), None
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _branched(

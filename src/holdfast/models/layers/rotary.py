@@ -148,7 +148,12 @@ class RotaryAngles:
         for module in self._changes:
             module.forward = partial(self._angles, module)
 
-    def follow(self, rows: Sequence[Sequence[int]], branches: Sequence[Sequence[int]] = ()) -> None:
+    def follow(
+        self,
+        rows: Sequence[Sequence[int]],
+        branches: Sequence[Sequence[int]] = (),
+        span: tuple[int, int] | None = None,
+    ) -> None:
         """Say which texts lie in the passes that follow, until it is said anew: a block may be computed again later.
 
         Args:
@@ -156,6 +161,7 @@ class RotaryAngles:
                 lies behind it is padding.
             branches: Of each text of a single row, tokens of the parts that share its head; see `types.Batch`. Such
                 texts have the same angles.
+            span: Start and end of the positions of a single row that a pass computes; None for all.
         """
         if not self._changes:
             return
@@ -167,7 +173,7 @@ class RotaryAngles:
                 for change in (change for several in self._changes.values() for _, change in several.values()):
                     assert len({change.angles_of(length) for length in lengths}) == 1, "packing has to part such texts"
                 stretches[0][number] = _Stretch(tokens, max(lengths))
-        self._rows = tuple(map(tuple, stretches))
+        self._rows = _cut(stretches, span)
 
     @contextmanager
     def as_upstream(self) -> Iterator[None]:
@@ -239,6 +245,19 @@ class RotaryAngles:
                     self._frequencies[key]
                 )
         return module_copy
+
+
+def _cut(rows: Sequence[Sequence[_Stretch]], span: tuple[int, int] | None) -> tuple[tuple[_Stretch, ...], ...]:
+    """Return what of a single row lies in a span of its positions; without a span, all of all rows."""
+    if span is None:
+        return tuple(map(tuple, rows))
+    (start, end), cut, first = span, [], 0
+    for stretch in rows[0]:
+        last = first + stretch.tokens
+        if min(last, end) > max(first, start):
+            cut.append(stretch._replace(tokens=min(last, end) - max(first, start)))
+        first = last
+    return (tuple(cut),)
 
 
 def _lengths(texts: Sequence[_Stretch], positions: Sequence[Tensor]) -> list[int]:

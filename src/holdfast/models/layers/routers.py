@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from holdfast.config.sections.model import AutoRouterLoss, NoRouterLoss, RouterLossConfig
 from holdfast.data.batches.packing import places
 from holdfast.errors import ModelError
+from holdfast.models.layers.exchange import RowExchange
 from holdfast.types import Batch
 
 
@@ -105,18 +106,22 @@ class Routers:
         return prod(shape) * max(0.0, 1 - self.top_k / shape[0])
 
     def tally(self, outputs: Sequence[RouterOutput], batch: Batch) -> Tally:
-        """Add up what was seen, sequence by sequence; padding belongs to none.
+        """Add up what was seen, sequence by sequence; padding belongs to none, and only a batch's span is seen.
 
         Raises:
             ModelError: The routers did not see the batch's tokens one by one.
         """
         positions, owner = _members(batch)
+        start, end = batch.span or (0, batch.tokens.numel())
+        if batch.span is not None:
+            inside = (positions >= start) & (positions < end)
+            positions, owner = positions[inside] - start, owner[inside]
         experts = {routed.logits.shape[-1] for routed in outputs}
         rows = {routed.logits.shape[:-1].numel() for routed in outputs}
-        if len(experts) != 1 or rows != {batch.tokens.numel()}:
+        if len(experts) != 1 or rows != {end - start}:
             raise ModelError(
                 f"The routers of {self.name} told of {sorted(rows)} tokens and {sorted(experts)} experts, where one "
-                f"number of experts and {batch.tokens.numel()} tokens were expected. Set model.router_loss: off."
+                f"number of experts and {end - start} tokens were expected. Set model.router_loss: off."
             )
         wide = torch.float64 if outputs[0].logits.dtype == torch.float64 else torch.float32
         shape = (len(batch.sample_ids), experts.pop())
@@ -147,6 +152,14 @@ class Tally(NamedTuple):
     """[S] layers x tokens"""
     loads: Tensor
     """[layers, E] float64, how many tokens were sent to each expert"""
+
+    def of_row(self, batch: Batch, exchange: RowExchange | None) -> Tally:
+        """Return what the loss reads, added over the ranks that share the batch's row; `loads` stay this rank's."""
+        if batch.span is None:
+            return self
+        assert exchange is not None
+        probabilities, choices, rows = map(exchange.add, (self.probabilities, self.choices, self.rows))
+        return self._replace(probabilities=probabilities, choices=choices, rows=rows)
 
     def loss(self, kind: str, batch: Batch, global_loads: Tensor | None = None) -> Tensor:
         """Return the router loss summed with the sequences' counts, so that it is averaged like the main loss.

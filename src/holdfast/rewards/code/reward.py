@@ -1,9 +1,9 @@
 """The code reward: runs a completion's Python code in a process with limits, and the row's tests in another process.
 
-Code and tests run in two processes that exchange only values (`judge.py`), so that code is rewarded for the values that
-it returns, and cannot pass tests by patching or reading what judges it. This is not a sandbox for hostile code: it runs
-as the current user, even as root, with access to files and network. The kernel denies it the environment and the memory
-of other processes where it can (`kernel.py`); resource limits contain accidents.
+Code and tests run in two processes that exchange only values (`run_tests.py`), so that code is rewarded for the values
+that it returns, and cannot pass tests by patching or reading what judges it. This is not a sandbox for hostile code: it
+runs as the current user, even as root, with access to files and network. The kernel denies it the environment and the
+memory of other processes where it can (`kernel.py`); resource limits contain accidents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.rewards.functions.rules import cell
 from holdfast.rewards.processes import folders, kernel
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_JUDGE = Path(__file__).with_name("judge.py")
+_RUN_TESTS = Path(__file__).with_name("run_tests.py")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class CodeReward:
         }  # fmt: skip
         with folders.scratch() as folder:
             process = subprocess.Popen(
-                [sys.executable, "-I", str(_JUDGE)],
+                [sys.executable, "-I", str(_RUN_TESTS)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,  # a number of the judge's, which the code cannot write to
                 stderr=subprocess.DEVNULL,

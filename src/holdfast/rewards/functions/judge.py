@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key, cut
+from holdfast.answers import first_choice
+from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
 from holdfast.rewards.base import Sample
 from holdfast.rewards.functions.rules import FIELD, cell
 from holdfast.text.numbers import number_as_text
 
+_ROUTE = "/chat/completions"
 _THREADS = 64
 _MOST_ANSWER_BYTES = 1 << 22
 
@@ -41,9 +43,12 @@ class Judge:
         """Score one sample."""
         answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, self._question(sample))
         numbers = list(re.finditer(self.section["regex"], answer))
-        if not numbers:
-            raise EndpointRefuses(f"the judge's answer holds no number: {answer[:120]!r}")
-        return float(numbers[-1][min(1, numbers[-1].re.groups)]) / float(self.section["scale"])
+        number = numbers[-1][min(1, numbers[-1].re.groups)] if numbers else None
+        try:
+            rating = float(number or "")
+        except ValueError as error:
+            raise EndpointRefuses(f"the judge's answer holds no number: {answer[:120]!r}") from error
+        return rating / float(self.section["scale"])
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -65,10 +70,7 @@ class Judge:
             "max_tokens": self.section["max_tokens"],
         }
         try:
-            answer = self.endpoint.ask("POST", "/chat/completions", content)
+            answer = self.endpoint.ask("POST", _ROUTE, content)
+            return first_choice(_ROUTE, answer).key("message").key("content").text()
         except (EndpointRefuses, EndpointUnwell) as error:
             raise type(error)(f"{self.endpoint.url} {error}") from error
-        try:
-            return str(answer["choices"][0]["message"]["content"])
-        except (LookupError, TypeError) as error:
-            raise EndpointRefuses(f"{self.endpoint.url} answers what is no chat completion: {cut(answer)}") from error

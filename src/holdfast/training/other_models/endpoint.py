@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.answers import Field, first_choice
 from holdfast.config.sections.server import ServerConfig
-from holdfast.http import Endpoint, EndpointRefuses, api_key, cut
+from holdfast.http import Endpoint, EndpointRefuses, api_key
 
-_NO_NUMBER = -9999.0
-"""Value that vLLM returns for minus infinity, which JSON cannot represent."""
-_ABOVE_ZERO = 1e-3
-"""Largest positive log-probability that is accepted as rounding of 0."""
+_MODELS, _COMPLETIONS = "/models", "/completions"
+"""Routes whose answers are read."""
 _ASKED: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 0},
     # Without the last key vLLM names tokens by their text, which several tokens may share.
@@ -39,7 +38,7 @@ class ServedModel(NamedTuple):
 class _TokenScores(NamedTuple):
     tokens: list[int | None]
     """None where the endpoint does not say."""
-    logprobs: NDArray[np.float64]
+    logprobs: list[float]
     """NaN for the first token, which nothing predicts."""
 
 
@@ -71,12 +70,8 @@ class CompletionServer:
         Raises:
             EndpointRefuses, EndpointUnwell: There is no list of models.
         """
-        listed = self.endpoint.ask("GET", "/models")
-        try:
-            models = [ServedModel(str(item["id"]), _length(item.get("max_model_len"))) for item in listed["data"]]
-        except (LookupError, TypeError, AttributeError) as error:
-            raise EndpointRefuses(f"GET {self.section.url}/models answers no list of models: {cut(listed)}") from error
-        return models
+        listed = Field(_MODELS, self.endpoint.ask("GET", _MODELS)).key("data").items()
+        return [ServedModel(item.key("id").text(), _length(item.key("max_model_len"))) for item in listed]
 
     def logprobs(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         """Return [L], the log-probability of every token after those before it; NaN for the first.
@@ -86,13 +81,12 @@ class CompletionServer:
             EndpointUnwell: There is no answer, however often it was asked for.
         """
         scores = self._scores_of(list(tokens), {}, len(tokens))
+        if len(scores.tokens) != len(tokens):
+            raise EndpointRefuses(f"answers of {len(scores.tokens)} tokens where {len(tokens)} were sent")
         for index, (sent, token_id) in enumerate(zip(tokens, scores.tokens, strict=True)):
             if token_id is not None and token_id != sent:
                 raise EndpointRefuses(f"answers of token {token_id} where token {sent} was sent (place {index})")
-        for index, value in enumerate(scores.logprobs.tolist()):
-            if index and not _NO_NUMBER < value < _ABOVE_ZERO:
-                raise EndpointRefuses(f"says {value} of token {tokens[index]} (place {index}): no log-probability")
-        return scores.logprobs
+        return np.array(scores.logprobs)
 
     def tokens_of(self, text: str) -> list[int | None]:
         """Return the tokens that the endpoint makes of a text; None where it does not say which.
@@ -104,49 +98,45 @@ class CompletionServer:
 
     def _scores_of(self, prompt: list[int] | str, more: dict[str, Any], length: int | None) -> _TokenScores:
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "n": 1}
-        answer = self.endpoint.ask("POST", "/completions", body | _ASKED[self.section.answers] | more)
-        try:
-            choice = answer["choices"][0]
-            if self.section.answers == "echo":
-                usage = answer.get("usage") or {}
-                scores = _of_echo(choice["logprobs"], usage.get("prompt_tokens") if length is None else length)
-            else:
-                scores = _of_prompt_logprobs(choice["prompt_logprobs"], prompt if isinstance(prompt, list) else None)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise EndpointRefuses(f"answers no log-probabilities of what was sent: {cut(answer)}") from error
-        if length is not None and len(scores.logprobs) != length:
-            raise EndpointRefuses(f"answers of {len(scores.logprobs)} tokens where {length} were sent")
-        return scores
+        answer = self.endpoint.ask("POST", _COMPLETIONS, body | _ASKED[self.section.answers] | more)
+        choice = first_choice(_COMPLETIONS, answer)
+        if self.section.answers == "prompt_logprobs":
+            return _of_prompt_logprobs(choice.key("prompt_logprobs"), prompt if isinstance(prompt, list) else [])
+        return _of_echo(choice.key("logprobs"), _counted(Field(_COMPLETIONS, answer)) if length is None else length)
 
 
-def _of_prompt_logprobs(entries: Sequence[dict[str, Any] | None], sent: Sequence[int] | None) -> _TokenScores:
-    """Read vLLM's own form: per token a dict of id to log-probability, which holds the token first; null at place 0."""
+def _counted(answer: Field) -> int | None:
+    """Return the number of a prompt's tokens; None where the endpoint does not say."""
+    usage = answer.key("usage")
+    return None if usage.is_absent else _length(usage.key("prompt_tokens"))
+
+
+def _of_prompt_logprobs(positions: Field, sent: Sequence[int]) -> _TokenScores:
+    """Read vLLM's form: per token an object of id to log-probability, the token's own first; null at index 0."""
     tokens: list[int | None] = [None]
-    numbers = [math.nan]
-    for index, entry in enumerate(entries[1:], start=1):
-        if entry is None:
-            raise ValueError(index)
-        token_id = next(iter(entry), "") if sent is None or str(sent[index]) not in entry else str(sent[index])
-        tokens.append(int(token_id))
-        numbers.append(_number(entry[token_id]["logprob"]))
-    return _TokenScores(tokens[: len(entries)], np.array(numbers[: len(entries)]))
+    logprobs = [math.nan]
+    for index, row in enumerate(positions.prompt_rows(None), start=1):
+        token = sent[index] if index < len(sent) and sent[index] in row else next(iter(row))
+        tokens.append(token)
+        logprobs.append(row[token])
+    return _TokenScores(tokens, logprobs)
 
 
-def _of_echo(logprobs: dict[str, Any], length: int | None) -> _TokenScores:
-    """Read the older form: parallel lists, with the token that was made at the end."""
-    numbers, token_names = logprobs["token_logprobs"][:length], logprobs["tokens"][:length]
-    tokens = [int(token_name.removeprefix(_ID)) if token_name.startswith(_ID) else None for token_name in token_names]
-    values = [math.nan if index == 0 else _number(value) for index, value in enumerate(numbers)]
-    if len(tokens) != len(values):
-        raise ValueError(len(tokens))
-    return _TokenScores(tokens, np.array(values))
+def _of_echo(scores: Field, length: int | None) -> _TokenScores:
+    """Read the older form: parallel lists, with the token that was generated at the end."""
+    names, values = scores.key("tokens").items(1), scores.key("token_logprobs").items(1)
+    if len(names) != len(values):
+        scores.key("token_logprobs").refuse(f"a list of {len(names)}, like the tokens,")
+    tokens, logprobs = names[:length], values[1:length]
+    return _TokenScores([_token(name) for name in tokens], [math.nan, *(value.logprob() for value in logprobs)])
 
 
-def _number(value: object) -> float:
-    """Return a number as it is, and NaN for anything else, which is refused where it is read."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+def _token(name: Field) -> int | None:
+    """Return the id that names a token; None where its text does, which several tokens may share."""
+    text = name.text_or_empty()
+    return name._replace(value=text.removeprefix(_ID)).written_token() if text.startswith(_ID) else None
 
 
-def _length(answer: Any) -> int | None:
-    """Return a number of tokens; None where a server says none, or something else."""
-    return answer if isinstance(answer, int) and not isinstance(answer, bool) else None
+def _length(field: Field) -> int | None:
+    """Return a number of tokens; None where a server says none."""
+    return None if field.is_absent else field.positive()

@@ -173,9 +173,7 @@ def with_values(
         estimates = [_estimate(objective, section, batch) for batch in batches]
         metrics = _metrics(run, estimates)
         if section.whiten:
-            of_all = spread_of(
-                np.concatenate([estimate.advantages for estimate in estimates]), run.setting.ranks.gather
-            )
+            of_all = spread_of(np.concatenate([estimate.advantages for estimate in estimates]), run.setting.gather_once)
             estimates = [
                 estimate._replace(advantages=whitened(estimate.advantages, of_all, section.epsilon))
                 for estimate in estimates
@@ -196,7 +194,7 @@ def _metrics(run: PolicyRun, estimates: Sequence[_Estimates]) -> dict[str, float
     returns, values = (
         np.concatenate([getattr(estimate, name) for estimate in estimates]) for name in ("returns", "values")
     )
-    of_returns, errors = (spread_of(numbers, run.setting.ranks.gather) for numbers in (returns, returns - values))
+    of_returns, errors = (spread_of(numbers, run.setting.gather_once) for numbers in (returns, returns - values))
     metrics = {"value/mean": of_returns.mean - errors.mean, "value/return": of_returns.mean}
     explained = explained_variance(of_returns, errors)
     return metrics if explained is None else {**metrics, "value/explained_variance": explained}

@@ -253,8 +253,8 @@ def _with_covariance_mask(run: PolicyRun, mini_batch: MiniBatch, section: ByCova
         selected = some_between(values, priorities, section.share, section.covariance_low, section.covariance_high)
     else:
         selected = highest(values, section.share)
-    sizes = run.setting.ranks.gather(sum(priorities_of_batch.size for priorities_of_batch in drawn))
-    start, marks = sum(sizes[: run.setting.ranks.rank]), []
+    sizes = run.setting.gather_once(sum(priorities_of_batch.size for priorities_of_batch in drawn))
+    start, marks = sum(sizes[: run.setting.ranks.rank // run.setting.config.parallel.context]), []
     for batch in mini_batch.micro_batches:
         end = start + batch.scored.numel()
         mark = torch.zeros_like(batch.loss_mask)
@@ -284,7 +284,7 @@ def _column(mini_batch: MiniBatch, name: str) -> list[NDArray[Any]]:
 
 
 def _gathered_numbers(run: PolicyRun, arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate([array for of_rank in run.setting.ranks.gather(arrays) for array in of_rank])
+    return np.concatenate([array for of_rank in run.setting.gather_once(arrays) for array in of_rank])
 
 
 def _with_column(mini_batch: MiniBatch, name: str, values: Sequence[Tensor] | None) -> MiniBatch:

@@ -23,10 +23,10 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.prompts import PromptStream
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
-from holdfast.parallel.shards import sharded_parameters
+from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
-from holdfast.training.engines import give_weights
+from holdfast.training.engines import PublishedEngine, give_weights
 from holdfast.training.other_models.reference import Reference
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.run import Evaluation, Run, Setting, ShardedModel, Trained
@@ -81,7 +81,8 @@ class Sampler:
 
     def release(self, sharded: ShardedModel) -> None:
         """Give the memory of the engine's weights back where they are copies: shards are gathered for each rollout."""
-        if sharded.plan.sharded and self.published is not None and self.engine.sleep():
+        is_copy = not sharded.plan.whole or isinstance(self.engine, PublishedEngine)
+        if is_copy and self.published is not None and self.engine.sleep():
             self.published = None
 
 
@@ -176,6 +177,8 @@ def offloaded(run: PolicyRun) -> Iterator[None]:
                 host.offload(_PARAMETERS, _own_parameters(run))
                 for companion in run.common.companions.values():
                     host.offload(_PARAMETERS, sharded_parameters(companion.model).values())
+                for trained in everyone:
+                    free_copies(trained.model)
         yield
     finally:
         run.trained.restore(_PARAMETERS)
@@ -206,7 +209,7 @@ def check_offload(run: PolicyRun) -> None:
 
 def _own_parameters(run: PolicyRun) -> list[Tensor]:
     """Return the parameters that the engine has copies of: what is gathered, or cast."""
-    if not run.trained.plan.sharded:
+    if run.trained.plan.whole:
         return []
     computed: torch.dtype = getattr(torch, run.trained.plan.compute_dtype)
     replicated, gathered = set(run.trained.plan.replicated), run.trained.plan.shard > 1

@@ -35,8 +35,8 @@ from holdfast.training.run import Run, TrainState, say
 
 MOVES_NUMBERS = (
     "steps", "epochs", "seed", "optim.", "data.", "model.", "objective.", "preference.", "parallel.",
-    "rollout.", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.", "reference.",
-    "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
+    "rollout.", "environment", "reward", "advantage.", "groups.", "kl.", "entropy.", "correction.", "off_policy_mask.",
+    "reference.", "updates.", "critic", "teacher.", "distill.", "neftune_alpha",
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
     _damage(run)
     run.setting.log.resumed_metrics |= {name: value for name, value in manifest.metrics.items() if value is not None}
     lines = (
-        _of_another_system(loaded) or _exactness(run, loaded),
+        _of_another_system(loaded) or _exactness(run, loaded, int(saved_settings.get("parallel.context", 1))),
         _hyperparameters(run),
         *accepted,
         *loaded.notes,
@@ -264,10 +264,16 @@ def _of_another_system(loaded: LoadedState) -> str:
     )
 
 
-def _exactness(run: Run, loaded: LoadedState) -> str:
+def _exactness(run: Run, loaded: LoadedState, saved_context: int) -> str:
     mesh = {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard}
-    if loaded.rank_state is not None:
+    context = run.setting.config.parallel.context
+    if loaded.rank_state is not None and saved_context == context:
         return "weights, optimizer, random state and order of rows continue bit for bit"
+    if loaded.rank_state is not None:
+        return (
+            f"the checkpoint was written with parallel.context={saved_context}, this run has {context}: weights, "
+            "optimizer, random state and order of rows continue exactly; sums over ranks are added in another order"
+        )
     saved_mesh = " x ".join(f"{axis}={size}" for axis, size in sorted(loaded.manifest.mesh.items()))
     current_mesh = " x ".join(f"{axis}={size}" for axis, size in sorted(mesh.items()))
     return (

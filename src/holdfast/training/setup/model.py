@@ -21,6 +21,7 @@ from holdfast.data.content.vision_families import attends_both_ways, may_see
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
+from holdfast.models.check.spans import check_spans
 from holdfast.models.check.witness import witness_of
 from holdfast.models.files.four_bit import four_bit_layers
 from holdfast.models.files.vision import image_side, towers_of, video_options
@@ -38,6 +39,7 @@ from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise, place_empty
 from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.setup.context import join_context
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
 from holdfast.training.setup.head import check_head_form, choose_head_form
 from holdfast.types import Example, Scores
@@ -54,6 +56,7 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     policy, router_note = unplaced_policy(setting, origin, trained=trained)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
     no_kernels = choose_head_form(setting, policy, plan)
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     if setting.without_numbers is not None:
@@ -292,10 +295,12 @@ def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
     policy, plan = sharded.model, sharded.plan
     witness = witness_of(type(origin.skeleton), origin.original_config)
     sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), sharded.setting.world.device, images)
-    may_fall_back = config.model.attention == "auto"
+    may_fall_back = config.model.attention == "auto" and policy.context is None
     result, note = ranks.on_all_ranks(
         lambda: check_forward(sides, may_fall_back=may_fall_back, all_agree=lambda agrees: all(ranks.gather(agrees))),
     )
+    if policy.context is not None:
+        ranks.on_all_ranks(lambda: check_spans(sides, result.spread))
     forward, gradients = perf_counter(), None
     if config.model.check_gradients and any(value.requires_grad for value in policy.parameters()):
         gradients = ranks.on_all_ranks(lambda: check_gradients(sides, plan, dropout=config.model.dropout))

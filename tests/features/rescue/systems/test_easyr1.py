@@ -54,6 +54,7 @@ CASES: dict[str, Case] = {
         "checkpoint.keep.last": 3, "residency.parameters": "host", "residency.optimizer": "host",
         "data.columns.answer": "solution", "data.format": "math.jinja", "launch.ranks": 4, "data.overlong": "drop",
     }),
+    "rows that ranks share": (least(actor="ulysses_size: 4"), {"parallel.context": 4, "launch.ranks": 8}),
     "DAPO": (least(
         "rollout_batch_size: 256, mini_rollout_batch_size: 128, max_response_length: 8192",
         algorithm="disable_kl: true, online_filtering: true, filter_key: accuracy, filter_low: 0.01, filter_high: 0.99",

@@ -21,6 +21,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.features.vllm.lora import AdapterLimits
 from holdfast.features.vllm.processes import Servers, ServerSpec
 from holdfast.features.vllm.publish import ServedEngine
 from holdfast.models.setup.model import blueprint
@@ -132,7 +133,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @contextmanager
 def serving(
-    tree: Callable[[Sequence[str]], dict[str, Any]], folder: Path, *, count: int = 1, dtype: str = "float32"
+    tree: Callable[[Sequence[str]], dict[str, Any]],
+    folder: Path,
+    *,
+    count: int = 1,
+    dtype: str = "float32",
+    adapters: AdapterLimits | None = None,
 ) -> Iterator[Fleet]:
     """Start servers for the model of a tree, whose extension takes faults."""
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
@@ -141,7 +147,8 @@ def serving(
     write_assets(folder / "model", blueprint(config.model, folder, seed=0), torch.float32)
     shutil.copyfile(Path(__file__).with_name("faulty_extension.py"), folder / "faulty_extension.py")
     section = VLLMEngineConfig(url=urls, start=True, python=PYTHON)
-    served = ServerSpec(section, folder / "model", "policy", dtype, 256, True, folder, "faulty_extension.Extension")
+    extension = "faulty_extension.Extension"
+    served = ServerSpec(section, folder / "model", "policy", dtype, 256, True, folder, extension, adapters)
     with Servers(served) as servers:
         yield Fleet(servers, folder, urls)
 

@@ -105,7 +105,7 @@ def _run_and_kill(kill_at: int, *arguments: str) -> int:
     killed = 0
     try:
         while process.poll() is None:
-            if not killed and _steps(metrics) >= kill_at:
+            if not killed and metrics.exists() and metrics.read_bytes().count(b'"loss"') >= kill_at:
                 victim = _ranks(process.pid)[-1]
                 print(f"\nkill -9 {victim.pid}: rank 1 is gone", flush=True)
                 victim.send_signal(signal.SIGKILL)
@@ -127,10 +127,6 @@ def _ranks(launcher: int) -> list[psutil.Process]:
     children = psutil.Process(launcher).children(recursive=True)
     ranks = [child for child in children if "holdfast.launch.rank" in child.cmdline()]
     return sorted(ranks, key=lambda child: int(child.environ().get("RANK", "0")))
-
-
-def _steps(metrics: Path) -> int:
-    return metrics.read_bytes().count(b'"loss"') if metrics.exists() else 0
 
 
 def _summary(run: Path, killed: str, plain: float, seconds: float) -> Sequence[str]:

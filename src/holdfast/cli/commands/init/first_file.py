@@ -209,11 +209,6 @@ def _memory_bytes() -> tuple[int, str]:
     return total, f"the {len(devices)} GPUs here have"
 
 
-def _writes(draft: FirstFile) -> bool:
-    """Say whether the model writes the answers itself: a policy does, and a student whose rows have none."""
-    return "rollout" in draft.tree
-
-
 def _choose_length(draft: FirstFile, verb: str, base: Path, rows: int) -> None:
     """Choose lengths by the first rows, tokenised as the run will do it.
 
@@ -222,7 +217,7 @@ def _choose_length(draft: FirstFile, verb: str, base: Path, rows: int) -> None:
     """
     survey, positions = survey_of_draft(draft.tree, verb, base)
     room = 0
-    if _writes(draft):
+    if "rollout" in draft.tree:  # the model writes the answers itself
         room = _ROOM if positions is None else min(_ROOM, positions // 2)
         draft.put("rollout.max_new_tokens", room, "longest completion")
         draft.put("data.overlong", "drop", "a prompt that leaves no room is left out")

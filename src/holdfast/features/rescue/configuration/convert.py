@@ -119,7 +119,7 @@ def _leaves(document: Document, table: KeyTable) -> Iterator[tuple[KeyPath, Any]
 
 
 def _resolved(value: Any, leaves: Mapping[KeyPath, Any], keys: Mapping[str, KeyPath]) -> Any:
-    """Follow `${a.b}`, which stands for the value of another key of the file; at most some steps far."""
+    """Follow `${a.b}`, which stands for the value of another key of the file, for a limited number of steps."""
     for _ in range(10):
         match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[1] not in keys:
@@ -188,7 +188,7 @@ def _line(table: KeyTable, key: str, value: Any, number: int, facts: Facts) -> C
 
 
 def _with_outcome(line: ConvertedLine, entry: KeyEntry, facts: Facts) -> ConvertedLine:
-    """Return a line with the keys here that its value becomes, or with why it becomes none."""
+    """Return a line with the keys of Holdfast that its value becomes, or with the reason why it becomes none."""
     value = line.value
     if value is None and entry.rule not in _RULES_OF_NULL:
         return replace(line, status="same", remark="null there, so nothing is written")
@@ -255,7 +255,7 @@ def _switches_off(values: Mapping[str, Any]) -> bool:
 def _joined(
     table: KeyTable, facts: Facts, defaults: list[ConvertedLine], file_lines: list[ConvertedLine]
 ) -> ConvertedConfig:
-    """Let what the file says replace defaults, and leave out evaluations where there is nothing to evaluate on."""
+    """Replace defaults by what the file says, and leave out evaluations where there are no rows to evaluate on."""
     lines = _evaluable(table, facts.verb, [*defaults, *file_lines])
     settings: dict[str, Any] = {}
     origins: dict[str, tuple[ConvertedLine, ...]] = {}
@@ -315,7 +315,7 @@ def _fitted(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluable(table: KeyTable, verb: str, lines: list[ConvertedLine]) -> list[ConvertedLine]:
-    """Take their settings from lines about evaluations, unless some line names rows to evaluate on."""
+    """Remove the settings of lines about evaluations, unless some line names rows to evaluate on."""
     keys = {key for line in lines for key in line.settings}
     if any(key.startswith("evaluation.sets") or key == "data.validation_split" for key in keys):
         return lines

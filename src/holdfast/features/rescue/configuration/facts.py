@@ -38,7 +38,7 @@ class ForeignKey:
 
     @property
     def target(self) -> str:
-        """The first of them."""
+        """The first of the keys of Holdfast that this key becomes."""
         return self.targets[0]
 
 

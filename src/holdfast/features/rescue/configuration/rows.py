@@ -25,7 +25,7 @@ def hub_rows(foreign: ForeignKey) -> KeyOutcome:
 
 
 def hub_test_rows(foreign: ForeignKey) -> KeyOutcome:
-    """Make the split that is evaluated on a set called test."""
+    """Make an evaluation set called `test` of the split that is evaluated."""
     if foreign.facts.get("dataset_name") is None:
         return KeyOutcome({}, "there is no dataset_name")
     return KeyOutcome({"evaluation.sets.test.path": _with_split(foreign.facts.get("dataset_name"), foreign.value)})
@@ -105,7 +105,7 @@ def renamed_column(foreign: ForeignKey) -> KeyOutcome:
 
 
 def jinja_file(foreign: ForeignKey) -> KeyOutcome:
-    """Take a jinja file, and no other tokenizer."""
+    """Accept a jinja file; the name of another tokenizer is not converted."""
     if not str(foreign.value).endswith((".jinja", ".jinja2")):
         raise NotConverted(f"{foreign.value} is no jinja file")
     return KeyOutcome({foreign.target: foreign.value})
@@ -158,17 +158,17 @@ def _function(path: str, facts: Facts) -> str:
 
 
 def reward_options(foreign: ForeignKey) -> KeyOutcome:
-    """Take options with the function they belong to."""
+    """Accept options together with the function that they belong to."""
     return reward_functions(foreign) if foreign.value else KeyOutcome({})
 
 
 def named_with(_: ForeignKey) -> KeyOutcome:
-    """Leave a name to the entry of its file."""
+    """Convert a name together with the entry of its file."""
     return KeyOutcome({}, "written with the file")
 
 
 def reward_model(foreign: ForeignKey) -> KeyOutcome:
-    """Write a reward model."""
+    """Write a reward model as a reward of kind `model`."""
     if foreign.facts.get("reward_funcs") is not None:
         raise NotConverted("several rewards are a list; add one of kind model")
     return KeyOutcome({"reward": {"kind": "model", "path": foreign.value}})

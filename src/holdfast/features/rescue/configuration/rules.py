@@ -43,7 +43,7 @@ _EVALUATION_SAMPLING = {
 
 
 def by_hand(_: ForeignKey) -> KeyOutcome:
-    """Leave it to a person."""
+    """Convert nothing; a person has to decide."""
     raise NotConverted
 
 
@@ -58,7 +58,7 @@ def epochs(foreign: ForeignKey) -> KeyOutcome:
 
 
 def warmup(foreign: ForeignKey) -> KeyOutcome:
-    """Tell a share of all steps from a number of them."""
+    """Distinguish a share of all steps from a number of steps."""
     steps = number(foreign.value)
     schedule = foreign.target.rpartition(".")[0]
     if 0 < steps < 1:
@@ -67,14 +67,14 @@ def warmup(foreign: ForeignKey) -> KeyOutcome:
 
 
 def ratio_unless_steps(foreign: ForeignKey) -> KeyOutcome:
-    """Write a share of warm-up, unless steps of it are written."""
+    """Write the share of warm-up, unless a number of steps is given."""
     if foreign.facts.get("warmup_steps") is not None:
         return KeyOutcome({}, "not read there, since warmup_steps is set")
     return KeyOutcome({foreign.target: foreign.value})
 
 
 def betas(foreign: ForeignKey) -> KeyOutcome:
-    """Join both decay rates."""
+    """Join the two decay rates into one list."""
     return KeyOutcome(
         {"optim.betas": [number(foreign.facts.get("adam_beta1"), 0.9), number(foreign.facts.get("adam_beta2"), 0.999)]}
     )
@@ -86,7 +86,7 @@ def clip_norm(foreign: ForeignKey) -> KeyOutcome:
 
 
 def scheduler_options(foreign: ForeignKey) -> KeyOutcome:
-    """Rename the options of a schedule; a name means something else in another one."""
+    """Rename the options of a schedule; the same name has another meaning in another schedule."""
     kind = foreign.facts.get("lr_scheduler_type")
     options = {name for name, schedule in _SCHEDULERS.items() if schedule == kind}
     if not isinstance(foreign.value, Mapping) or set(foreign.value) - options:
@@ -100,7 +100,7 @@ def minutes(foreign: ForeignKey) -> KeyOutcome:
 
 
 def keep_last(foreign: ForeignKey) -> KeyOutcome:
-    """Keep at least two."""
+    """Keep at least two checkpoints."""
     checkpoints = integer(foreign.value)
     if checkpoints < 1:
         raise NotConverted("no limit there; here checkpoint.keep.last stay, and multiples of checkpoint.keep.every")
@@ -108,19 +108,19 @@ def keep_last(foreign: ForeignKey) -> KeyOutcome:
 
 
 def per_epoch(foreign: ForeignKey) -> KeyOutcome:
-    """Turn times per pass into passes between them."""
+    """Convert a number of times per pass into a share of a pass between them."""
     return KeyOutcome({foreign.target: round(1 / count(foreign.value), 6)}, f"{foreign.value} per epoch")
 
 
 def whole_steps(foreign: ForeignKey) -> KeyOutcome:
-    """Take a number of steps, and no share of them."""
+    """Accept a number of steps; a share of all steps is not converted."""
     if number(foreign.value) < 1:
         raise NotConverted(f"{foreign.value} is a share of all steps there; write the number of steps")
     return KeyOutcome({foreign.target: integer(foreign.value)})
 
 
 def held_out(foreign: ForeignKey) -> KeyOutcome:
-    """Take a share of rows, and no number of them."""
+    """Accept a share of rows; a number of rows is not converted."""
     share = number(foreign.value)
     if share >= 1:
         raise NotConverted(f"{foreign.value} counts rows there; write the share of rows")
@@ -128,7 +128,7 @@ def held_out(foreign: ForeignKey) -> KeyOutcome:
 
 
 def run_folder(foreign: ForeignKey) -> KeyOutcome:
-    """Split a folder into that of runs and a run's name."""
+    """Split a path into the folder of runs and the run's name."""
     path = PurePosixPath(str(foreign.value))
     if not _RUN_NAME.fullmatch(path.name):
         raise NotConverted(f"the last part of {foreign.value} is no name of a run")
@@ -136,14 +136,14 @@ def run_folder(foreign: ForeignKey) -> KeyOutcome:
 
 
 def run_name(foreign: ForeignKey) -> KeyOutcome:
-    """Take a name of the characters that a folder may have here."""
+    """Accept a name of characters that a folder of ours may have."""
     if not _RUN_NAME.fullmatch(str(foreign.value)):
         raise NotConverted("a name has letters, digits, '.', '_' and '-'")
     return KeyOutcome({"run.name": str(foreign.value)})
 
 
 def trackers(foreign: ForeignKey) -> KeyOutcome:
-    """Keep the trackers that are here too, and name the others."""
+    """Keep the trackers that Holdfast has too, and name the others in a remark."""
     names = [str(name).lower() for name in (foreign.value if isinstance(foreign.value, list) else [foreign.value])]
     sinks = [name for name in names if name in _TRACKERS]
     unsupported = [name for name in names if name not in {*_TRACKERS, "none", "console", "file", "false"}]
@@ -162,7 +162,7 @@ def name_list(foreign: ForeignKey) -> KeyOutcome:
 
 
 def lora_rank(foreign: ForeignKey) -> KeyOutcome:
-    """Leave adapters out where the rank is 0."""
+    """Write the rank of adapters; rank 0 means no adapters."""
     return KeyOutcome(
         {foreign.target: integer(foreign.value)} if number(foreign.value) > 0 else {},
         "" if number(foreign.value) else "no adapters",
@@ -170,14 +170,14 @@ def lora_rank(foreign: ForeignKey) -> KeyOutcome:
 
 
 def router(foreign: ForeignKey) -> KeyOutcome:
-    """Balance each sequence by a coefficient; 0 is none."""
+    """Write the coefficient of the router loss per sequence; 0 means no router loss."""
     if number(foreign.value) == 0:
         return KeyOutcome({"model.router_loss.kind": "off"})
     return KeyOutcome({"model.router_loss.kind": "sequence", "model.router_loss.coefficient": foreign.value})
 
 
 def config_fields(foreign: ForeignKey) -> KeyOutcome:
-    """Take the fields of a model's configuration out of verl's level of their own."""
+    """Move the fields of a model's configuration out of verl's own level."""
     if not isinstance(foreign.value, Mapping):
         raise NotConverted
     fields = foreign.value.get("model_config", foreign.value)
@@ -206,14 +206,14 @@ def evaluation_sampling_rule(foreign: ForeignKey) -> KeyOutcome:
 
 
 def rank_and_alpha(foreign: ForeignKey) -> KeyOutcome:
-    """Write the rank, and twice as much as alpha unless it is set."""
+    """Write the rank, and alpha as twice the rank unless the file sets it."""
     rank = integer(foreign.value)
     alpha = {} if foreign.facts.get("lora_alpha") is not None else {"model.lora.alpha": 2 * rank}
     return KeyOutcome({"model.lora.rank": rank, **alpha})
 
 
 def thinking(foreign: ForeignKey) -> KeyOutcome:
-    """Pass a variable to the chat template."""
+    """Pass the variable for reasoning to the chat template."""
     return KeyOutcome({"data.template_kwargs": {"enable_thinking": foreign.value}})
 
 
@@ -276,7 +276,7 @@ def _pair_loss(name: str, weight: float, facts: Facts) -> dict[str, Any]:
 
 
 def policy_loss(foreign: ForeignKey) -> KeyOutcome:
-    """Say by two keys which ratio is clipped and what the loss averages over."""
+    """Write two keys: which ratio is clipped, and what the loss averages over."""
     name, level = str(foreign.facts.get("loss_type") or "dapo"), foreign.facts.get("importance_sampling_level")
     if name not in _POLICY_LOSSES:
         raise NotConverted(f"{name} has no counterpart")
@@ -290,7 +290,7 @@ def policy_loss(foreign: ForeignKey) -> KeyOutcome:
 
 
 def clip_bounds(foreign: ForeignKey) -> KeyOutcome:
-    """Write both bounds; the upper one is the lower one unless it is set."""
+    """Write both bounds of the ratio; the upper one equals the lower one unless the file sets it."""
     name = str(foreign.facts.get("loss_type") or "dapo")
     if name == "sapo":
         return KeyOutcome({}, "not read there by sapo")
@@ -303,14 +303,14 @@ def clip_bounds(foreign: ForeignKey) -> KeyOutcome:
 
 
 def both_bounds(foreign: ForeignKey) -> KeyOutcome:
-    """Write one number for both bounds, unless each has its own."""
+    """Write one number as both bounds, unless the file sets each of them."""
     prefix = "actor_rollout_ref.actor.clip_ratio"
     bounds = {f"objective.{side}": foreign.facts.get(f"{prefix}_{side}") for side in ("low", "high")}
     return KeyOutcome({key: foreign.value for key, bound in bounds.items() if bound is None})
 
 
 def policy_kl(foreign: ForeignKey) -> KeyOutcome:
-    """Write the coefficient, and whether its term is multiplied by the ratio."""
+    """Write the coefficient of the KL term, and whether the term is multiplied by the ratio."""
     coefficient = number(foreign.facts.get("beta"), 0.0)
     if coefficient == 0:
         return KeyOutcome({}, "no KL term")
@@ -327,7 +327,7 @@ def follow_reference(foreign: ForeignKey) -> KeyOutcome:
 
 
 def verl_advantage(foreign: ForeignKey) -> KeyOutcome:
-    """Name the estimator; grpo without the standard deviation is another one here."""
+    """Name the estimator of advantages; `grpo` without the standard deviation has another name here."""
     name = str(foreign.value)
     if name == "gae":
         return KeyOutcome({"advantage.kind": "gae", "critic": {}})

@@ -20,7 +20,7 @@ PROMPT_ROOM = 1024
 
 
 def _length(facts: Facts) -> int | None:
-    """Return the longest sequence of a row there; None where it has no bound."""
+    """Return the longest sequence of a row in the other system; None where it has no bound."""
     if facts.verb == "grpo":
         completion = count(facts.get("max_completion_length"), 512)
         return count(facts.get("vllm_max_model_length"), completion + PROMPT_ROOM)
@@ -35,7 +35,7 @@ def _per_device(facts: Facts) -> tuple[int, int]:
 
 
 def _micro_batch(rows: int, facts: Facts) -> dict[str, Any]:
-    """Return the tokens of so many of the longest rows; a pair has two sequences."""
+    """Return the tokens of a number of the longest rows; a pair has two sequences."""
     length = _length(facts)
     sequences = 2 if facts.verb in {"dpo", "reward"} else 1
     return {} if length is None else {"data.tokens_per_micro_batch": rows * sequences * length}
@@ -104,7 +104,7 @@ def _prompt_and_response(facts: Facts) -> tuple[int, int]:
 
 
 def prompt_and_response(foreign: ForeignKey) -> KeyOutcome:
-    """Add both bounds."""
+    """Add the bounds of prompt and response."""
     prompt, response = _prompt_and_response(foreign.facts)
     settings = {"rollout.max_new_tokens": response, "data.max_length": prompt + response}
     settings["data.max_prompt_length"] = prompt
@@ -121,7 +121,7 @@ _MICRO_BATCHES = (
 
 
 def micro_batch_tokens(foreign: ForeignKey) -> KeyOutcome:
-    """Turn sequences into tokens: so many of the longest ones."""
+    """Convert a number of sequences into the tokens of as many of the longest ones."""
     if foreign.facts.get("actor_rollout_ref.actor.use_dynamic_bsz") is True:
         return KeyOutcome({}, "not read there, since use_dynamic_bsz is true")
     longest = sum(_prompt_and_response(foreign.facts))
@@ -131,7 +131,7 @@ def micro_batch_tokens(foreign: ForeignKey) -> KeyOutcome:
 
 
 def row_length(foreign: ForeignKey) -> KeyOutcome:
-    """Take the longest sequence; there must be a bound here."""
+    """Write the longest sequence; Holdfast requires a bound."""
     if foreign.value is None:
         raise NotConverted("no limit there; write the longest sequence")
     return KeyOutcome({"data.max_length": count(foreign.value)})
@@ -148,7 +148,7 @@ def completion_length(foreign: ForeignKey) -> KeyOutcome:
 
 
 def rounds_of_sampling(foreign: ForeignKey) -> KeyOutcome:
-    """Bound the rollouts of one step; at least two."""
+    """Bound the number of rollouts of one step; it is at least two."""
     rollouts = number(foreign.value)
     if rollouts < 1:
         raise NotConverted("no limit there; write the largest number of rollouts in a step")

@@ -28,7 +28,8 @@ def align(checkpoint: ForeignCheckpoint, expected: Collection[str], ties: Mappin
     unwrap(checkpoint, expected)
     for first, aliases in ties.items():
         _merge_tied(checkpoint, first, aliases)
-    extra = [name for name in checkpoint.weights if name not in expected and _is_frequency(name)]
+    computed = ("rotary_emb.inv_freq", "masked_bias", "position_ids")
+    extra = [name for name in checkpoint.weights if name not in expected and name.endswith(computed)]
     for name in extra:
         del checkpoint.weights[name]
     if extra:
@@ -42,10 +43,6 @@ def unwrap(checkpoint: ForeignCheckpoint, expected: Collection[str]) -> None:
     prefix = _prefix(checkpoint, expected)
     if prefix:
         rename(checkpoint, lambda name: canonical_name(name.removeprefix(prefix)))
-
-
-def _is_frequency(name: str) -> bool:
-    return name.endswith(("rotary_emb.inv_freq", "masked_bias", "position_ids"))
 
 
 def _prefix(checkpoint: ForeignCheckpoint, expected: Collection[str]) -> str:

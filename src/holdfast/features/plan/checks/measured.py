@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.features.plan.findings import Finding, fail, ok, warn
+from holdfast.features.plan.checks.findings import Finding, fail, ok, warn
 from holdfast.files import read_json, size_words
 from holdfast.training.directory import MEMORY, PLAN, events
 
@@ -60,7 +60,7 @@ class PhasePeak:
 
     @property
     def ratio(self) -> float:
-        """Measured over planned."""
+        """The measured peak over the planned one."""
         return self.measured / max(self.planned, 1)
 
     def words(self) -> str:
@@ -82,7 +82,7 @@ def measured_peaks(directory: Path) -> tuple[str, Mapping[str, int]]:
 
 
 def compared(plan: SavedPlan, device: str, measured: Mapping[str, int]) -> list[PhasePeak]:
-    """Return the phases that both know and that can be compared, in the order in which the run met them."""
+    """Return the phases that both the plan and the measurement have, in the order in which the run entered them."""
     if device != plan.device:
         return []
     phases = [PhasePeak(phase, plan.peaks[phase], took) for phase, took in measured.items() if phase in plan.peaks]
@@ -115,7 +115,7 @@ def look_at_plan(directory: Path) -> Iterator[Finding]:
 
 
 def plan_verdict(plan: Mapping[str, Any]) -> Finding:
-    """Return what a plan that was just made says of a run, and the first thing to turn where it does not fit."""
+    """Return what a new plan says of a run, and the first key to change where the run does not fit."""
     how = "executed" if plan["executed"] else "by formulas"
     needed = f"{size_words(plan['peak_bytes'])} of tensors and {size_words(plan['allowance_bytes'])} beside them"
     summary = f"{how}: {needed} of {size_words(plan['memory_bytes'])} per rank"

@@ -5,7 +5,7 @@ ACTIVATIONS, HEAD, TEMPORARY = "activations", "head", "temporary"
 ROLLOUT_WEIGHTS, CACHE, REFERENCE, CHECKPOINT = "rollout_weights", "key_value_cache", "reference", "checkpoint"
 KINDS = {
     PARAMETERS: "this rank's shards, and what is not sharded",
-    GATHERED: "whole parameters of units that are in use, and what they are gathered through",
+    GATHERED: "whole parameters of units that are in use, and what they are gathered through; on one rank its copies",
     GRADIENTS: "of this rank's shards, those of a unit before they are reduced, and what they are reduced through",
     OPTIMIZER: "states of the optimizer, averages of weights",
     ACTIVATIONS: "what the blocks make in a forward pass, kept or made again",

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from holdfast import patience
+from holdfast import patience, registry
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.keep.retention import steps
@@ -26,16 +26,16 @@ from holdfast.data.content.counted import unexpected
 from holdfast.data.content.formats import Conversation, prompt_of
 from holdfast.data.survey import Survey
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.features.plan.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
-from holdfast.features.plan.machine import (
+from holdfast.features.plan.checks.findings import RANKS, Check, Finding, Grade, fail, ok, since, unknown, warn
+from holdfast.features.plan.checks.machine import (
     look_at_devices,
     look_at_place,
     look_at_ranks,
     look_at_versions,
     storage_of_run,
 )
-from holdfast.features.plan.measured import look_at_plan
-from holdfast.features.plan.model_files import MODEL, look_at_weights
+from holdfast.features.plan.checks.measured import look_at_plan
+from holdfast.features.plan.checks.model_files import MODEL, look_at_weights
 from holdfast.files import size_words
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
 from holdfast.models.files.origin import load_tokenizer
@@ -144,14 +144,18 @@ def _look_at_batches(run: CheckedRun, mean_length: float) -> Iterator[Finding]:
         sequences = data.batch_size * config.rollout.group_size // config.updates.mini_batches
         summary = f"{data.batch_size} prompts x {config.rollout.group_size} completions a step, {sequences} an update"
         mean_length += config.rollout.max_new_tokens
-    per_rank = sequences / run.ranks
-    split = f"{run.ranks} ranks ({replicate} x {shard}), {per_rank:,.1f} sequences each"
-    if sequences < run.ranks:
-        text = f"{summary} are fewer than {run.ranks} ranks: {run.ranks - sequences} have nothing to do"
-        yield warn("batches", text, f"Raise data.batch_size to {run.ranks} or more, or lower launch.ranks.")
+    context = config.parallel.context
+    groups, group = run.ranks // context, "ranks" if context == 1 else f"groups of {context} ranks"
+    per_group = sequences / groups
+    split = f"{run.ranks} ranks ({replicate} x {shard}), {per_group:,.1f} sequences each"
+    if context > 1:
+        split = f"{run.ranks} ranks, {per_group:,.1f} sequences for {context} ranks that share rows"
+    if sequences < groups:
+        text = f"{summary} are fewer than {groups} {group}: {groups - sequences} have nothing to do"
+        yield warn("batches", text, f"Raise data.batch_size to {groups} or more, or lower launch.ranks.")
         return
-    budget = data.tokens_per_micro_batch
-    micro_batches = max(1, -(-int(per_rank * mean_length) // budget))
+    budget = data.tokens_per_micro_batch * context
+    micro_batches = max(1, -(-int(per_group * mean_length) // budget))
     yield ok("batches", f"{summary} over {split}, about {micro_batches} micro-batches of {budget:,} tokens")
 
 
@@ -173,7 +177,7 @@ def look_at_rewards(run: CheckedRun) -> Iterator[Finding]:
 
 
 def _samples(run: CheckedRun) -> list[Sample]:
-    """Return the first rows with a completion each: what the row has for an answer, or a word."""
+    """Return the first rows with a completion for each: the answer of the row, or a word if it has none."""
     source = open_data(ConfiguredRun(config=run.config, base=run.base)).training[0]
     samples = []
     for number, row in enumerate(islice(source.scan(0), _SAMPLES)):
@@ -233,7 +237,7 @@ def endpoints_of(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_user(url: str) -> str:
-    """Return an address without a name and a password in it."""
+    """Return an address without the user name and the password in it."""
     scheme, mark, address = url.partition("://")
     host, slash, path = address.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
@@ -242,8 +246,8 @@ def without_user(url: str) -> str:
 def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
     """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
     for key, section in endpoints_of(run.config):
-        if isinstance(section, VLLMEngineConfig) and section.start:
-            yield _startable(key, section)
+        if isinstance(section, VLLMEngineConfig) and section.start is not None:
+            yield _startable(run.config, key, section)
             continue
         secret = api_key(section.api_key_variable, key)
         addresses = (
@@ -253,14 +257,18 @@ def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
             yield _asked(key, section, url, secret)
 
 
-def _startable(key: str, section: VLLMEngineConfig) -> Finding:
+def _startable(config: TrainingConfig, key: str, section: VLLMEngineConfig) -> Finding:
     if shutil.which(section.python) is None:
         return fail(
             "endpoints",
             f"{key}: {section.python} is no program here, and servers of vLLM are to be started with it",
             f"Install vLLM (tools/install_vllm.sh .venv-vllm), and name its Python in {key}.python.",
         )
-    return ok("endpoints", f"{key}: the run starts its {len(section.url)} servers itself, by {section.python}")
+    try:
+        where = registry.load(registry.SERVER_DEVICES)(config, section)
+    except ConfigError as error:
+        return fail("endpoints", str(error), f"Mend {key}.start, rollout.engine.url or launch.ranks.")
+    return ok("endpoints", f"{key}: the run starts its {len(section.url)} servers itself, by {section.python}, {where}")
 
 
 def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
@@ -273,7 +281,8 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
     except EndpointRefuses as error:
         grade = warn if isinstance(section, JudgeConfig) else fail
         return grade("endpoints", f"{key}: {url}/models {error}", "Mend url, or the key.")
-    names = _names(listed)
+    data = listed.get("data", []) if isinstance(listed, dict) else []
+    names = [str(model.get("id")) for model in data if isinstance(model, dict)]
     if section.model is not None and names and section.model not in names:
         return fail("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])}", f"{key}.model is {section.model}.")
     if not names:
@@ -281,13 +290,8 @@ def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
     return ok("endpoints", f"{key}: {url} serves {', '.join(names[:_SHOWN])} ({since(start)})")
 
 
-def _names(listed: Any) -> list[str]:
-    data = listed.get("data", []) if isinstance(listed, dict) else []
-    return [str(model.get("id")) for model in data if isinstance(model, dict)]
-
-
 def look_at_resume(run: CheckedRun) -> Iterator[Finding]:
-    """Say what the run would find in its place, and from where it would go on."""
+    """Report what the run would find in its directory, and from which step it would continue."""
     if not run.directory.exists():
         yield ok("resume", f"{run.directory} is not there: the run begins anew")
         return

@@ -19,10 +19,10 @@ from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import Candidates, SequenceInfo
 from holdfast.data.content.lengths import Stretch, example_of
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.features.plan.kinds import REFERENCE
-from holdfast.features.plan.memory import Ledger, follow_model
-from holdfast.features.plan.origin import shape_of, teacher_section
-from holdfast.features.plan.traffic import Traffic
+from holdfast.features.plan.counting.kinds import REFERENCE
+from holdfast.features.plan.counting.memory import Ledger, follow_model
+from holdfast.features.plan.counting.traffic import Traffic
+from holdfast.features.plan.execution.origin import shape_of, teacher_section
 from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.objectives.base import Objective
 from holdfast.training.distillation.build import objective_of_rows
@@ -120,7 +120,7 @@ def planned_step(setting: Setting, ledger: Ledger, traffic: Traffic) -> PlannedS
     step.watch(trained.model)
     match config:
         case GRPOConfig():
-            from holdfast.features.plan.policy_steps import policy_step  # it needs what stands here
+            from holdfast.features.plan.execution.policy_steps import policy_step  # it needs what stands here
 
             step.make = policy_step(step, config)
         case DistillConfig():
@@ -164,7 +164,11 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     )
     mini_batch = step.shortened(_answers(step, layout, pairs=section.takes_pairs))
     if section.needs_reference and reference is None:
-        mini_batch = _with_column(mini_batch, "reference_logprobs")
+        batches = [
+            replace(batch, per_token={**batch.per_token, "reference_logprobs": batch.weights})
+            for batch in mini_batch.micro_batches
+        ]
+        mini_batch = replace(mini_batch, micro_batches=tuple(batches))
 
     single_answers = [] if section.takes_pairs else mini_batch.micro_batches
     if not single_answers:
@@ -190,11 +194,6 @@ def _preferences(step: PlannedStep, config: DPOConfig) -> Callable[[], object]:
     return judge
 
 
-def _with_column(mini_batch: MiniBatch, name: str) -> MiniBatch:
-    batches = [replace(batch, per_token={**batch.per_token, name: batch.weights}) for batch in mini_batch.micro_batches]
-    return replace(mini_batch, micro_batches=tuple(batches))
-
-
 def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], object]:
     student, section = step.trained, teacher_section(config)
     teacher: Any = None
@@ -210,7 +209,7 @@ def _distillation(step: PlannedStep, config: DistillConfig) -> Callable[[], obje
     mini_batch = step.shortened(_rows(step, layout_of(student, "a distillation reads text alone"), ""))
     decode: Callable[[], object] = dict  # what is called where nothing is sampled
     if config.rollout is not None:
-        from holdfast.features.plan.policy_steps import sampling_of
+        from holdfast.features.plan.execution.policy_steps import sampling_of
 
         room = config.data.max_length - config.rollout.max_new_tokens
         decode = sampling_of(step, config.rollout, room, rows=config.data.batch_size, group=config.rollout.group_size)

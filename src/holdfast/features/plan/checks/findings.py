@@ -36,7 +36,7 @@ class Finding:
     fix: str = ""
 
     def line(self) -> str:
-        """Return what is printed."""
+        """Return the finding as the line that is printed."""
         stop = "" if self.text.endswith((".", "!", "?")) else "."
         fix = f"{stop} {self.fix}" if self.fix else ""
         return f"{self.grade.value:<7}  {self.name}: {escaped_paragraph(self.text)}{fix}"
@@ -60,7 +60,7 @@ class Check:
 
 
 def ok(name: str, text: str) -> Finding:
-    """Return that a thing is as it should be."""
+    """Return a finding that what was checked is as it should be."""
     return Finding(Grade.ok, name, text)
 
 
@@ -70,12 +70,12 @@ def unknown(name: str, text: str, fix: str = "") -> Finding:
 
 
 def warn(name: str, text: str, fix: str = "") -> Finding:
-    """Return that a run starts, and something about it may not be meant."""
+    """Return a finding that the run starts, and that something about it may not be intended."""
     return Finding(Grade.warn, name, text, fix)
 
 
 def fail(name: str, text: str, fix: str = "") -> Finding:
-    """Return that a run would be refused, or fail."""
+    """Return a finding that the run would be refused or would fail."""
     return Finding(Grade.fail, name, text, fix)
 
 
@@ -98,5 +98,5 @@ def findings_of(checks: Sequence[Check]) -> Iterator[Finding]:
 
 
 def since(start: float) -> str:
-    """Return the seconds since a moment of `time.perf_counter`, as words."""
+    """Return the seconds since a reading of `time.perf_counter` as text."""
     return f"{time.perf_counter() - start:.1f} s"

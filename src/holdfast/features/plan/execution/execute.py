@@ -25,12 +25,12 @@ from holdfast.checkpoint.loading.matching import Declared
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
-from holdfast.features.plan.fake_devices import fake_devices
-from holdfast.features.plan.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
-from holdfast.features.plan.memory import Ledger, watched_storages
-from holdfast.features.plan.origin import without_files
-from holdfast.features.plan.records import Execution, HostValue, RankSpec
-from holdfast.features.plan.saved import (
+from holdfast.features.plan.counting.kinds import CHECKPOINT, GRADIENTS, OPTIMIZER, PARAMETERS, RESUME
+from holdfast.features.plan.counting.memory import Ledger, watched_storages
+from holdfast.features.plan.counting.traffic import TensorObserver, Traffic
+from holdfast.features.plan.execution.fake_devices import fake_devices
+from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.saved import (
     checkpoint_bytes,
     export_bytes,
     host_random_state,
@@ -38,8 +38,8 @@ from holdfast.features.plan.saved import (
     saved_snapshot,
     small_bytes,
 )
-from holdfast.features.plan.steps import PlannedStep, planned_step
-from holdfast.features.plan.traffic import TensorObserver, Traffic
+from holdfast.features.plan.execution.steps import PlannedStep, planned_step
+from holdfast.features.plan.records import Execution, HostValue, RankSpec
 from holdfast.models.files.four_bit import check_library
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel
@@ -88,7 +88,7 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
     shapes, notes = without_files(config, base)
     _refuse_more_ranks_than_rows(shapes, spec.ranks)
     import_first(shapes)
-    counts = _Counts(spec)
+    counts = _StepCounts(spec)
     with contextlib.ExitStack() as stack:
         free = lambda: max(0, spec.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
         mode = stack.enter_context(fake_devices(spec.device, free, spec.memory))
@@ -161,8 +161,8 @@ def _alone_among(size: int, rank: int, device: torch.device) -> Iterator[World]:
         forget_meshes()
 
 
-class _Counts:
-    """What is counted while a step runs."""
+class _StepCounts:
+    """Counters of memory, traffic and waits of the host while a step runs."""
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec, self.ledger = spec, Ledger()
@@ -185,8 +185,8 @@ class _Counts:
         return (np.zeros if kind.kind in "iub" else np.ones)(tuple(tensor.shape), kind)
 
 
-def _executed(counts: _Counts, step: PlannedStep) -> Execution:
-    """Resume, make the first step after it, and one that comes after others, with a save; note what each takes."""
+def _executed(counts: _StepCounts, step: PlannedStep) -> Execution:
+    """Load a checkpoint, make the first step after it, a later step and a save; record what each of them takes."""
     ledger = counts.ledger
     loaded = dict(ledger.peaks)
     manifest = _learned(counts, step)
@@ -209,7 +209,7 @@ def _executed(counts: _Counts, step: PlannedStep) -> Execution:
     return _execution(counts, step, Execution(counts.spec, step.trained.plan, loaded, resumed, checkpoint_bytes=size))
 
 
-def _learned(counts: _Counts, step: PlannedStep) -> Manifest:
+def _learned(counts: _StepCounts, step: PlannedStep) -> Manifest:
     """Return the manifest of a checkpoint; optimizers are left as they were built.
 
     What an optimizer keeps is learned from a step of its own: a step on tensors without numbers changes none.
@@ -246,8 +246,8 @@ def _make(step: PlannedStep) -> None:
     step.setting.log.batches.clear()  # as the journal does once a step is written down
 
 
-def _execution(counts: _Counts, step: PlannedStep, execution: Execution) -> Execution:
-    """Add what was counted of the later step."""
+def _execution(counts: _StepCounts, step: PlannedStep, execution: Execution) -> Execution:
+    """Add the counts of the later step to an execution."""
     return replace(
         execution,
         steady=dict(counts.ledger.peaks),
@@ -290,10 +290,11 @@ class _NullWriter:
 
 def _refuse_more_ranks_than_rows(config: TrainingConfig, ranks: int) -> None:
     rows = config.data.batch_size
-    if ranks > rows:
+    served = rows * config.parallel.context  # the ranks of a context group share their rows
+    if ranks > served:
         raise ConfigError(
-            f"{ranks} ranks share data.batch_size={rows} rows of an update, so {ranks - rows} of them would have none "
-            "and wait for the others. Raise data.batch_size, or plan for fewer ranks."
+            f"{ranks} ranks share data.batch_size={rows} rows of an update, so {ranks - served} of them would have "
+            "none and wait for the others. Raise data.batch_size, or plan for fewer ranks."
         )
 
 
@@ -303,7 +304,7 @@ def _name_states(ledger: Ledger, step: PlannedStep) -> None:
 
 
 def states_of(trained: Trained) -> list[Tensor]:
-    """Return the tensors of a model's optimizer, and averages beside them."""
+    """Return the tensors of a model's optimizer, and the averages of its weights."""
     states = [value for state in trained.optimizer.state.values() for value in state.values()]
     averages = [] if trained.averages is None else [*trained.averages.tensors.values()]
     return [value for value in (*states, *averages) if isinstance(value, Tensor)]
@@ -316,7 +317,7 @@ def _read(ledger: Ledger, step: PlannedStep) -> dict[str, float]:
     return {"optimizer": states * step.repeats.get("optimizer", 1), "rollout": step.read_by_rollout}
 
 
-def _save(counts: _Counts, step: PlannedStep) -> int:
+def _save(counts: _StepCounts, step: PlannedStep) -> int:
     """Copy a snapshot of every model to the host, as a save does before training goes on; return its bytes on disk."""
     ledger = counts.ledger
     before, ledger.phase = ledger.phase, "save"

@@ -1,11 +1,12 @@
 """The checks of `holdfast doctor` on a machine: versions, devices, a rendezvous of the ranks, the run's storage.
 
 The ranks are processes that meet and do nothing else, started as a run's are:
-`python -m holdfast.features.plan.machine`.
+`python -m holdfast.features.plan.checks.machine`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -28,7 +29,7 @@ from holdfast.checkpoint.place.storage import LocalStorage, Storage, open_storag
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, UserError
-from holdfast.features.plan.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
+from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
 from holdfast.files import size_words
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
@@ -46,7 +47,7 @@ _TORCHVISION_BEHIND = 15
 
 
 def checks_of_machine(launch: LaunchConfig) -> list[Check]:
-    """Return what is looked at without a run."""
+    """Return the checks that need no run."""
     return [
         Check("versions", look_at_versions),
         Check("devices", lambda: look_at_devices(launch)),
@@ -154,7 +155,7 @@ def _on_gpus(ranks: int, host: str) -> Finding:
 
 
 def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Finding]:
-    """Let the real ranks meet, add numbers over all of them, and see whether they share the place of the run."""
+    """Let the real ranks meet, add numbers over all of them, and check that they share the run's directory."""
     task = RankTask(launch.model_dump(mode="json"), None if storage is None or not storage.renames else storage.root)
     start = time.perf_counter()
     if under_torchrun():
@@ -177,7 +178,7 @@ def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Fin
 def _started(task: RankTask, folder: Path) -> str | None:
     """Start ranks as a run does; return what went wrong with them."""
     task.write(folder)
-    command = [sys.executable, "-m", "holdfast.features.plan.machine", "launch", str(folder)]
+    command = [sys.executable, "-m", "holdfast.features.plan.checks.machine", "launch", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=patience.current.doctor_ranks_seconds)
@@ -229,7 +230,8 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         )
         return
     finally:
-        _remove(storage, folder)
+        with contextlib.suppress(OSError):  # the finding says why nothing was written
+            storage.remove(folder)
     if not same:
         yield fail("place", f"{storage.root} gives back other bytes than were written", "Choose another run.dir.")
         return
@@ -247,13 +249,6 @@ def look_at_place(storage: Storage, needed_bytes: int | None) -> Iterator[Findin
         yield ok("place", summary)
     if needed_bytes is None:
         yield unknown("place", "whether checkpoints have room there: no plan says how large they are")
-
-
-def _remove(storage: Storage, folder: str) -> None:
-    try:
-        storage.remove(folder)
-    except OSError:
-        return  # the finding says why nothing was written
 
 
 @dataclass(frozen=True)
@@ -309,11 +304,11 @@ def meet_ranks(task: RankTask) -> dict[str, Any]:
 
 
 def main(role: str, folder: Path) -> int:
-    """Start the ranks, or be one of them; rank 0 leaves what came of it."""
+    """Start the ranks, or be one of them; rank 0 writes the outcome."""
     task = RankTask.read(folder)
     if role == "launch":
         launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0})
-        command = [sys.executable, "-m", "holdfast.features.plan.machine", "rank", str(folder)]
+        command = [sys.executable, "-m", "holdfast.features.plan.checks.machine", "rank", str(folder)]
         return launch_local(command, resolve_ranks(launch), launch, folder / "run")
     try:
         outcome = meet_ranks(task)

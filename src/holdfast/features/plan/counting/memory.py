@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from holdfast.features.plan.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
+from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
+from holdfast.parallel.copies import ComputeCopies
 
 HOOKED = ("unshard", "wait_for_unshard", "post_backward")
 """Methods of FSDP2's FSDPParamGroup that are entered to tell gathered parameters and gradients from the rest."""
@@ -122,7 +123,7 @@ class Ledger:
         self._resize(entry, storage.nbytes())
 
     def restart(self) -> None:
-        """Forget the peaks so far; what is allocated stays."""
+        """Forget the peaks so far; what is allocated stays counted."""
         self.peaks.clear()
         self.allocated.clear()
 
@@ -158,7 +159,7 @@ class Ledger:
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """Yield what really has memory: the local part of a DTensor, the parts of a quantised tensor."""
+    """Yield the tensors that have memory: the local part of a DTensor, the inner tensors of a quantised one."""
     if isinstance(tensor, DTensor):
         # `to_local` makes a view through autograd, which the dispatch mode would count as an operation of the step.
         yield from plain_tensors(tensor._local_tensor)
@@ -171,9 +172,10 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def watched_storages(ledger: Ledger) -> Iterator[None]:
-    """Tell a ledger of storages that grow and are emptied, and of what FSDP2 gathers and reduces, within the block."""
+    """Report to a ledger which storages are resized, and what is gathered, copied and reduced, within the block."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
     before = {name: getattr(FSDPParamGroup, name) for name in HOOKED}
+    enter, add = ComputeCopies.enter, ComputeCopies.add
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
@@ -194,14 +196,25 @@ def watched_storages(ledger: Ledger) -> Iterator[None]:
         with ledger.scope(GRADIENTS):
             return before["post_backward"](group, *args, **kwargs)
 
+    def copying(copies: ComputeCopies) -> None:
+        with ledger.scope(GATHERED):
+            enter(copies)
+        _follow_gradients(ledger, copies.tensors)
+
+    def adding(copies: ComputeCopies, unit: Any) -> None:
+        with ledger.scope(GRADIENTS):
+            add(copies, unit)
+
     hooked = {"unshard": gathering("unshard"), "wait_for_unshard": gathering("wait_for_unshard")}
     # A resize is no operator, so that the dispatch mode does not see it; the method itself has to be replaced.
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
     for name, call in (hooked | {"post_backward": reducing}).items():
         setattr(FSDPParamGroup, name, call)
+    ComputeCopies.enter, ComputeCopies.add = copying, adding  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
+        ComputeCopies.enter, ComputeCopies.add = enter, add  # type: ignore[method-assign]
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         for name, method in before.items():
             setattr(FSDPParamGroup, name, method)

@@ -29,7 +29,7 @@ class FakeStream:
     def __exit__(self, *_: object) -> None: ...
 
     def record_event(self, *_: Any) -> FakeStream:
-        """Return what may be waited for."""
+        """Return an event that may be waited for."""
         return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -13,10 +13,10 @@ from torch import Tensor
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.sections.rollout import EngineConfig, SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.features.plan.kinds import CACHE, ROLLOUT_WEIGHTS
-from holdfast.features.plan.memory import Ledger, follow_model
-from holdfast.features.plan.steps import PlannedStep, reference_of
-from holdfast.features.plan.traffic import Traffic
+from holdfast.features.plan.counting.kinds import CACHE, ROLLOUT_WEIGHTS
+from holdfast.features.plan.counting.memory import Ledger, follow_model
+from holdfast.features.plan.counting.traffic import Traffic
+from holdfast.features.plan.execution.steps import PlannedStep, reference_of
 from holdfast.models.names import named_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.rollout.engine import Interrupted, Request, Sampled
@@ -40,7 +40,7 @@ from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
-from holdfast.types import Finish, Group, MiniBatch, Prompt, Trajectory
+from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _SCORING = ("proximal", "reference", "values")
 _TRAINING = ("forward", "backward", "optimizer", "critic")
@@ -58,7 +58,8 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
         group=group,
         sampler=run.evaluation.sampler,
     )
-    run.pack = _largest_mini_batch(step)
+    # One mini-batch of two micro-batches stands for all of a rollout.
+    run.pack = lambda run, rollout: [step.shortened(pack_rollout(run, rollout)[0])]
     rollout = _rollout(step, config)
     scoring = min(config.updates.mini_batches, len(rollout.facts))
     step.repeats |= dict.fromkeys(_SCORING, scoring)
@@ -100,11 +101,6 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
         step.companions[CRITIC] = critic
         step.watch(critic.model)
     return run
-
-
-def _largest_mini_batch(step: PlannedStep) -> Callable[[PolicyRun, Rollout], list[MiniBatch]]:
-    """Return what packs a rollout, and leaves one mini-batch of two micro-batches of it."""
-    return lambda run, rollout: [step.shortened(pack_rollout(run, rollout)[0])]
 
 
 def _rollout(step: PlannedStep, config: GRPOConfig) -> Rollout:

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from holdfast.features.plan.memory import Ledger, plain_tensors
+from holdfast.features.plan.counting.memory import Ledger, plain_tensors
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OTHER = "all_gather", "reduce_scatter", "all_reduce", "other"
+ALL_TO_ALL = "all_to_all"
 _KINDS = {
     "_allgather_base_": ALL_GATHER,
     "allgather_": ALL_GATHER,
@@ -33,6 +34,7 @@ _KINDS = {
     "allreduce_": ALL_REDUCE,
     "all_reduce": ALL_REDUCE,
     "all_reduce_": ALL_REDUCE,
+    "alltoall_base_": ALL_TO_ALL,
 }
 _SPACES = ("c10d", "_c10d_functional")
 _NOT_SENT = {"wait_tensor", "barrier", "monitored_barrier_"}
@@ -80,7 +82,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def times(self, count: int) -> Iterator[None]:
-        """Count what the block does so many times."""
+        """Count the operations of the block `count` times."""
         before, self._times, self._work = (self._times, self._work), count, float(count)
         try:
             yield
@@ -88,7 +90,7 @@ class Traffic:
             self._times, self._work = before
 
     def scale(self, phase: str, factor: int) -> None:
-        """Let what a phase executed once stand for several times."""
+        """Multiply the counts of a phase that was executed once and stands for several times."""
         for (of_phase, _), note in self.messages.items():
             if of_phase == phase:
                 note.count, note.bytes = note.count * factor, note.bytes * factor
@@ -123,6 +125,8 @@ def _sent(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
 
 
 def _ranks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # private
+
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.ScriptObject):
             try:
@@ -130,36 +134,31 @@ def _ranks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
             except (RuntimeError, TypeError, AttributeError):
                 continue
         if isinstance(value, str):
-            return _group_named(value)
+            name: Any = value
+            return int(_resolve_process_group(name).size())
     return None
 
 
-def _group_named(name: Any) -> int:
-    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # private
-
-    return int(_resolve_process_group(name).size())
-
-
 def _varlen(args: tuple[Any, ...], _: Any) -> float:
-    """Products of causal attention over documents of the longest length; their real lengths are numbers on a device."""
+    """Count causal attention over documents of the longest length; their real lengths are numbers on a device."""
     query, key, longest = args[0], args[1], args[6]
     return _products(query, min(longest, key.shape[0]))
 
 
 def _varlen_backward(args: tuple[Any, ...], _: Any) -> float:
-    """Five products for the two of a forward pass."""
+    """Count the backward pass of attention, which has five products for the two of the forward pass."""
     query, key = args[1], args[2]
     longest = next(value for value in args[8:] if isinstance(value, int))
     return 2.5 * _products(query, min(longest, key.shape[0]))
 
 
 def _products(query: Tensor, keys: int) -> float:
-    """Return the operations of scores and of what they weigh, [T, heads, size] queries on half of `seen` keys each."""
+    """Return the operations of causal attention: [T, heads, size] queries meet half of `keys` keys each, twice."""
     return 2.0 * 2.0 * query.numel() * keys / 2
 
 
 def _grouped(args: tuple[Any, ...], _: Any) -> float:
-    """One product for every row, whichever expert's matrix it meets."""
+    """Count one product for every row, whichever expert's matrix it is multiplied by."""
     lhs, rhs = args[0], args[1]
     if lhs.ndim == 2 and rhs.ndim == 3:
         return float(2 * lhs.shape[0] * lhs.shape[1] * rhs.shape[2])

@@ -1,4 +1,4 @@
-"""The process that executes a plan: `python -m holdfast.features.plan.process`.
+"""The process that executes a plan: `python -m holdfast.features.plan.execution.process`.
 
 It reads a request as JSON from standard input and leaves the plan as JSON in a file. Most builds of torch need a device
 guard, built once for each version of torch and loaded before torch is imported; hence a process.
@@ -46,7 +46,8 @@ def load_guard(cache: Path | None = None) -> Path | None:
     if "torch" in sys.modules:
         raise NoGuard("torch is imported already, and a guard must be there before it.")
     torch = _folder_of_torch()
-    if any((torch / "lib").glob("libtorch_cuda.*")) and _version() < _OWN_GUARD_REFUSES:
+    version = tuple(int(number) for number in importlib.metadata.version("torch").split(".")[:2])
+    if any((torch / "lib").glob("libtorch_cuda.*")) and version < _OWN_GUARD_REFUSES:
         return None
     library = guard_library(torch, cache)
     # RTLD_GLOBAL: torch's libraries resolve symbols among those that are loaded already, and so find the guard's first.
@@ -93,11 +94,6 @@ def _built(torch: Path, library: Path) -> Path:
             raise NoGuard(f"{compiler} does not build the guard of fake devices ({SOURCE}): {reason}")
         output.replace(library)  # whoever builds it beside us makes the same
     return library
-
-
-def _version() -> tuple[int, ...]:
-    """Return torch's major and minor version; torch itself must not be imported yet."""
-    return tuple(int(number) for number in importlib.metadata.version("torch").split(".")[:2])
 
 
 def _folder_of_torch() -> Path:

@@ -9,7 +9,7 @@ from holdfast.config.sections.reward import ModelRewardConfig
 from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.features.plan.findings import Finding, ok, unknown
+from holdfast.features.plan.checks.findings import Finding, ok, unknown
 from holdfast.files import size_words
 from holdfast.models.adapters.files import WEIGHTS
 from holdfast.models.files.places import local_directory

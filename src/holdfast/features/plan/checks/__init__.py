@@ -1,0 +1,1 @@
+"""The checks of `holdfast doctor`, and the findings that they return."""

@@ -1,0 +1,1 @@
+"""Builds the step of a run and executes it on devices that compute nothing."""

@@ -1,0 +1,51 @@
+"""What rank pools run to see that ranks which share a row score its tokens as one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.data.batches.context import split_row
+from holdfast.data.batches.packing import CommonStart, pack
+from holdfast.data.batches.weights import Share
+from holdfast.parallel.mesh import World
+from holdfast.training.setup.begin import Live, build_run
+from holdfast.types import Example
+
+
+def document(index: int, length: int, seed: int) -> Example:
+    """Return a document of random tokens, all trained but the first."""
+    tokens = np.random.default_rng([seed, index]).integers(3, 90, length)
+    return Example(index, index, tokens, np.arange(length) > 0)
+
+
+def branched(sizes: tuple[int, ...], head: int, seed: int) -> list[Example]:
+    """Return sequences that share their first `head` tokens, which are not trained, and go on by themselves."""
+    start = document(99, head, seed).tokens
+    found = []
+    for index, size in enumerate(sizes):
+        tokens = np.concatenate([start, document(index, size, seed + 1).tokens])
+        found.append(Example(index, 0, tokens, np.arange(tokens.size) >= head))
+    return found
+
+
+def differences(world: World, tree: dict[str, Any], rows: Any, packs: list[tuple[Any, Any]]) -> list[float]:
+    """Return, for each pack, how far log-probabilities of a shared row are from those of the whole row on one rank."""
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    policy = run.trained.model.eval()
+    ranks = tree["parallel"]["context"]
+    found = []
+    for examples, heads in packs:
+        shares = [Share(1.0, 1.0)] * len(examples)
+        starts = None if heads is None else [CommonStart(*head) for head in heads]
+        batch = pack(examples, shares, heads=starts, multiple_of=ranks, dtype=torch.float64)
+        with torch.no_grad():
+            expected = policy(pack(examples, shares, heads=starts, dtype=torch.float64)).logprobs
+            scored = policy(split_row(batch, world.rank % ranks, ranks)).logprobs
+        found.append(float((scored - expected).abs().max()) if expected.numel() else float(scored.numel()))
+    return found
