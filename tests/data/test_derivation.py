@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoProcessor
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.model_inputs import array_arguments
+from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.derivation import NoImageRules
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.check.tower import check_tower
@@ -25,6 +25,7 @@ from holdfast.models.files.vision import image_side, load_image_processor
 from tests.models.directories import filled
 from tests.vision import PROCESSORS, config_values, picture, picture_rows, tokenizer_of
 from tests.vision_derived import KINDS, derived_directory, derived_side, parts_of, tokenizer_in
+from tests.vision_lies import LIES, LIES_OF_OTHERS, Lying, told_by
 
 
 @pytest.fixture(scope="module")
@@ -66,100 +67,80 @@ def test_fifty_rows_are_what_the_processor_makes_of_the_whole_text(directories: 
             )
 
 
-class Lying:
-    """A processor whose output is changed on its way out."""
-
-    def __init__(self, processor: Any, change: Callable[[dict[str, Any], int], None]) -> None:
-        self._processor, self._change = processor, change
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._processor, name)
-
-    def __call__(self, images: Any, **arguments: Any) -> Any:
-        made = dict(self._processor(images=images, **arguments))
-        self._change(made, len(images))
-        return made
-
-
-def drop_patches(made: dict[str, Any], _: int) -> None:
-    made["pixel_values"] = made["pixel_values"][:-8]
-
-
-def drop_patches_of_two(made: dict[str, Any], images: int) -> None:
-    if images > 1:
-        made["pixel_values"] = made["pixel_values"][:-8]
-
-
-def shift_tokens(made: dict[str, Any], _: int) -> None:
-    made["input_ids"] = np.roll(made["input_ids"], 1, axis=1)
-
-
-def swap_images(made: dict[str, Any], images: int) -> None:
-    if images > 1:
-        count = int(made["image_grid_thw"][0].prod())
-        made["pixel_values"] = np.roll(made["pixel_values"], count, axis=0)
-
-
-def repeat_the_first(made: dict[str, Any], images: int) -> None:
-    if images > 1:
-        count = int(made["image_grid_thw"][0].prod())
-        made["pixel_values"][count : 2 * count] = made["pixel_values"][:count]
-
-
-def forget_types(made: dict[str, Any], _: int) -> None:
-    made["mm_token_type_ids"] = np.zeros_like(made["mm_token_type_ids"])
-
-
-def one_token_less(made: dict[str, Any], _: int) -> None:
-    tokens = made["input_ids"][0].tolist()
-    tokens.remove(61)
-    made["input_ids"] = np.asarray([tokens])
-    made["mm_token_type_ids"] = (made["input_ids"] == 61).astype(np.int64)
-
-
-def open_with_a_token(made: dict[str, Any], images: int) -> None:
-    if images > 1:
-        made["input_ids"] = np.concatenate([[[1]], made["input_ids"]], axis=1)
-        made["mm_token_type_ids"] = np.concatenate([[[0]], made["mm_token_type_ids"]], axis=1)
-
-
-def other_grids(made: dict[str, Any], images: int) -> None:
-    if images > 1:
-        made["image_grid_thw"] = made["image_grid_thw"][::-1]
-
-
-def forget_grids(made: dict[str, Any], images: int) -> None:
-    if images > 1:
-        made.pop("image_grid_thw")
-
-
-def darker_together(made: dict[str, Any], images: int) -> None:
-    made["pixel_values"] = made["pixel_values"] * (0.99 if images > 1 else 1.0)
-
-
-LIES = [drop_patches, drop_patches_of_two, shift_tokens, swap_images, repeat_the_first, forget_types, one_token_less]
-LIES += [open_with_a_token, other_grids, forget_grids, darker_together]
-
-
 @pytest.mark.parametrize("lie", LIES)
-def test_a_processor_that_lies_is_refused_before_a_row_is_read(directories: dict[str, Path], lie: Any) -> None:
+def test_a_processor_that_lies_is_refused_before_a_row_is_read(directories: dict[str, Path], lie: str) -> None:
     processor, tokenizer, config = parts_of(directories["qwen3_5"])
     ImageSide(processor, tokenizer, config)
 
-    with pytest.raises((ModelError, DataError)):
-        ImageSide(Lying(processor, lie), tokenizer, config)
+    with pytest.raises(NoImageRules):
+        ImageSide(Lying(processor, LIES[lie]), tokenizer, config)
 
 
-def forget_pixel_mask(made: dict[str, Any], images: int) -> None:
-    if images > 1:
-        made["image_position_ids"] = np.zeros_like(made["image_position_ids"])
+@pytest.mark.parametrize("kind", LIES_OF_OTHERS)
+def test_a_processor_that_forgets_a_mask_a_size_or_a_tile_is_refused(directories: dict[str, Path], kind: str) -> None:
+    processor, tokenizer, _ = processor_of(kind, directories)
+    config = AutoConfig.for_model(**config_values(kind)) if kind in PROCESSORS else parts_of(directories[kind])[2]
+
+    with pytest.raises(NoImageRules, match="contradicts itself for images of noise"):
+        ImageSide(Lying(processor, LIES_OF_OTHERS[kind]), tokenizer, config)
 
 
-def test_a_processor_that_forgets_the_positions_of_patches_is_refused(directories: dict[str, Path]) -> None:
-    processor, tokenizer, config = parts_of(directories["gemma4"])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_processor_that_lies_about_rows_alone_is_refused_at_the_first(directories: dict[str, Path], lie: str) -> None:
+    """A processor that answers every question rightly and a row of the data wrongly."""
+    processor, tokenizer, config = parts_of(directories["qwen3_5"])
+    lying = Lying(processor, LIES[lie], awake=False)
+    rows = RowTokeniser(tokenizer, DataConfig(path="rows"), Path(), ImageSide(lying, tokenizer, config))
+    pictures = [picture(np.random.default_rng(seed), 24, 33 + 20 * seed) for seed in (0, 1)]
+    row = {"prompt": "<image>a<image>b", "completion": "a", "images": pictures}
+    assert rows.examples(row, 2, "photos", "photos row 2").examples
 
-    with pytest.raises(ModelError, match="image_position_ids are not those of the images one by one"):
-        ImageSide(Lying(processor, forget_pixel_mask), tokenizer, config)
+    lying.awake = True
+
+    row["images"] = [image.rotate(180) for image in pictures]
+    with pytest.raises((ModelError, DataError), match="photos row 3"):
+        rows.examples(row, 3, "photos", "photos row 3")
+
+
+def test_a_processor_that_writes_tokens_which_the_tokenizer_lacks_is_refused() -> None:
+    """The class adds them to its tokenizer, with ids for which the model has no embeddings."""
+    tokenizer, config = character_tokenizer(("<image>",)), AutoConfig.for_model(**config_values("idefics3"))
+    config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    section = ModelConfig(config=config_values("idefics3"), tokenizer="x", image_processor=PROCESSORS["idefics3"])
+    image_processor = load_image_processor(section, config, [])
+
+    refused = image_side(image_processor, tokenizer, config)
+
+    assert isinstance(refused, str)
+    assert "writes <fake_token_around_image>, which the model's tokenizer lacks" in refused
+
+
+def test_text_trains_where_images_cannot_and_their_rows_are_refused_with_the_reason(
+    directories: dict[str, Path],
+) -> None:
+    processor, tokenizer, config = parts_of(directories["qwen3_5"])
+    with told_by(type(processor).__mro__[1], LIES["swap_images"]):
+        side = image_side(processor.image_processor, tokenizer, config)
+    rows = RowTokeniser(tokenizer, DataConfig(path="rows"), Path(), side)
+
+    assert rows.examples({"prompt": "a", "completion": "b"}, 0, "rows").examples
+    with pytest.raises(
+        DataError, match=r"^row 3 has images\. Images of qwen3_5 cannot be trained on: the processor of"
+    ):
+        row = {"prompt": "<image>", "completion": "a", "images": [picture(np.random.default_rng(0), 24, 33)]}
+        rows.examples(row, 3, "rows", "row 3")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "internvl", "glm4v", "llava_onevision"])
+def test_transformers_still_builds_no_processor_without_torchvision(directories: dict[str, Path], kind: str) -> None:
+    """Once this fails, the classes need no subclass that accepts None for the part for videos."""
+    processor, tokenizer, _ = parts_of(directories[kind])
+    upstream: Any = type(processor).__mro__[1]
+
+    with pytest.raises(AttributeError, match="VIDEO_PROCESSOR_MAPPING"):
+        upstream(processor.image_processor, tokenizer, None)
+    with pytest.raises((ImportError, ValueError), match=r"(?i)torchvision"):
+        AutoProcessor.from_pretrained(directories[kind])
 
 
 def test_features_are_counted_before_step_1_where_a_processor_says_the_same_each_time(
@@ -179,22 +160,6 @@ def test_features_are_counted_before_step_1_where_a_processor_says_the_same_each
     words = rf"writes {fewer} tokens .* vision tower makes {sum(counted)} features of them"
     with pytest.raises(ModelError, match=words):
         check_tower(policy, other, device)
-
-
-def double_sizes_of_two(made: dict[str, Any], images: int) -> None:
-    made["image_sizes"] = made["image_sizes"] * images
-
-
-def test_rows_are_compared_at_every_start(directories: dict[str, Path]) -> None:
-    """A processor that answers every question rightly and a row of the data wrongly."""
-    processor, tokenizer, config = parts_of(directories["llava_next"])
-    side = ImageSide(processor, tokenizer, config)
-    side._parts = replace(side._parts, processor=Lying(processor, double_sizes_of_two))
-    rows = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=4096), Path(), side)
-    pictures = [picture(np.random.default_rng(0), 24, 33)] * 2
-
-    with pytest.raises(ModelError, match=r"contradicts itself for photos row 3: its image_sizes"):
-        rows.examples({"prompt": "<image><image>", "completion": "a", "images": pictures}, 3, "photos", "photos row 3")
 
 
 def odd_images() -> dict[str, Any]:

@@ -35,6 +35,7 @@ from holdfast.types import Example
 from tests.models.directories import filled
 from tests.training.cases import evaluate, run
 from tests.vision import picture_rows, tokenizer_of, vision_directory, vision_model
+from tests.vision_lies import LIES, run_with_lies
 
 KIND = "qwen2_5_vl"
 
@@ -283,6 +284,15 @@ def test_a_damaged_picture_stops_the_run_on_all_ranks_before_anything_is_written
     assert errors[0] == errors[1]
     assert errors[0][0] == "DataError"
     assert "cannot be read as an image" in errors[0][1]
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_run_whose_processor_lies_is_refused_before_step_1(place: Path, pools: Any, tmp_path: Path) -> None:
+    for lie in LIES:
+        ((kind, message),) = pools(1).errors(run_with_lies, lie, tree(place, tmp_path, 2), str(place))
+
+        assert kind == "DataError", lie
+        assert message.startswith("rows row 0 has images. Images of qwen2_5_vl cannot be trained on: "), message
     assert not (tmp_path / "r").exists()
 
 

@@ -27,7 +27,7 @@ _CUT = ("truncated", "split", "overlong_dropped")
 
 @dataclass
 class ImageCounts:
-    """The images and videos of rows, as many as could be prepared."""
+    """The images of rows, as many as could be prepared."""
 
     images: int = 0
     tokens: int = 0

@@ -96,9 +96,9 @@ class FamilyRules:
     """The processor's class, where transformers' own cannot be built here."""
 
 
-def grid_features(config: Any, inputs: Inputs) -> int:
-    """Return how many features a tower makes that follows `image_grid_thw`."""
-    return int(inputs["image_grid_thw"].prod() // config.vision_config.spatial_merge_size**2)
+def patch_features(config: Any, inputs: Inputs) -> int:
+    """Return how many features a tower makes of patches that are rows of `pixel_values`."""
+    return int(len(inputs["pixel_values"]) // config.vision_config.spatial_merge_size**2)
 
 
 def _square_features(config: Any, inputs: Inputs) -> int:

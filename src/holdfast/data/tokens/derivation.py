@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.content.vision_families import VisionFamily, grid_features, rules_of
+from holdfast.data.content.vision_families import Features, VisionFamily, patch_features, rules_of
 from holdfast.errors import ModelError
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -33,8 +33,8 @@ FAILURES = (
 """What processors raise where they cannot take something."""
 
 
-class CannotAsk(ModelError):
-    """A processor that does not answer; this says nothing against the model."""
+class NoImageRules(ModelError):
+    """Why images of a model cannot be trained on; its text can."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelProcessor:
     """A processor, the tokenizer and the configuration of one model, and options of the image processor."""
 
-    processor: Any
+    upstream: Any
+    """transformers' processor."""
     tokenizer: Any
     config: Any
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -68,12 +69,13 @@ class Parts:
 
     def ask(self, images: Sequence[Any], text: str) -> Answer:
         """Return what the processor makes of a text and its PIL images."""
-        made = self.processor(
+        made = self.upstream(
             images=list(images), text=[text], return_tensors="np", add_special_tokens=False, **self.options
         )
-        names = [name for name in self.processor.model_input_names if name in made and name not in _OF_TEXT]
-        ours = set(self.tokenizer.model_input_names)
-        types = {name: np.asarray(made[name])[0].tolist() for name in _TYPES if name in made and name not in ours}
+        names = [name for name in self.upstream.model_input_names if name in made and name not in _OF_TEXT]
+        kinds = {name: np.asarray(made[name])[0].tolist() for name in _TYPES if name in made}
+        of_text = self.tokenizer.model_input_names  # many tokenizers return token_type_ids, which are all 0
+        types = {name: values for name, values in kinds.items() if name not in of_text or any(values)}
         inputs = {name: np.asarray(made[name]) for name in names}
         return Answer(np.asarray(made["input_ids"])[0].tolist(), inputs, types)
 
@@ -99,59 +101,95 @@ def made_up_images() -> list[Any]:
     return [Image.fromarray(pixels) for pixels in noise]
 
 
-def derived(parts: Parts) -> VisionFamily:
+def derived(processor: ModelProcessor) -> VisionFamily:
     """Return the family that a processor's answers describe.
 
     Raises:
-        CannotAsk: It does not answer.
-        ModelError: Its answers do not belong together, or not to the model.
+        NoImageRules: It does not answer, or its answers do not belong together.
+        ModelError: The tokenizer is another model's.
     """
-    mark = getattr(parts.processor, "image_token", None)
+    mark = getattr(processor.upstream, "image_token", None)
     if mark is None:
-        raise CannotAsk(f"the processor of {parts.name} names no token for an image")
-    images, token = made_up_images(), parts.tokenizer.convert_ids_to_tokens(parts.image_id)
-    answers: list[Answer] = []
-    try:
-        answers = [_asked(parts, image, mark) for image in images]
-    except CannotAsk:
-        if mark in parts.tokenizer.get_vocab():
-            raise
-    if token is None or not answers or any(parts.image_id not in answer.tokens for answer in answers):
+        raise NoImageRules(f"the processor of {processor.name} names no token for an image")
+    images, token = made_up_images(), processor.tokenizer.convert_ids_to_tokens(processor.image_id)
+    answers = _answers(processor, mark, images)
+    if token is None or not answers:
         raise ModelError(
-            f"{parts.name} marks images by token {parts.image_id}, and its tokenizer has {mark!r} at "
-            f"{parts.tokenizer.convert_tokens_to_ids(mark)}. Use the model's own tokenizer."
+            f"{processor.name} marks images by token {processor.image_id}, and its tokenizer has {mark!r} at "
+            f"{processor.tokenizer.convert_tokens_to_ids(mark)}. Use the model's own tokenizer."
         )
-    before, after = _around(parts, mark, [answer.tokens for answer in answers])
-    inputs = tuple(answers[0].inputs)
-    axes, ragged = _joins(parts, mark, images, answers)
-    token_types, type_tokens = _types(parts, answers)
-    rules, follows_grid = rules_of(parts.config), "image_grid_thw" in inputs
-    merges = getattr(parts.config.vision_config, "spatial_merge_size", None) is not None
-    if _turns_by_grid(parts.config) and not (follows_grid and merges):
-        raise CannotAsk(f"positions of {parts.name} have several axes, and its processor returns no grid for them")
+    _refuse_tokens_of_its_own(processor, answers)
+    before, after = _around(processor, mark, [answer.tokens for answer in answers])
+    axes, ragged = _joins(processor, mark, images, answers)
+    token_types, type_tokens = _types(processor, answers)
+    rules, features = rules_of(processor.config), _feature_rule(processor.config, answers)
     return VisionFamily(
-        placeholder=_placeholder(parts, token, answers[0].tokens, before, after),
+        placeholder=_placeholder(processor, token, answers[0].tokens, before, after),
         image_token=token,
         processor_token=mark,
         before=before,
         after=after,
-        inputs=inputs,
+        inputs=tuple(answers[0].inputs),
         axes=axes,
         ragged=ragged,
         token_types=token_types,
         type_tokens=type_tokens,
-        turns_by_grid=_turns_by_grid(parts.config),
-        takes_pixel_budget={"shortest_edge", "longest_edge"} <= _bounds_of(parts.processor.image_processor),
-        features=rules.features or (grid_features if follows_grid and merges else None),
+        turns_by_grid=_turns_by_grid(processor.config),
+        takes_pixel_budget={"shortest_edge", "longest_edge"} <= _bounds_of(processor.upstream.image_processor),
+        features=rules.features or features,
         video=rules.video,
     )
 
 
-def _asked(parts: Parts, image: Any, text: str) -> Answer:
+def _answers(processor: ModelProcessor, mark: str, images: Sequence[Any]) -> list[Answer]:
+    """Return what the processor makes of each image; nothing if the tokenizer lacks its mark or the model's token.
+
+    Raises:
+        NoImageRules: It takes no image.
+    """
     try:
-        return parts.ask([image], text)
+        answers = [_asked(processor, image, mark) for image in images]
+    except NoImageRules:
+        if mark in processor.tokenizer.get_vocab():
+            raise
+        return []
+    return answers if all(processor.image_id in answer.tokens for answer in answers) else []
+
+
+def _feature_rule(config: Any, answers: Sequence[Answer]) -> Features | None:
+    """Return how the features of an image are counted, if the processor returns a grid of patches.
+
+    Raises:
+        NoImageRules: It returns none, and positions need one.
+    """
+    merges = getattr(config.vision_config, "spatial_merge_size", None) is not None
+    has_grid = merges and "image_grid_thw" in answers[0].inputs
+    if _turns_by_grid(config) and not has_grid:
+        raise NoImageRules(f"positions of {config.model_type} have several axes, and its processor returns no grid")
+    rows_are_patches = has_grid and all(
+        len(answer.inputs.get("pixel_values", ())) == answer.inputs["image_grid_thw"].prod() for answer in answers
+    )
+    return patch_features if rows_are_patches else None
+
+
+def _asked(processor: ModelProcessor, image: Any, text: str) -> Answer:
+    try:
+        return processor.ask([image], text)
     except FAILURES as error:
-        raise CannotAsk(f"the processor of {parts.name} takes no image of noise: {error!r:.300}") from None
+        raise NoImageRules(f"the processor of {processor.name} takes no image of noise: {error!r:.300}") from None
+
+
+def _refuse_tokens_of_its_own(processor: ModelProcessor, answers: Sequence[Answer]) -> None:
+    """Refuse tokens that a processor adds to a tokenizer that lacks them; the model has no embeddings for them.
+
+    Raises:
+        NoImageRules: There are some.
+    """
+    vocabulary = set(processor.tokenizer.get_vocab().values())
+    added = sorted({token for answer in answers for token in answer.tokens} - vocabulary)
+    if added:
+        names = ", ".join(map(str, processor.upstream.tokenizer.convert_ids_to_tokens(added)))
+        raise NoImageRules(f"the processor of {processor.name} writes {names}, which the model's tokenizer lacks")
 
 
 def _bounds_of(image_processor: Any) -> set[str]:
@@ -164,14 +202,16 @@ def _turns_by_grid(config: Any) -> bool:
     return "mrope_section" in rotary
 
 
-def _around(parts: Parts, mark: str, texts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _around(
+    processor: ModelProcessor, mark: str, texts: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the tokens before and after the image's own that a template has to write.
 
     Where the processor reads the model's token, its whole text for an image stands between special tokens, and takes
     the place of that token. Where it reads another, a template is rewritten, and may write what is always around.
     """
-    runs = [_run(tokens, parts.image_id) for tokens in texts]
-    if parts.tokenizer.convert_tokens_to_ids(mark) != parts.image_id and None not in runs:
+    runs = [_run(tokens, processor.image_id) for tokens in texts]
+    if processor.tokenizer.convert_tokens_to_ids(mark) != processor.image_id and None not in runs:
         edges = {
             (tuple(tokens[: run.start]), tuple(tokens[run.stop :]))
             for tokens, run in zip(texts, runs, strict=True)
@@ -179,16 +219,16 @@ def _around(parts: Parts, mark: str, texts: Sequence[Sequence[int]]) -> tuple[tu
         }
         if len(edges) == 1:
             return edges.pop()
-    special = set(parts.tokenizer.get_added_vocab().values())
+    special = set(processor.tokenizer.get_added_vocab().values())
     first, last = ({tuple(_outside(list(tokens)[::step], special))[::step] for tokens in texts} for step in (1, -1))
     if (
         len(first) > 1
         or len(last) > 1
-        or (mark == parts.tokenizer.convert_ids_to_tokens(parts.image_id) and (first | last) != {()})
+        or (mark == processor.tokenizer.convert_ids_to_tokens(processor.image_id) and (first | last) != {()})
     ):
-        raise CannotAsk(
-            f"the processor of {parts.name} writes text around an image that depends on the image, or that no template "
-            "can write"
+        raise NoImageRules(
+            f"the processor of {processor.name} writes text around an image that depends on the image, or that no "
+            "template can write"
         )
     return first.pop(), last.pop()
 
@@ -205,32 +245,32 @@ def _outside(tokens: Sequence[int], special: set[int]) -> list[int]:
 
 
 def _placeholder(
-    parts: Parts, token: str, tokens: Sequence[int], before: tuple[int, ...], after: tuple[int, ...]
+    processor: ModelProcessor, token: str, tokens: Sequence[int], before: tuple[int, ...], after: tuple[int, ...]
 ) -> str:
     if before or after:
-        first, last = (parts.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (before, after))
+        first, last = (processor.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (before, after))
         return f"{first}{token}{last}"
     for names in _MARKS:
-        ids = [getattr(parts.config, name, None) for name in names]
-        marks = [None if mark is None else parts.tokenizer.convert_ids_to_tokens(mark) for mark in ids]
+        ids = [getattr(processor.config, name, None) for name in names]
+        marks = [None if mark is None else processor.tokenizer.convert_ids_to_tokens(mark) for mark in ids]
         if None not in marks and not set(ids) & set(tokens):
             return f"{marks[0]}{token}{marks[1]}"
     return token
 
 
 def _joins(
-    parts: Parts, mark: str, images: Sequence[Any], answers: Sequence[Answer]
+    processor: ModelProcessor, mark: str, images: Sequence[Any], answers: Sequence[Answer]
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """Return along which dimension the processor joins each input, and which inputs it fills up."""
     axes = dict.fromkeys(answers[0].inputs, 0)
     ragged: set[str] = set()
     for (first, second), (one, other) in zip(pairwise(images), pairwise(answers), strict=True):
         try:
-            joint = parts.ask([first, second], f"{mark}{mark}").inputs
+            joint = processor.ask([first, second], f"{mark}{mark}").inputs
         except FAILURES as error:
             if any(one.inputs[name].shape[1:] != other.inputs[name].shape[1:] for name in axes):
                 continue  # it takes images of one size
-            raise CannotAsk(f"the processor of {parts.name} takes no two images: {error!r:.300}") from None
+            raise NoImageRules(f"the processor of {processor.name} takes no two images: {error!r:.300}") from None
         for name, values in joint.items():
             if name not in axes:
                 continue  # the comparison of whole outputs names it
@@ -250,21 +290,21 @@ def _joined_length(pair: Sequence[NDArray[Any]], axis: int) -> int:
     return sum(_length(values, axis) for values in pair)
 
 
-def _types(parts: Parts, answers: Sequence[Answer]) -> tuple[str | None, tuple[int, ...]]:
+def _types(processor: ModelProcessor, answers: Sequence[Answer]) -> tuple[str | None, tuple[int, ...]]:
     """Return the argument for token types, and the tokens that it marks.
 
     Raises:
-        ModelError: It does not mark the tokens at which features go.
+        NoImageRules: It does not mark the tokens at which features go.
     """
     names = list(answers[0].types)
     if not names:
         return None, ()
     pairs = {pair for answer in answers for pair in zip(answer.tokens, answer.types[names[0]], strict=False)}
     marked = {token for token, kind in pairs if kind == 1}
-    if parts.image_id not in marked or marked & {token for token, kind in pairs if kind != 1}:
-        raise ModelError(
-            f"The processor of {parts.name} returns {names[0]} that do not mark the image token {parts.image_id}, and "
-            "only that. The processor is not the model's own."
+    if processor.image_id not in marked or marked & {token for token, kind in pairs if kind != 1}:
+        raise NoImageRules(
+            f"the processor of {processor.name} returns {names[0]} that do not mark the image token "
+            f"{processor.image_id} wherever it stands; it is not the model's own"
         )
     return names[0], tuple(sorted(marked))
 
@@ -294,6 +334,15 @@ def first_difference(family: VisionFamily, expected: Expected, answer: Answer) -
         if not np.array_equal(theirs, values):
             return f"its {name} are not those of the images one by one, in their order"
     return ""
+
+
+def contradiction(name: str, subject: str, difference: str) -> str:
+    """Return the sentences about a processor whose whole output for a subject differs from ours."""
+    return (
+        f"the processor of {name} contradicts itself for {subject}: {difference}. Its output for a whole text has to "
+        "be its output for the images one by one, in the place of their tokens. The processor's files are not this "
+        "model's, or transformers changed it"
+    )
 
 
 def refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:

@@ -23,7 +23,9 @@ from holdfast.data.content.vision_families import Inputs, VideoFamily, VisionFam
 from holdfast.data.tokens.derivation import (
     FAILURES,
     Expected,
-    Parts,
+    ModelProcessor,
+    NoImageRules,
+    contradiction,
     derived,
     first_difference,
     made_up_images,
@@ -71,28 +73,28 @@ class ImageSide:
             videos: What holds for videos.
 
         Raises:
-            CannotAsk: The processor answers no questions.
-            ModelError: The parts do not belong together.
+            NoImageRules: The processor answers no questions, or contradicts itself.
+            ModelError: Processor, tokenizer and model do not belong together.
         """
-        parts = Parts(processor, tokenizer, config)
-        self.name, self.family = parts.name, derived(parts)
+        asked = ModelProcessor(processor, tokenizer, config)
+        self.name, self.family = asked.name, derived(asked)
         self._processor, self._tokenizer, self._config = processor.image_processor, tokenizer, config
-        self.image_id = parts.image_id
+        self.image_id = asked.image_id
         refuse_other_patches(self.family, self.name, self._processor, config)
         self._videos = videos or VideoOptions()
         self.video_id = _video_id(self.family, tokenizer, config)
         self.marks = [token for token in (self.image_id, video_token(config)) if token is not None]
         self.on_image: Callable[[tuple[int, int], int, str], None] | None = None
         """Called with width and height, tokens and name of every image of a row."""
-        self._parts = parts
+        self._asked = asked
         self._compare_made_up()
         if min_pixels is not None or max_pixels is not None:
             size = pixel_bounds(self.family, self.name, self._processor, min_pixels, max_pixels)
-            self._parts = replace(parts, options={"size": size})
+            self._asked = replace(asked, options={"size": size})
 
     def described(self) -> list[str]:
         """Return sentences about what the processor was found to do with images."""
-        family, processor = self.family, type(self._parts.processor).__name__
+        family, processor = self.family, type(self._asked.upstream).__name__
         joined = [f"{name} (filled up)" if name in family.ragged else name for name in family.inputs]
         sentences = [
             f"{processor} was asked: {family.placeholder!r} stands for one, {', '.join(joined)} go to the model",
@@ -109,7 +111,7 @@ class ImageSide:
         """The inputs of a small grey image."""
         from PIL import Image
 
-        return dict(self._made(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in").inputs)
+        return dict(self._prepared(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in").inputs)
 
     def prepare(self, image: Any, image_name: str) -> PreparedImage:
         """Return the tokens and inputs of one image.
@@ -118,7 +120,7 @@ class ImageSide:
             DataError: The processor refuses it, the model would make another number of features of it, or it has
                 another size than all images of this model.
         """
-        made = self._made(image, image_name)
+        made = self._prepared(image, image_name)
         for name, values in made.inputs.items():
             shape, usual = values.shape[1:], self.stand_in[name].shape[1:]
             if shape != usual:  # those of a batch are laid side by side
@@ -132,11 +134,11 @@ class ImageSide:
             self.on_image((image.width, image.height), len(made.tokens), image_name)
         return made
 
-    def _made(self, image: Any, image_name: str) -> PreparedImage:
+    def _prepared(self, image: Any, image_name: str) -> PreparedImage:
         """Return the tokens and inputs of one image, of any size."""
         family = self.family
         try:
-            answer = self._parts.ask([image], family.processor_token)
+            answer = self._asked.ask([image], family.processor_token)
             moved = {name: np.moveaxis(answer.inputs[name], family.axes[name], 0) for name in family.inputs}
         except FAILURES as error:
             raise DataError(f"{image_name} of {image.width}x{image.height} pixels: {error}.") from None
@@ -166,23 +168,24 @@ class ImageSide:
         """Compare the processor's whole output with ours for texts with made-up images.
 
         Raises:
-            ModelError: They differ.
+            NoImageRules: They differ.
         """
         mark, images = self.family.placeholder, made_up_images()
-        prepared = [self._made(image, "an image of noise") for image in images]
+        try:
+            prepared = [self._prepared(image, "an image of noise") for image in images]
+        except DataError as error:
+            raise NoImageRules(str(error).rstrip(".")) from None
         shapes = [{name: values.shape[1:] for name, values in made.inputs.items()} for made in prepared]
         alike = [index for index, shape in enumerate(shapes) if shape == shapes[0]]  # others cannot stand in one row
         for text, chosen in (
             (f"see {mark} or\n{mark}.", alike[:2]),
             (f"{mark}{mark}\n\nis\n" + mark * (len(alike) - 2), alike[::-1]),
         ):
-            self._compare(
-                text,
-                self._parts.ids(text),
-                [images[n] for n in chosen],
-                [prepared[n] for n in chosen],
-                "images of noise",
+            difference = self._difference(
+                text, self._asked.ids(text), [images[n] for n in chosen], [prepared[n] for n in chosen]
             )
+            if difference:
+                raise NoImageRules(contradiction(self.name, "images of noise", difference))
 
     def compare(
         self, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage], row_name: str
@@ -202,26 +205,22 @@ class ImageSide:
             ModelError: They differ.
         """
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if self._parts.ids(text) != list(tokens):
+        if self._asked.ids(text) != list(tokens):
             return False
-        self._compare(text, tokens, images, prepared, row_name)
+        difference = self._difference(text, tokens, images, prepared)
+        if difference:
+            raise ModelError(f"Images cannot be trained on: {contradiction(self.name, row_name, difference)}.")
         return True
 
-    def _compare(
-        self, text: str, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage], whose: str
-    ) -> None:
-        family = self.family
+    def _difference(
+        self, text: str, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage]
+    ) -> str:
+        """Return how the processor's whole output for a text differs from ours; "" where it does not."""
         try:
-            answer = self._parts.ask(images, family.for_processor(text))
-            difference = first_difference(family, self._expected(tokens, prepared), answer)
+            answer = self._asked.ask(images, self.family.for_processor(text))
+            return first_difference(self.family, self._expected(tokens, prepared), answer)
         except FAILURES as error:
-            difference = f"it fails: {error!r:.300}"
-        if difference:
-            raise ModelError(
-                f"The processor of {self.name} contradicts itself for {whose}: {difference}. Its output for a whole "
-                "text has to be its output for the images one by one, in the place of their tokens. The processor's "
-                "files are not this model's, or transformers changed it; no image can be trained on."
-            )
+            return f"it fails: {error!r:.300}"
 
     def _expected(self, tokens: Sequence[int], prepared: Sequence[PreparedImage]) -> Expected:
         laid = self.expanded(Stretch(list(tokens), [False] * len(tokens)), prepared)

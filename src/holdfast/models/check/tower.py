@@ -52,8 +52,8 @@ def check_tower(policy: PolicyModel, images: ImageSide, device: torch.device) ->
     try:
         with _counted(policy, count):
             policy.predicting_states(batch)
-    except torch.OutOfMemoryError:
-        raise
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise  # they say nothing of the model
     except (RuntimeError, ValueError, IndexError) as error:
         if not count.features or sum(count.features) == sum(tokens):
             raise ModelError(

@@ -15,7 +15,7 @@ from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.videos import VideoOptions
 from holdfast.data.content.vision_families import may_see
-from holdfast.data.tokens.derivation import CannotAsk
+from holdfast.data.tokens.derivation import NoImageRules
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.files import read_json
@@ -175,7 +175,7 @@ def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
     try:
         whole = whole_processor(processor, tokenizer, config, settings)
         return ImageSide(whole, tokenizer, config, min_pixels=min_pixels, max_pixels=max_pixels, videos=videos)
-    except (NoProcessor, CannotAsk) as error:
+    except (NoProcessor, NoImageRules) as error:
         return f"Images of {config.model_type} cannot be trained on: {error}"
 
 

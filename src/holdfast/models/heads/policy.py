@@ -266,7 +266,7 @@ class PolicyModel(nn.Module):
             self.replayed.follow(spans.column_here(batch, CHOICES_COLUMN))
         self.rotary.follow(batch.lengths, batch.branches, batch.span)
         positions = batch.position_ids[..., start:end]
-        with self._tower_beside(batch) if batch.stands_in else nullcontext():
+        with self._with_idle_tower(batch) if batch.stands_in else nullcontext():
             output = self._backbone(
                 position_ids=positions[0] if positions.shape[0] == 1 else positions,
                 # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
@@ -295,7 +295,7 @@ class PolicyModel(nn.Module):
         return torch.where(batch.loss_mask, tokens, self.family.with_one_image_token(tokens))
 
     @contextmanager
-    def _tower_beside(self, batch: Batch) -> Iterator[None]:
+    def _with_idle_tower(self, batch: Batch) -> Iterator[None]:
         """Run the tower on inputs that belong to no sequence, and add its features times zero to tokens' embeddings.
 
         The tower then runs backwards too, as on ranks with images. The model reads tokens, of which Gemma 4 wants more.

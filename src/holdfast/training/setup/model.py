@@ -137,15 +137,20 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
     raw_config = origin.original_config
     if may_see(raw_config) and attends_both_ways(raw_config) and config.data.packing != "none":
         return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
-    return image_side(
-        origin.image_processor,
-        origin.tokenizer,
-        raw_config,
-        settings=origin.processor_settings,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        videos=video_options(config.data, origin.directory),
-    )
+    data = config.data
+    options = (data.min_pixels, data.max_pixels, data.video_fps, data.video_min_pixels, data.video_max_pixels)
+    if options not in origin.image_sides:
+        origin.image_sides[options] = image_side(
+            origin.image_processor,
+            origin.tokenizer,
+            raw_config,
+            settings=origin.processor_settings,
+            min_pixels=data.min_pixels,
+            max_pixels=data.max_pixels,
+            videos=video_options(data, origin.directory),
+        )
+    side: ImageSide | str = origin.image_sides[options]
+    return side
 
 
 def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
