@@ -24,7 +24,7 @@ from holdfast.models.files.processors import whole_processor
 from holdfast.models.files.vision import image_side, load_image_processor
 from tests.models.directories import filled
 from tests.vision import PROCESSORS, config_values, picture, picture_rows, tokenizer_of
-from tests.vision_derived import KINDS, derived_directory, derived_side, parts_of, tokenizer_in
+from tests.vision_derived import KINDS, derived_directory, derived_side, parts_of
 from tests.vision_lies import LIES, LIES_OF_OTHERS, Lying, told_by
 
 
@@ -115,6 +115,17 @@ def test_a_processor_that_writes_tokens_which_the_tokenizer_lacks_is_refused() -
     assert "writes <fake_token_around_image>, which the model's tokenizer lacks" in refused
 
 
+def test_token_types_are_the_processor_s_where_the_tokenizer_returns_some_too() -> None:
+    tokenizer, config = tokenizer_of("gemma3"), AutoConfig.for_model(**config_values("gemma3"))
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    section = ModelConfig(config=config_values("gemma3"), tokenizer="x", image_processor=PROCESSORS["gemma3"])
+
+    side = image_side(load_image_processor(section, config, []), tokenizer, config)
+
+    assert isinstance(side, ImageSide)
+    assert (side.family.token_types, side.family.type_tokens) == ("token_type_ids", (side.image_id,))
+
+
 def test_text_trains_where_images_cannot_and_their_rows_are_refused_with_the_reason(
     directories: dict[str, Path],
 ) -> None:
@@ -181,11 +192,11 @@ def odd_images() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*PROCESSORS, *KINDS])
 def test_odd_images_are_what_the_processor_makes_of_them_or_refused_by_name(
     directories: dict[str, Path], kind: str
 ) -> None:
-    side, tokenizer = derived_side(directories[kind]), tokenizer_in(directories[kind])
+    _, tokenizer, side = processor_of(kind, directories)
     rows = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=4096), Path(), side)
     taken = 0
 
