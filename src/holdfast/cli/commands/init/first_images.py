@@ -33,16 +33,20 @@ def choose_images(draft: FirstFile, base: Path, rows: Sequence[Row], prompt: str
     if column not in _OURS:
         draft.put("data.columns", draft.tree["data"].get("columns", {}) | {"images": column}, f"{column} has images")
     images = [_images(row.get(column)) for row in rows]
-    paths = [image for of_row in images for image in of_row if isinstance(image, str)]
-    folder = Path(draft.tree["data"]["path"]).parent
-    if paths and not (base / paths[0]).is_file() and (base / folder / paths[0]).is_file():
-        draft.put("data.image_dir", str(folder), "the files of images lie beside the rows")
+    _choose_folder(draft, base, images)
     mark = PLACEHOLDERS["image"]
     unmarked = prompt is not None and all(mark not in str(row.get(prompt)) for row in rows)
     if unmarked and all(len(of_row) == 1 for of_row in images):
         draft.put(
             "data.format", f"{mark}{{{{ content }}}}", f"no {prompt} says by {mark} where its image goes: before it"
         )
+
+
+def _choose_folder(draft: FirstFile, base: Path, images: Sequence[Sequence[Any]]) -> None:
+    paths = [image for of_row in images for image in of_row if isinstance(image, str)]
+    folder = Path(draft.tree["data"]["path"]).parent
+    if paths and not (base / paths[0]).is_file() and (base / folder / paths[0]).is_file():
+        draft.put("data.image_dir", str(folder), "the files of images lie beside the rows")
 
 
 def _column(row: Row) -> str | None:
