@@ -20,36 +20,27 @@ from holdfast.data.tokens.derivation import NoImageRules
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.check.tower import check_tower
-from holdfast.models.files.processors import whole_processor
 from holdfast.models.files.vision import image_side, load_image_processor
 from tests.models.directories import filled
 from tests.vision import PROCESSORS, config_values, picture, picture_rows, tokenizer_of
-from tests.vision_derived import KINDS, derived_directory, derived_side, parts_of
+from tests.vision_derived import KINDS, derived_directory, parts_of
 from tests.vision_lies import LIES, LIES_OF_OTHERS, Lying, told_by
+from tests.vision_table import in_page, processor_of, tables
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("derived")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("derived")
+
+
+@pytest.fixture(scope="module")
+def directories(place: Path) -> dict[str, Path]:
     return {kind: derived_directory(place / kind, kind) for kind in KINDS}
-
-
-def processor_of(kind: str, directories: dict[str, Path]) -> tuple[Any, Any, ImageSide]:
-    """Return transformers' processor of a family, its tokenizer, and ours."""
-    if kind in KINDS:
-        processor, tokenizer, _ = parts_of(directories[kind])
-        return processor, tokenizer, derived_side(directories[kind])
-    tokenizer, config = tokenizer_of(kind), AutoConfig.for_model(**config_values(kind))
-    section = ModelConfig(config=config_values(kind), tokenizer="x", image_processor=PROCESSORS[kind])
-    image_processor = load_image_processor(section, config, [])
-    side = image_side(image_processor, tokenizer, config)
-    assert isinstance(side, ImageSide)
-    return whole_processor(image_processor, tokenizer, config, {}), tokenizer, side
 
 
 @pytest.mark.parametrize("kind", [*PROCESSORS, *KINDS])
 def test_fifty_rows_are_what_the_processor_makes_of_the_whole_text(directories: dict[str, Path], kind: str) -> None:
-    processor, tokenizer, side = processor_of(kind, directories)
+    processor, tokenizer, side = processor_of(kind, directories.get(kind, Path()))
     rows = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=4096), Path(), side)
 
     for index, row in enumerate(picture_rows(50, images=(1, 2, 3), seed=4)):
@@ -78,7 +69,7 @@ def test_a_processor_that_lies_is_refused_before_a_row_is_read(directories: dict
 
 @pytest.mark.parametrize("kind", LIES_OF_OTHERS)
 def test_a_processor_that_forgets_a_mask_a_size_or_a_tile_is_refused(directories: dict[str, Path], kind: str) -> None:
-    processor, tokenizer, _ = processor_of(kind, directories)
+    processor, tokenizer, _ = processor_of(kind, directories.get(kind, Path()))
     config = AutoConfig.for_model(**config_values(kind)) if kind in PROCESSORS else parts_of(directories[kind])[2]
 
     with pytest.raises(NoImageRules, match="contradicts itself for images of noise"):
@@ -196,7 +187,7 @@ def odd_images() -> dict[str, Any]:
 def test_odd_images_are_what_the_processor_makes_of_them_or_refused_by_name(
     directories: dict[str, Path], kind: str
 ) -> None:
-    _, tokenizer, side = processor_of(kind, directories)
+    _, tokenizer, side = processor_of(kind, directories.get(kind, Path()))
     rows = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=4096), Path(), side)
     taken = 0
 
@@ -211,3 +202,8 @@ def test_odd_images_are_what_the_processor_makes_of_them_or_refused_by_name(
         taken += 1
 
     assert taken >= 7
+
+
+@pytest.mark.usefixtures("directories")
+def test_what_processors_were_found_to_do_is_documented(place: Path) -> None:
+    assert in_page() == tables(place)
