@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.errors import RunStopped
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import learn
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.episodes import open_environments
+from holdfast.training.policy.episodes import check_environments, open_environments
 from holdfast.training.policy.rollouts import next_rollout
 from holdfast.training.setup.begin import Live
 
@@ -39,6 +42,30 @@ def train_on_episodes(world: World, tree: dict[str, Any], rows: Any, base: str, 
             episodes.append(sorted(row for part in run.setting.ranks.gather(_rows(rollout.groups)) for row in part))
     final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
     return {"lines": lines, "parameters": final, "episodes": episodes}
+
+
+def try_rows(world: World, tree: dict[str, Any], rows: Any, base: str, *, is_stopped: bool) -> float:
+    """Begin environments with rows of the first batch, as before step 1, and return the seconds that it took."""
+    config = from_mapping(tree, GRPOConfig)
+    with open_environments(config, Path(base), world) as environments:
+        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        run.setting.interrupted = lambda: is_stopped
+        began = time.monotonic()
+        check_environments(run.evaluation)
+        return time.monotonic() - began
+
+
+def sample_with_nan(world: World, tree: dict[str, Any], rows: Any, base: str) -> str:
+    """Sample episodes from a policy whose weights are NaN, and return what the run says."""
+    config = from_mapping(tree, GRPOConfig)
+    with open_environments(config, Path(base), world) as environments:
+        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        with torch.no_grad():
+            for parameter in run.trained.model.parameters():
+                parameter.fill_(float("nan"))
+        with pytest.raises(RunStopped) as error:
+            next_rollout(run)
+    return str(error.value)
 
 
 def _score(samples: Sequence[Sample]) -> list[Scored]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.episode_cases import train_on_episodes, update_by_hand
+from tests.distributed.episode_cases import sample_with_nan, train_on_episodes, try_rows, update_by_hand
 from tests.distributed.grpo_cases import settings
 from tests.tiny import tiny_directory, tiny_model
 
@@ -21,6 +21,13 @@ class World:
         from holdfast.environments.base import Observation
         return Observation("no, " * (1 + turn.number) + "again", 0.0, turn.number + 1 >= self.last)
 WORLDS = {"one": World, "two": type("Two", (World,), {})}
+"""
+SLOW = """
+import time
+class World:
+    def begin(self, row):
+        time.sleep(600)
+    def step(self, turn): ...
 """
 ROWS = [
     {
@@ -37,6 +44,7 @@ ROWS = [
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny_directory(tmp_path_factory.mktemp("gpt2"), "gpt2")  # its norms are float64 in a float64 model
     (folder / "world.py").write_text(WORLD)
+    (folder / "slow.py").write_text(SLOW)
     return folder
 
 
@@ -71,3 +79,28 @@ def test_an_episode_is_trained_as_one_row_with_its_mask(
     assert set(trained["parameters"]) == set(expected["parameters"])
     for name, parameter in expected["parameters"].items():
         np.testing.assert_allclose(trained["parameters"][name], parameter, rtol=0, atol=1e-10, err_msg=name)
+
+
+def tree(gpt2: Path, path: str, **environment: Any) -> dict[str, Any]:
+    data = {"batch_size": 4, "max_length": 96}
+    return settings(str(gpt2), steps=1, data=data, environment={"path": path, **environment})
+
+
+def test_rows_are_tried_where_one_environment_lives_at_a_time(pools: Any, gpt2: Path) -> None:
+    (seconds,) = pools(1).run(try_rows, tree(gpt2, "world.py:WORLDS", instances=1), ROWS, str(gpt2), is_stopped=False)
+
+    assert seconds < 5
+
+
+def test_a_stop_ends_the_trial_of_rows(pools: Any, gpt2: Path) -> None:
+    (seconds,) = pools(1).run(try_rows, tree(gpt2, "slow.py:World"), ROWS, str(gpt2), is_stopped=True)
+
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_episodes_of_a_policy_whose_logits_are_nan_stop_the_run(pools: Any, gpt2: Path, ranks: int) -> None:
+    said = pools(ranks).run(sample_with_nan, tree(gpt2, "world.py:WORLDS"), ROWS, str(gpt2))
+
+    assert len(set(said)) == 1, "all ranks say the same"
+    assert "The policy's logits are not finite (NaN) for 4 prompts of step 1, the first one prompt 0" in said[0]

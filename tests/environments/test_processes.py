@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast import patience
 from holdfast.config.sections.environment import EnvironmentConfig
 from holdfast.environments.base import ToolCall, Turn
 from holdfast.environments.pool import Answer, EnvironmentPool
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, RunStopped
 from tests.rewards.conftest import is_alive, wait_for
 
 Start = Callable[..., EnvironmentPool]
@@ -247,6 +251,31 @@ def test_an_environment_that_dies_between_turns_is_told_at_the_next(start: Start
     pool.take(0, Turn(0, "hello"))
 
     assert answer(pool).fault == "died"
+
+
+def test_a_supervisor_that_hangs_ends_the_run_however_often_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        patience, "current", replace(patience.current, sign_of_life_seconds=0.1, pool_close_seconds=0.1)
+    )
+    (tmp_path / "world.py").write_text(textwrap.dedent(in_begin("import time\ntime.sleep(600)")))
+    config = EnvironmentConfig(path="world.py:World")
+    pool = EnvironmentPool(config, tmp_path, tmp_path / "logs", silent_seconds=1.5)
+    pool.start()
+    supervisor = pool._process
+    assert supervisor is not None
+
+    assert [pool.answers(0.1) for _ in range(18)] == [[]] * 18, "it is asked nothing, and says nothing"
+    pool.begin(0, {}, 5)
+    assert [pool.answers(0.1) for _ in range(18)] == [[]] * 18, "it gives signs of life"
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    with pytest.raises(RunStopped, match="have said nothing for 1.5 s"):
+        while time.monotonic() < stopped + 10:
+            pool.answers(0.1)
+
+    assert time.monotonic() - stopped < 5
 
 
 def test_nothing_is_left_when_the_pool_closes(start: Start, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         (tmp_path / "tools.py").write_text(TOOLS)
         limits = {"max_turns": 4, "max_length": 400, "max_new_tokens": 40, "max_seconds": None, "ends_when_cut": True,
                   "instances": 64}  # fmt: skip
+        interrupted = options.pop("interrupted", lambda: False)
         limits |= {name: options.pop(name) for name in [*limits] if name in options}
         config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})
         pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
@@ -101,7 +102,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
             prompt = np.array(writers[kind].opening(messages), np.int64)
             requests.append(EpisodeRequest(0, place, seed + place, messages, prompt, row, writers[kind], parsers[kind]))
         decode = lambda tokens, plain: engine.tokenizer.decode(tokens, skip_special_tokens=plain)  # noqa: E731
-        loop = EpisodeLoop(requests, pools[-1], decode, Limits(**limits), lambda: False)  # type: ignore[arg-type]
+        loop = EpisodeLoop(requests, pools[-1], decode, Limits(**limits), interrupted)  # type: ignore[arg-type]
         converse(engine, loop, SamplingConfig())
         return loop.episodes
 

@@ -148,6 +148,29 @@ def test_an_environment_that_dies_is_made_once_more_and_then_the_episode_is_left
     assert told(saved) == ["user: play", "assistant: die", "user: no, after 1", "assistant: 1", "user: right"]
 
 
+def test_an_episode_that_is_abandoned_before_its_final_reward_is_aborted(play: Callable[..., list[Episode]]) -> None:
+    source = """
+        import time
+        class World:
+            def reset(self, **row): ...
+            def look(self) -> str:
+                return "nothing"
+            def get_reward(self):
+                time.sleep(600)
+    """
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    asked: list[bool] = []
+    engine = ScriptedEngine(bpe(), lambda _: call)
+
+    def interrupted() -> bool:
+        asked.append(bool(engine.asked))
+        return asked.count(True) > 3
+
+    (episode,) = play(engine, [{}], source=source, max_turns=1, interrupted=interrupted)
+
+    assert (episode.ended, episode.finish) == ("aborted", Finish.ABORT)
+
+
 def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:
     source = '''
         class World:

@@ -64,6 +64,37 @@ def test_how_long_rewards_may_take_is_no_part_of_a_run() -> None:
     assert plain == bounded != patient
 
 
+def test_environment_and_tools_are_part_of_a_run_but_not_how_many_live_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "world.py").write_text("import helper\n")
+    for name in ("helper.py", "lake.py", "tools.py"):
+        (tmp_path / name).write_text("")
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}, "reward": "exact"}
+    environment = {"path": "world.py:World", "action": "lake.py:parse", "tools": "tools.py:add"}
+    configs = {
+        name: from_mapping({**tree, **({} if section is None else {"environment": section})}, GRPOConfig)
+        for name, section in {
+            "none": None,
+            "plain": environment,
+            "instances": {**environment, "instances": 3},
+            "turns": {**environment, "max_turns": 3},
+            "kwargs": {**environment, "kwargs": {"size": 3}},
+        }.items()
+    }
+
+    loss = {name: {"objective": _loss(config)} for name, config in configs.items()}
+    files = user_files(ConfiguredRun(config=configs["plain"], base=tmp_path))
+
+    changed = {name: changed_fingerprints(loss["plain"], other) for name, other in loss.items()}
+    named = {"objective": ["environment"]}
+    assert changed == {"none": named, "plain": {}, "instances": {}, "turns": named, "kwargs": named}
+    assert sorted(files) == [
+        "environment.action lake.py",
+        "environment.path world.py",
+        "environment.path world.py imports helper.py",
+        "environment.tools tools.py",
+    ]
+
+
 def test_of_two_templates_of_one_name_the_one_in_the_current_directory_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,13 +54,17 @@ class EnvironmentPool:
         config: What they are made of.
         base: The YAML's directory, where files are looked up.
         log_dir: Where they print.
-        silent_seconds: After which the process that keeps them is given up.
+        silent_seconds: After which the process that keeps them is given up, where something is asked of it.
     """
 
     def __init__(self, config: EnvironmentConfig, base: Path, log_dir: Path, *, silent_seconds: float = 60.0) -> None:
         self._config, self._base, self._silent_seconds = config, base, silent_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._incoming = framing.MessageReader()
+        self._unanswered: set[int] = set()
+        """Episodes of which something is asked."""
+        self._heard_at = 0.0
+        """When something was last received, or first asked after everything had been answered."""
         self.log_path = log_dir / f"environments-{os.uname().nodename}-{os.getpid()}.log"
         """What environments print, tracebacks of those that raise included."""
         self._numbered = 0
@@ -130,7 +134,8 @@ class EnvironmentPool:
 
     def leave(self, episode: int) -> None:
         """Close an environment; there is no answer."""
-        self._ask("close", episode, None)
+        self._unanswered.discard(episode)
+        self._send("close", episode, None)
 
     def answers(self, wait_seconds: float | None = 0.0) -> list[Answer]:
         """Return the answers that have come.
@@ -139,7 +144,8 @@ class EnvironmentPool:
             wait_seconds: Longest wait for the first; None waits for it.
 
         Raises:
-            RunStopped: The process that keeps the environments died, or hangs.
+            RunStopped: The process that keeps the environments died, or has been silent for too long although
+                something is asked of it.
         """
         replies, answers = self._replies(), list[Answer]()
         end = None if wait_seconds is None else time.monotonic() + wait_seconds
@@ -148,20 +154,35 @@ class EnvironmentPool:
         while True:
             left = self._silent_seconds if end is None else max(0.0, end - time.monotonic())
             if not poll.poll(1000 * min(left, self._silent_seconds)):
-                if end is None:
+                if self._is_silent(replies, is_asked=bool(self._unanswered) or end is None):
                     self.close()
                     raise RunStopped(
                         f"The environments' processes have said nothing for {self._silent_seconds:g} s. Read "
                         f"{self._log()}; then start the run again."
                     )
-                return answers
+                if end is not None:
+                    return answers
+                continue
             received = os.read(replies, _RECEIVED_BYTES)
+            self._heard_at = time.monotonic()
             if not received:
                 raise RunStopped(f"The environments' processes died. Read {self._log()}, then start the run again.")
             for message in self._incoming.feed(received):
                 answers += _answers_of(json.loads(message))
             if answers:
+                self._unanswered -= {answer.episode for answer in answers}
                 return answers
+
+    def _is_silent(self, replies: int, *, is_asked: bool) -> bool:
+        """Return whether a sign of life is overdue; a process that was suspended with this one gets time for another.
+
+        Args:
+            replies: Where it would come; nothing is there now.
+            is_asked: Without a request there is none.
+        """
+        if not is_asked or time.monotonic() - self._heard_at < self._silent_seconds:
+            return False
+        return not framing.has_come(replies, 2 * patience.current.sign_of_life_seconds)
 
     def move_log(self, folder: Path) -> None:
         """Copy the log into another folder, and let environments print there from now on.
@@ -172,7 +193,7 @@ class EnvironmentPool:
         target = folder / self.log_path.name
         shutil.copyfile(self.log_path, target)
         self.log_path = target
-        self._ask("log", 0, str(target))
+        self._send("log", 0, str(target))
 
     def close(self) -> None:
         """End every process; closed already, do nothing."""
@@ -194,6 +215,12 @@ class EnvironmentPool:
             process.stdout.close()
 
     def _ask(self, name: str, episode: int, argument: Any) -> None:
+        if not self._unanswered:
+            self._heard_at = time.monotonic()
+        self._unanswered.add(episode)
+        self._send(name, episode, argument)
+
+    def _send(self, name: str, episode: int, argument: Any) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         try:

@@ -149,6 +149,9 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         loss["data.max_prompt_length"] = str(config.data.max_prompt_length)
         loss |= {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
         loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+        if config.environment is not None:
+            # How many live at a time moves no number, as above.
+            loss["environment"] = config.environment.model_dump_json(exclude={"instances"})
         if config.critic is not None:
             loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
         loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
@@ -242,6 +245,10 @@ def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
     if isinstance(config, GRPOConfig):
         if isinstance(config.advantage, UserAdvantageConfig):
             paths.append(("advantage.path", config.advantage.path))
+        if (environment := config.environment) is not None:
+            named = [("path", environment.path), ("action", environment.action)]
+            named += [("tools", tool) for tool in environment.tools]
+            paths += [(f"environment.{key}", path) for key, path in named if path is not None]
         paths += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if isinstance(config.optim, UserOptimizerConfig):
         paths.append(("optim.path", config.optim.path))

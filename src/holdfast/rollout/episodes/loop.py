@@ -188,9 +188,9 @@ class EpisodeLoop:
             self._asked.add(index)
 
     def abandon(self) -> None:
-        """End every episode: nobody wants them any more."""
+        """End every episode, those that wait for their final reward included: nobody wants them any more."""
         for index in sorted(self._active | set(self._waiting)):
-            self.episodes[index].ended = self.episodes[index].ended or "aborted"
+            self.episodes[index].ended = "aborted"
             self._leave(index)
         self._waiting.clear()
         self._able.clear()

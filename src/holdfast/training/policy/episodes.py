@@ -26,6 +26,7 @@ from holdfast.rollout.episodes.proof import proved_parser, unwritable_name
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.engines import stops_of
 from holdfast.training.policy.rewards import RewardLog
+from holdfast.training.policy.rollouts import refuse_nan
 from holdfast.training.policy.run import PolicyEvaluation, Seeds
 from holdfast.training.run import Setting, ShardedModel, StepAbandoned
 from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
@@ -85,7 +86,7 @@ class LocalEpisodes:
 
         Raises:
             StepAbandoned: A rank was asked to stop; the same on all ranks.
-            RunStopped: The environments' processes died; the same on all ranks.
+            RunStopped: The environments' processes died, or logits are NaN; the same on all ranks.
         """
         setting, tokenizer, sampler = policy.setting, policy.sharded.origin.tokenizer, policy.sampler
         with setting.phase("rollout"):
@@ -102,6 +103,7 @@ class LocalEpisodes:
             aborted = any(episode.finish is Finish.ABORT for episode in loop.episodes)
             if any(setting.ranks.gather(aborted)):
                 raise StepAbandoned
+            refuse_nan(policy.sharded, _with_nan(loop.episodes))
             return _groups(prompts, loop.episodes, sampling, tokenizer)
 
     def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
@@ -138,7 +140,9 @@ class LocalEpisodes:
         config = setting.config
         assert isinstance(config, GRPOConfig)
         requests = [request for prompt in prompts[:_TRIED] for request in self._requests(prompt, (config.seed,))]
-        loop = EpisodeLoop(requests, self.pool, lambda *_: "", self._limits(config.rollout), lambda: False)
+        # No turn is sampled here, so no episode would end and leave its instance to another one.
+        limits = replace(self._limits(config.rollout), instances=_TRIED)
+        loop = EpisodeLoop(requests, self.pool, lambda *_: "", limits, setting.interrupted)
         loop.ready(wait=True)
         while any(episode.tokens is None and episode.ended is None for episode in loop.episodes):
             loop.ready(wait=True)
@@ -227,6 +231,15 @@ def _refuse_unproved(template: ChatTemplate, writer: TurnTemplate) -> None:
             f"environment: turns joined token by token differ from the whole conversation by {template.name}: "
             f"{difference}. Set data.chat_template to one whose answers end with a special token."
         )
+
+
+def _with_nan(episodes: Sequence[Episode]) -> set[int]:
+    """Return the ids of prompts with an episode whose log-probabilities are NaN."""
+    return {
+        episode.request.prompt_id
+        for episode in episodes
+        if episode.tokens is not None and np.isnan(episode.tokens.logprobs).any()
+    }
 
 
 def _groups(

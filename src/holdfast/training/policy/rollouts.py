@@ -8,7 +8,7 @@ broken off is sampled again exactly. What all ranks know of all groups, and whic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -289,7 +289,7 @@ def sample_groups(
             setting.log.messages.append(
                 f"warning: the engine tells no log-probability of {unscored} sampled tokens; nothing corrects them"
             )
-        _refuse_nan(sharded, sampled)
+        refuse_nan(sharded, _with_nan(sampled))
         return _groups(prompts, sampled, seeds, sampling, sharded.origin.tokenizer)
 
 
@@ -322,18 +322,26 @@ def _collected(
     return ahead.begin(requests).collect(interrupted)
 
 
-def _refuse_nan(sharded: ShardedModel, sampled: Sequence[Sampled]) -> None:
-    """Stop a run whose logits are NaN, since nothing can be sampled from them.
-
-    Raises:
-        RunStopped: A log-probability is NaN on some rank; raised on all ranks.
-    """
-    broken = {
+def _with_nan(sampled: Sequence[Sampled]) -> set[int]:
+    """Return the ids of prompts with a completion whose log-probabilities are NaN; unscored ones are NaN anyway."""
+    return {
         completion.request_id
         for completion in sampled
         if np.count_nonzero(np.isnan(completion.logprobs)) > completion.unscored
     }
-    ids = sorted(number for rank_ids in sharded.setting.ranks.gather(broken) for number in rank_ids)
+
+
+def refuse_nan(sharded: ShardedModel, prompt_ids: Collection[int]) -> None:
+    """Stop a run whose logits are NaN, since nothing can be sampled from them.
+
+    Args:
+        sharded: The policy.
+        prompt_ids: Prompts of this rank whose sampled log-probabilities are NaN.
+
+    Raises:
+        RunStopped: There is one on some rank; raised on all ranks.
+    """
+    ids = sorted(number for rank_ids in sharded.setting.ranks.gather(set(prompt_ids)) for number in rank_ids)
     if ids:
         raise RunStopped(
             f"The policy's logits are not finite (NaN) for {len(ids)} prompts of step {sharded.state.step + 1}, the "
