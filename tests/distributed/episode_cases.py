@@ -44,7 +44,7 @@ def train_on_episodes(world: World, tree: dict[str, Any], rows: Any, base: str, 
     return {"lines": lines, "parameters": final, "episodes": episodes}
 
 
-def try_rows(world: World, tree: dict[str, Any], rows: Any, base: str, *, is_stopped: bool) -> float:
+def try_rows(world: World, tree: dict[str, Any], rows: Any, base: str, is_stopped: bool) -> float:
     """Begin environments with rows of the first batch, as before step 1, and return the seconds that it took."""
     config = from_mapping(tree, GRPOConfig)
     with open_environments(config, Path(base), world) as environments:

@@ -87,13 +87,13 @@ def tree(gpt2: Path, path: str, **environment: Any) -> dict[str, Any]:
 
 
 def test_rows_are_tried_where_one_environment_lives_at_a_time(pools: Any, gpt2: Path) -> None:
-    (seconds,) = pools(1).run(try_rows, tree(gpt2, "world.py:WORLDS", instances=1), ROWS, str(gpt2), is_stopped=False)
+    (seconds,) = pools(1).run(try_rows, tree(gpt2, "world.py:WORLDS", instances=1), ROWS, str(gpt2), False)
 
     assert seconds < 5
 
 
 def test_a_stop_ends_the_trial_of_rows(pools: Any, gpt2: Path) -> None:
-    (seconds,) = pools(1).run(try_rows, tree(gpt2, "slow.py:World"), ROWS, str(gpt2), is_stopped=True)
+    (seconds,) = pools(1).run(try_rows, tree(gpt2, "slow.py:World"), ROWS, str(gpt2), True)
 
     assert seconds < 5
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +18,12 @@ import pytest
 from holdfast import patience
 from holdfast.config.sections.environment import EnvironmentConfig
 from holdfast.environments.base import ToolCall, Turn
+from holdfast.environments.instances import EnvironmentSource
 from holdfast.environments.pool import Answer, EnvironmentPool
+from holdfast.environments.supervisor import Supervisor
+from holdfast.environments.workers import Worker
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.rewards.processes import framing
 from tests.rewards.conftest import is_alive, wait_for
 
 Start = Callable[..., EnvironmentPool]
@@ -186,7 +192,12 @@ HOSTILE = {
     "raises": (in_begin("return row['question']"), "raised", "raised KeyError: 'question' (world.py:4)"),
     "garbage": (in_begin("return 7"), "malformed", "returned a int (7), which is neither text nor a list of messages"),
     "memory": (in_begin("return 'x' * (1 << 33)"), "raised", "MemoryError"),
-    "long": (in_begin("return 'x' * (1 << 25)"), "died", "wrote into the channel"),
+    "long": (in_begin("return 'x' * (1 << 24)"), "malformed", "bytes, and an observation has 16777216 at most"),
+    "no json": (
+        in_begin("return [{'role': 'user', 'content': 'x', 'when': object()}]"),
+        "malformed",
+        "returned a message with a value that is no JSON: TypeError: Object of type object is not JSON serializable",
+    ),
     "channel": (in_begin(WRITES_EVERYWHERE), "died", "wrote into the channel"),
     "closes": (in_begin("import os\nos.closerange(0, 64)"), "died", "ended its process"),
 }  # fmt: skip
@@ -253,6 +264,42 @@ def test_an_environment_that_dies_between_turns_is_told_at_the_next(start: Start
     assert answer(pool).fault == "died"
 
 
+def test_half_of_a_surrogate_pair_reaches_no_tokenizer(start: Start) -> None:
+    pool = start("""
+        class World:
+            def begin(self, row):
+                return "half \\ud83d, whole \\ud83d\\ude00"
+            def echo(self, text: str) -> str:
+                return text
+    """)
+
+    begun = after(pool).result
+    pool.take(0, Turn(0, "", (ToolCall("echo", {"text": "\ud83d x"}), ToolCall("sub\ud83d", {}))))
+    called = answer(pool).result
+
+    assert begun is not None
+    assert called is not None
+    assert begun.messages[0]["content"] == "half \ufffd, whole \U0001f600"
+    assert called.messages[0]["content"] == "\ufffd x"
+    assert called.messages[1]["name"] == "sub\ufffd"
+
+
+def test_a_worker_that_ended_when_its_time_did_gives_one_answer(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setpgroup=0)
+    theirs.close()
+    (requests, _), (replies, replying) = os.pipe(), os.pipe()
+    settings = {"timeout_seconds": 1.0, "memory_mib": 64}
+    supervisor = Supervisor(EnvironmentSource({}, {}), settings, requests, replying)
+    supervisor._workers[4] = Worker(pid, 4, ours, deadline=time.monotonic() - 1)
+
+    supervisor._end_the_overdue()
+
+    answers = list(framing.MessageReader().feed(os.read(replies, 1 << 16)))
+    assert [json.loads(message)["fault"] for message in answers] == ["died"]
+
+
 def test_a_supervisor_that_hangs_ends_the_run_however_often_it_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +348,7 @@ def test_workers_import_no_torch(start: Start) -> None:
 REFUSED = {
     "no types": ("def add(a, b: int): ...", "parameter a of tool add has no type"),
     "strange type": ("def add(a: object): ...", "parameter a of tool add is <class 'object'>"),
+    "yields": ("def add(a: int): yield a", "tool add is a generator, and what a policy reads is returned"),
     "many": ("def add(*a: int): ...", "tool add takes *a: int, and a tool is called by the names"),
     "absent": ("def sub(a: int): ...", "has no function add. It has sub"),
     "raises": ("import nothing_like_it", "raises when it is imported: ModuleNotFoundError"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Dict, Literal, Optional, Union  # noqa: UP035
 
 import pytest
 from transformers.utils import get_json_schema
 
+from holdfast.environments.base import ToolCall, Turn
+from holdfast.environments.instances import load
 from holdfast.environments.tools import tool_of
 
 
@@ -110,3 +114,50 @@ def test_a_method_leaves_its_instance_out() -> None:
             return "moved" * steps
 
     assert tool_of(World.move, "environment", is_method=True).schema == get_json_schema(World().move)
+
+
+WORLD = """
+    import datetime
+    from typing import Literal
+    class World:
+        def begin(self, row): ...
+        def level(self, at: Literal[1, 2.5, "high"], share: float = 0.0, pair: tuple[int, str] = (1, "")) -> list:
+            return [at, share, list(pair)]
+        @staticmethod
+        def twice(number: int) -> int:
+            return 2 * number
+        def day(self) -> dict:
+            return {"day": datetime.date(2026, 1, 2)}
+        def opaque(self) -> Literal["x"]:
+            return [object()]
+        def circular(self) -> list:
+            items = []
+            items.append(items)
+            return items
+"""
+TOLD = [
+    ("level", {"at": 2.5, "share": 1}, '[2.5, 1.0, [1, ""]]'),
+    ("level", {"at": "high", "pair": [7, "b"]}, '["high", 0.0, [7, "b"]]'),
+    ("level", {"at": 3}, "error: at of level should be one of 1, 2.5, 'high', not 3"),
+    ("level", {"at": 1, "pair": ["b", 7]}, "error: pair of level should be array, not ['b', 7]"),
+    ("level", {"at": 1, "share": 10**400}, "error: OverflowError: int too large to convert to float"),
+    ("twice", {"number": 4}, "8"),
+    ("day", {}, '{"day": "2026-01-02"}'),
+    ("opaque", {}, "error: TypeError: returned a object, which is neither text nor JSON"),
+    ("circular", {}, "error: ValueError: Circular reference detected"),
+]
+
+
+def test_calls_and_what_comes_of_them_are_answered_whatever_they_are(tmp_path: Path) -> None:
+    (tmp_path / "tools_world.py").write_text(textwrap.dedent(WORLD))
+    section = {"path": "tools_world.py:World", "action": None, "kwargs": {}, "tools": []}
+    source = load(section, tmp_path)
+    instance = source.instance({}, 5)
+    instance.begin()
+
+    result = instance.take(Turn(0, "", tuple(ToolCall(name, arguments) for name, arguments, _ in TOLD)))
+
+    assert [message["content"] for message in result.messages] == [text for _, _, text in TOLD]
+    assert result.failed_calls == sum(text.startswith("error") for _, _, text in TOLD)
+    (schema,) = [tool.schema for tool in source.kinds[""].tools if tool.name == "twice"]
+    assert schema["function"]["parameters"]["properties"] == {"number": {"type": "integer"}}

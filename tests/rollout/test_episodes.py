@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.base import ToolCall
 from holdfast.rollout.episodes.calls import FAMILIES, parser_of_family
 from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.loop import Episode
 from holdfast.rollout.episodes.proof import proved_parser
-from holdfast.types import Finish
+from holdfast.training.policy.episodes import group_of
+from holdfast.types import Finish, Prompt
 from tests.rollout.conftest import GUESS, ScriptedEngine
 from tests.rollout.test_episode_tokens import ADD, CHATML, bpe
 
@@ -146,6 +148,26 @@ def test_an_environment_that_dies_is_made_once_more_and_then_the_episode_is_left
     assert "ended its process (exit code 3)" in lost.fault
     assert (saved.ended, saved.attempts) == ("done", 2)
     assert told(saved) == ["user: play", "assistant: die", "user: no, after 1", "assistant: 1", "user: right"]
+
+
+def test_a_completion_is_what_the_policy_said_whatever_role_an_environment_takes(
+    play: Callable[..., list[Episode]],
+) -> None:
+    source = """
+        class World:
+            replayable = True
+            def begin(self, row): ...
+            def step(self, turn):
+                return {"messages": [{"role": "assistant", "content": "the right answer"}], "done": True}
+    """
+    engine = ScriptedEngine(bpe(), lambda _: "no idea")
+
+    episodes = play(engine, [{}], source=source)
+    prompt = Prompt(0, episodes[0].request.prompt, "", {})
+    group = group_of(prompt, episodes, SamplingConfig(), engine.tokenizer)
+
+    assert told(episodes[0])[-1] == "assistant: the right answer"
+    assert group.trajectories[0].completion == "no idea"
 
 
 def test_an_episode_that_is_abandoned_before_its_final_reward_is_aborted(play: Callable[..., list[Episode]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from holdfast.environments.base import (
 )
 from holdfast.environments.tools import CallMistake, Tool, UnknownTool, arguments_of
 from holdfast.rewards.base import describe_error
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Form:
@@ -86,7 +89,7 @@ class Form:
 
     def text_of(self, outcome: Any) -> str:
         """Return what the policy reads of a tool's outcome."""
-        return outcome if isinstance(outcome, str) else json.dumps(outcome, ensure_ascii=False, default=str)
+        return outcome if isinstance(outcome, str) else json.dumps(outcome, ensure_ascii=False, default=_written)
 
     def text_of_error(self, error: Exception) -> str:
         """Return what the policy reads of a call that cannot be made, or whose tool raised."""
@@ -181,6 +184,18 @@ class FormOfGymnasium(Form):
         if getattr(self.world, "render_mode", None) == "ansi":
             return str(self.world.render())
         return str(_plain(observation))
+
+
+def _written(value: Any) -> str:
+    """Return what is no JSON as Python writes it.
+
+    Raises:
+        TypeError: That names an address in memory, which differs from process to process.
+    """
+    text = str(value)
+    if _ADDRESS.search(text):
+        raise TypeError(f"returned a {type(value).__name__}, which is neither text nor JSON")
+    return text
 
 
 def _plain(value: Any) -> Any:

@@ -161,12 +161,11 @@ def _tools_of_class(world: type, label: str) -> list[Tool]:
             f"{SUBJECT}: {label} has neither begin nor reset, so it cannot start from a row. Give it begin(self, row)."
         )
     reserved = _PROTOCOL if hasattr(world, "begin") else _OF_TRL
-    methods = [
-        function
+    tools = [
+        tool_of(function, SUBJECT, is_method=not isinstance(inspect.getattr_static(world, name), staticmethod))
         for name, function in inspect.getmembers(world, inspect.isfunction)
         if not name.startswith("_") and name not in reserved
     ]
-    tools = [tool_of(function, SUBJECT, is_method=True) for function in methods]
     if not tools and not hasattr(world, "step"):
         raise CannotStart(
             f"{SUBJECT}: {label} has no step and no public method, so nothing would come of a turn. Give it "
@@ -225,16 +224,14 @@ class Instance:
             called[call.name if call.name in self._tools else "unknown"] += 1
             try:
                 outcome = self._call(call)
+                content = "" if isinstance(outcome, Observation) else self._form.text_of(outcome)
             except Exception as error:  # noqa: BLE001 - the border to a user's function; the policy is told
                 failed += 1
-                content = self._form.text_of_error(error)
-            else:
-                if isinstance(outcome, Observation):
-                    result = result_of(replace(outcome, messages=messages_of(outcome.messages, "tool")))
-                    content = "\n".join(message["content"] for message in result.messages)
-                    total, done, info = total + result.reward, done or result.done, {**info, **result.info}
-                else:
-                    content = self._form.text_of(outcome)
+                outcome, content = None, self._form.text_of_error(error)
+            if isinstance(outcome, Observation):
+                result = result_of(replace(outcome, messages=messages_of(outcome.messages, "tool")))
+                content = "\n".join(message["content"] for message in result.messages)
+                total, done, info = total + result.reward, done or result.done, {**info, **result.info}
             number = f"{turn.number % 10**5:05d}{index % 10**4:04d}"
             messages.append({"role": "tool", "name": call.name, "tool_call_id": number, "content": content})
         return StepResult(tuple(messages), total, done, info, dict(called), failed)

@@ -153,6 +153,7 @@ class Supervisor:
     def _lose(self, worker: Worker, message: str = "", status: int | None = None) -> None:
         """End a worker whose channel has ended, and answer for it."""
         was_asked = worker.deadline is not None and worker.pid not in self._leaving
+        worker.deadline = None
         status = self._kill(worker, status)
         if was_asked:
             message = message or f"ended its process ({how_worker_ended(status)})"

@@ -48,9 +48,13 @@ def tool_of(function: Callable[..., Any], subject: str, *, is_method: bool = Fal
     """Return a function as a tool.
 
     Raises:
-        CannotStart: A parameter has no type, or one that JSON has no words for.
+        CannotStart: A parameter has no type, or one that JSON has no words for, or the function is a generator.
     """
     name = getattr(function, "__name__", "")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise CannotStart(
+            f"{subject}: tool {name} is a generator, and what a policy reads is returned, not yielded. Return a list."
+        )
     parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
     try:
         hints = typing.get_type_hints(function)

@@ -22,7 +22,7 @@ from typing import Any
 
 from holdfast.environments.base import Malformed, StepResult
 from holdfast.environments.instances import EnvironmentSource, Instance
-from holdfast.rewards.base import outcome_of_exception
+from holdfast.rewards.base import describe_error, outcome_of_exception
 from holdfast.rewards.processes import framing, kernel
 from holdfast.rewards.workers.fork_server import IGNORED
 from holdfast.text.escaping import escaped_paragraph
@@ -117,7 +117,7 @@ def _serve(channel: int, source: EnvironmentSource) -> None:
             sys.stdout.flush()
         if os.getpid() != this_pid:
             os._exit(1)  # the user's code forked, and its child came back to us
-        framing.write(channel, json.dumps(answer).encode())
+        framing.write(channel, answer)
     if instance is not None:
         instance.close()
 
@@ -127,13 +127,33 @@ def _present(instance: Instance | None) -> Instance:
     return instance
 
 
-def _answer(payload: bytes, acts: dict[str, Callable[[Any], StepResult]]) -> dict[str, Any]:
+def _answer(payload: bytes, acts: dict[str, Callable[[Any], StepResult]]) -> bytes:
     try:
         name, packed = pickle.loads(payload)  # noqa: S301 - from our own parent
-        return {"result": asdict(acts[name](pickle.loads(packed)))}  # noqa: S301 - likewise
+        return _encoded(acts[name](pickle.loads(packed)))  # noqa: S301 - likewise
     except Malformed as error:
-        return {"fault": "malformed", "message": str(error)}
+        fault = {"fault": "malformed", "message": str(error)}
     except BaseException as error:  # noqa: BLE001 - the process edge: SystemExit is a fault of the environment, too
         with contextlib.suppress(Exception):
             print(escaped_paragraph("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
-        return {"fault": "raised", "message": outcome_of_exception(error).message}
+        fault = {"fault": "raised", "message": outcome_of_exception(error).message}
+    return json.dumps(fault).encode()
+
+
+def _encoded(result: StepResult) -> bytes:
+    """Return a result as JSON that any tokenizer takes: an unpaired surrogate is U+FFFD, as where one decodes.
+
+    Raises:
+        Malformed: A message has a value that is no JSON, or there is too much of it.
+    """
+    values = asdict(result)
+    try:
+        text = json.dumps({"result": values}, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Malformed(f"returned a message with a value that is no JSON: {describe_error(error)}") from None
+    # UTF-16 writes both halves of a pair side by side, so that they are one character again.
+    text = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    encoded = text.encode()
+    if len(encoded) > MOST_ANSWER_BYTES:
+        raise Malformed(f"returned {len(encoded)} bytes, and an observation has {MOST_ANSWER_BYTES} at most")
+    return encoded

@@ -93,6 +93,8 @@ class Episode:
     fault: str = ""
     """What the environment did wrong, a clause."""
     last_token: int | None = None
+    last_text: str = ""
+    """What the policy said last, whatever its environment said after it."""
 
     @property
     def finish(self) -> Finish:
@@ -178,6 +180,7 @@ class EpisodeLoop:
             said = completion.tokens.tolist()
             text = self._decode(said, True)
             episode.messages.append({"role": "assistant", "content": text})
+            episode.last_text = text
             if is_cut and self._limits.ends_when_cut:
                 self._end(index, "cut")
                 continue

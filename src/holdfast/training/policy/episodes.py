@@ -267,7 +267,7 @@ def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConf
 
 
 def _trajectory(episode: Episode, line: EpisodeTokens, sampling: SamplingConfig) -> Trajectory:
-    request, answers = episode.request, episode.messages[episode.prompt_messages :]
+    request = episode.request
     summary = EpisodeSummary(
         messages=tuple(episode.messages),
         prompt_messages=episode.prompt_messages,
@@ -293,6 +293,6 @@ def _trajectory(episode: Episode, line: EpisodeTokens, sampling: SamplingConfig)
         sampler_logprobs=line.logprobs,
         weights_versions=line.weights_versions,
         finish=episode.finish,
-        completion=next((said["content"] for said in reversed(answers) if said["role"] == "assistant"), ""),
+        completion=episode.last_text,
         episode=summary,
     )
