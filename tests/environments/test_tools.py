@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Dict, Literal, Optional, Union  # noqa: UP035
 
 import pytest
 from transformers.utils import get_json_schema
 
 from holdfast.environments.base import ToolCall, Turn
-from holdfast.environments.instances import load
+from holdfast.environments.forms import Form
+from holdfast.environments.instances import Instance, _tools_of_class
 from holdfast.environments.tools import tool_of
 
 
@@ -116,25 +116,28 @@ def test_a_method_leaves_its_instance_out() -> None:
     assert tool_of(World.move, "environment", is_method=True).schema == get_json_schema(World().move)
 
 
-WORLD = """
-    import datetime
-    from typing import Literal
-    class World:
-        def begin(self, row): ...
-        def level(self, at: Literal[1, 2.5, "high"], share: float = 0.0, pair: tuple[int, str] = (1, "")) -> list:
-            return [at, share, list(pair)]
-        @staticmethod
-        def twice(number: int) -> int:
-            return 2 * number
-        def day(self) -> dict:
-            return {"day": datetime.date(2026, 1, 2)}
-        def opaque(self) -> Literal["x"]:
-            return [object()]
-        def circular(self) -> list:
-            items = []
-            items.append(items)
-            return items
-"""
+class World:
+    def begin(self, row: dict[str, Any]) -> None: ...
+
+    def level(self, at: Literal[1, 2.5, "high"], share: float = 0.0, pair: tuple[int, str] = (1, "")) -> list[Any]:
+        return [at, share, list(pair)]
+
+    @staticmethod
+    def twice(number: int) -> int:
+        return 2 * number
+
+    def day(self) -> dict[str, Any]:
+        return {"day": datetime.date(2026, 1, 2)}
+
+    def opaque(self) -> list[Any]:
+        return [object()]
+
+    def circular(self) -> list[Any]:
+        items: list[Any] = []
+        items.append(items)
+        return items
+
+
 TOLD = [
     ("level", {"at": 2.5, "share": 1}, '[2.5, 1.0, [1, ""]]'),
     ("level", {"at": "high", "pair": [7, "b"]}, '["high", 0.0, [7, "b"]]'),
@@ -148,16 +151,12 @@ TOLD = [
 ]
 
 
-def test_calls_and_what_comes_of_them_are_answered_whatever_they_are(tmp_path: Path) -> None:
-    (tmp_path / "tools_world.py").write_text(textwrap.dedent(WORLD))
-    section = {"path": "tools_world.py:World", "action": None, "kwargs": {}, "tools": []}
-    source = load(section, tmp_path)
-    instance = source.instance({}, 5)
-    instance.begin()
+def test_calls_and_what_comes_of_them_are_answered_whatever_they_are() -> None:
+    tools = {tool.name: tool for tool in _tools_of_class(World, "World")}
+    instance = Instance(Form(World()), tuple(tools.values()), {}, 5)
 
     result = instance.take(Turn(0, "", tuple(ToolCall(name, arguments) for name, arguments, _ in TOLD)))
 
     assert [message["content"] for message in result.messages] == [text for _, _, text in TOLD]
     assert result.failed_calls == sum(text.startswith("error") for _, _, text in TOLD)
-    (schema,) = [tool.schema for tool in source.kinds[""].tools if tool.name == "twice"]
-    assert schema["function"]["parameters"]["properties"] == {"number": {"type": "integer"}}
+    assert tools["twice"].schema["function"]["parameters"]["properties"] == {"number": {"type": "integer"}}

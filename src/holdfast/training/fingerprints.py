@@ -245,14 +245,19 @@ def _code_files(config: TrainingConfig) -> list[tuple[str, str]]:
     if isinstance(config, GRPOConfig):
         if isinstance(config.advantage, UserAdvantageConfig):
             paths.append(("advantage.path", config.advantage.path))
-        if (environment := config.environment) is not None:
-            named = [("path", environment.path), ("action", environment.action)]
-            named += [("tools", tool) for tool in environment.tools]
-            paths += [(f"environment.{key}", path) for key, path in named if path is not None]
+        paths += _environment_files(config)
         paths += [("reward", reward.path) for reward in config.reward if isinstance(reward, UserRewardConfig)]
     if isinstance(config.optim, UserOptimizerConfig):
         paths.append(("optim.path", config.optim.path))
     return paths
+
+
+def _environment_files(config: GRPOConfig) -> list[tuple[str, str]]:
+    if config.environment is None:
+        return []
+    section = config.environment
+    named = [("path", section.path), ("action", section.action), *(("tools", tool) for tool in section.tools)]
+    return [(f"environment.{key}", path) for key, path in named if path is not None]
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
