@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell
+from holdfast.errors import ConfigError
+from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
 
 Serve = Callable[[list[bytes], float], "Served"]
 
@@ -172,3 +173,21 @@ def test_a_process_may_ask_at_its_very_end(serve: Serve) -> None:
 
     assert (done.stdout, done.stderr) == ("{}\n", "")
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("end", ["\r", "\n", "\u2026", "\x7f"])
+def test_a_key_that_no_header_may_hold_is_refused_without_the_key(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setenv("SERVER_KEY", f"sk-s3cret{end}")
+
+    with pytest.raises(ConfigError, match="rollout.engine.api_key_variable: SERVER_KEY holds a line end") as error:
+        api_key("SERVER_KEY", "rollout.engine")
+
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_host_whose_name_cannot_be_encoded_is_not_well() -> None:
+    endpoint = Endpoint("http://a..b:8700", None, 5.0, 1)
+
+    assert not endpoint.is_well("/health")
+    with pytest.raises(EndpointUnwell, match="cannot be reached"):
+        endpoint.ask("GET", "/v1/models")

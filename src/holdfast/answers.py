@@ -39,7 +39,7 @@ class Field(NamedTuple):
             EndpointMistaken: Always.
         """
         steps = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).lstrip(".")
-        subject = f"{escaped(steps)} {_shown(self.value)}".lstrip()
+        subject = f"{_shortened(escaped(steps))} {_shown(self.value)}".lstrip()
         raise EndpointMistaken(f"answers {self.route} with {subject}, where {needed} is needed")
 
     @property
@@ -178,5 +178,8 @@ def _shown(value: Any) -> str:
         return "an object" if value else "an empty object"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    text = json.dumps(value)
+    return _shortened(json.dumps(value))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

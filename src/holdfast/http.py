@@ -29,6 +29,8 @@ from holdfast.text.escaping import escaped
 
 _TRIED_AGAIN = frozenset({408, 409, 429})
 _BUSY = frozenset({429, 503})
+_FAILURES = (OSError, http.client.HTTPException, UnicodeError)
+"""What connecting and reading raise; UnicodeError for the name of a host that cannot be encoded."""
 _SHOWN = 400
 
 
@@ -107,7 +109,7 @@ class Endpoint:
         message = _Message("GET", urlsplit(self.url.rstrip("/") + path), None, {"Connection": "close"})
         try:
             return self._over(None, message, time.monotonic() + self.timeout_seconds)[0] == 200
-        except (OSError, http.client.HTTPException, EndpointUnwell):
+        except (*_FAILURES, EndpointUnwell):
             return False
 
     def _once(self, method: str, path: str, content: Any) -> Any:
@@ -142,7 +144,7 @@ class Endpoint:
                 with suppress(ConnectionError, http.client.BadStatusLine):
                     return self._over(waiting, message, deadline)
             return self._over(None, message, deadline)
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+        except _FAILURES as error:
             if time.monotonic() >= deadline:
                 raise EndpointUnwell(self._late) from error
             raise EndpointUnwell(f"cannot be reached ({cut(error)})") from error
@@ -236,7 +238,7 @@ def api_key(variable: str | None, section: str) -> str | None:
     """Return the key that an environment variable holds.
 
     Raises:
-        ConfigError: The variable is not set.
+        ConfigError: The variable is not set, or holds what no header may hold; the message never shows the key.
     """
     if variable is None:
         return None
@@ -246,5 +248,11 @@ def api_key(variable: str | None, section: str) -> str | None:
         raise ConfigError(
             f"{section}.api_key_variable: the environment variable {variable} is not set. Export {variable}, or remove "
             "api_key_variable."
+        )
+    # http.client prints the whole header, with the key, where it refuses one.
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{section}.api_key_variable: {variable} holds a line end or a character that no header may hold. Export "
+            f"{variable} again with the key alone."
         )
     return key

@@ -191,7 +191,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "reference.kind: adapter_off is not the model",
     ),
     ({"reference": "server"}, "reference.url: required, and missing"),
-    ({"reference": {"kind": "server", "url": "host:8000"}}, "reference.url: 'host:8000' is no address"),
+    ({"reference": {"kind": "server", "url": "host:8000"}}, "reference.url: 'host:8000' is no address; write it as in"),
+    (
+        {"reference": {"kind": "server", "url": "http://a..b:8000/v1"}},
+        "reference.url: 'http://a..b:8000/v1' is no address: 'a..b' is no name of a host; write it as in",
+    ),
+    (
+        {"reference": {"kind": "server", "url": "http://host:99999/v1"}},
+        "is no address: its port is no whole number from 1 to 65535; write it as in",
+    ),
+    ({"reference": {"kind": "server", "url": "http://host:0/v1"}}, "is no address: ports begin with 1; write it as in"),
     ({"reference": {"kind": "server", "url": "http://host:port/v1"}}, "reference.url: 'http://host:port/v1' is no"),
     (
         {"reference": {"kind": "server", "url": "http://host/v1", "api_key_variable": "sk-1 2"}},

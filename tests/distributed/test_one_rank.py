@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.metrics.sink import last_rewind
-from holdfast.parallel.copies import copies_of
+from holdfast.parallel.copies import attach_copies, copies_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -152,3 +152,25 @@ def test_a_kill_and_resumes_on_two_ranks_and_back_give_the_checkpoints_of_fsdp2(
     assert len(log_of(places["alone"])) == 20
     assert log_of(places["alone"]) == log_of(places["fsdp2"])
     assert state_differences(places["alone"], places["fsdp2"]) == []
+
+
+def test_a_pass_reads_copies_again_after_one_that_found_no_memory_for_them() -> None:
+    class Layer(torch.nn.Linear):
+        def stored(self) -> torch.dtype:
+            return self.weight.dtype
+
+    layer = Layer(4, 4, bias=False)
+    right, endless = layer.weight, torch.nn.Parameter(torch.ones(1, 1).expand(2**30, 2**30))
+    attach_copies(layer, torch.bfloat16, [("weight",)], ["stored"])
+    layer.weight = endless
+    with pytest.raises(RuntimeError, match="allocate"):
+        layer.stored()
+    with pytest.raises(RuntimeError, match="allocate"):
+        layer(torch.ones(1, 4))
+
+    layer.weight = right
+    assert layer.stored() is torch.bfloat16
+    assert layer.weight is right
+    with torch.no_grad():
+        assert layer(torch.ones(1, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert layer.weight is right

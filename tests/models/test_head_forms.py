@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs.distill import DistillConfig
+from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.batches.packing import pack
 from holdfast.data.batches.weights import Share
 from holdfast.models.check.forward import documents
@@ -18,6 +22,7 @@ from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads.form import described, form_record, leave_kernels
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.family import HeadSpec, family_of
+from holdfast.training.setup.head import why_unused
 from tests.tiny import tiny_model
 
 GIB = 2**30
@@ -93,3 +98,29 @@ def test_without_triton_the_comparison_names_it_and_the_head_is_torchs_again() -
     assert record is not None
     assert described(record) == "torch's operations, 4,096 tokens at a time"
     assert why_no_triton() == "Triton is not installed (No module named 'triton')"
+
+
+@pytest.mark.parametrize(
+    ("root", "change", "reason"),
+    [
+        (SFTConfig, {}, ""),
+        (SFTConfig, {"objective": {"kind": "nll", "label_smoothing": 0.1}}, "objective.label_smoothing reads the"),
+        (DistillConfig, {"teacher": {"path": "t"}}, "the divergence reads the logits of the teacher too"),
+        (
+            DistillConfig,
+            {
+                "teacher": {"kind": "server", "url": "http://host:8000/v1"},
+                "distill": {"loss": "sampled_reverse_kl"},
+                "rollout": {},
+            },
+            "",
+        ),
+    ],
+)
+def test_a_run_whose_training_never_calls_the_kernels_says_why(root: Any, change: dict[str, Any], reason: str) -> None:
+    least = {"steps": 1, "model": {"path": "m"}, "data": {"path": "d"}}
+
+    why = why_unused(from_mapping(least | change, root))
+
+    assert why.startswith(reason)
+    assert bool(why) == bool(reason)

@@ -119,7 +119,8 @@ class ComputeCopies:
     def cast(self, pairs: list[_Pair]) -> None:
         """Write the weights into their copies."""
         # `.data` leaves the version counters of the copies alone: two forward passes may come before the first of
-        # their backward passes, and the weights are the same in both.
+        # their backward passes, and the weights are the same in both. A model that recomputes cannot do so: the end of
+        # the first backward pass puts the parameters back, from which the second one would recompute.
         torch._foreach_copy_([pair.copy.data for pair in pairs], [pair.parameter.data for pair in pairs])
 
     @torch.no_grad()
@@ -198,8 +199,8 @@ def _reading_copies(copies: ComputeCopies, method: Callable[..., Any]) -> Callab
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         result = None
-        copies.enter()
         try:
+            copies.enter()  # whatever it raises, such as for want of memory, `exit` undoes it
             result = method(*args, **options)
         finally:
             copies.exit(result)

@@ -142,6 +142,41 @@ def test_files_that_a_server_sees_otherwise_are_refused_before_they_are_loaded(t
     assert adapters_of(served) == ([], [])
 
 
+def test_a_worker_that_does_not_say_what_it_sees_is_named(tmp_path: Path) -> None:
+    served = ServedModel(adapter_rank=8, facts={"workers": 2})
+    with serving(served) as url, pytest.raises(RunStopped, match="results a list of 1, where a list of at least 2 is"):
+        run(tmp_path, lora_tree([url], str(tmp_path)))
+
+    assert adapters_of(served) == ([], [])
+
+
+def test_an_adapter_that_one_server_refuses_is_unloaded_from_the_others(tmp_path: Path) -> None:
+    refusing = ServedModel(adapter_rank=8, has_name=lambda label: label.endswith("-2"))
+    taking = ServedModel(adapter_rank=8)
+    with serving(refusing) as url, serving(taking) as other, pytest.raises(RunStopped, match=f"at {url} refuses the"):
+        run(tmp_path, lora_tree([url, other], str(tmp_path)))
+
+    loaded, unloaded = adapters_of(taking)
+    assert [label.rpartition("-")[2] for label in loaded] == ["1", "2"]
+    assert sorted(unloaded) == sorted(loaded)
+
+
+def test_a_run_from_another_checkpoint_pushes_the_base_of_that_one(tmp_path: Path) -> None:
+    served = ServedModel(adapter_rank=8)
+    with serving(served) as url:
+        run(tmp_path, lora_tree([url], str(tmp_path), steps=1))
+        tree = lora_tree([url], str(tmp_path), steps=2)
+        tree["run"]["name"], tree["seed"] = "other", 7
+        tree["checkpoint"]["init_from"] = str(tmp_path / "r/checkpoints/step-00000001")
+        pushes = [what for _, what in served.events].count("pushed")
+        run(tmp_path, tree)
+
+    # One of the model that the run was built with, for the step before step 1, and one of the checkpoint.
+    assert [what for _, what in served.events].count("pushed") == pushes + 2
+    metrics = [line for line in read_metrics(tmp_path / "other" / METRICS) if "loss" in line]
+    assert [line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("served", "sections", "words"),
     [

@@ -89,6 +89,25 @@ def test_a_lease_of_another_machine_is_waited_for_until_it_ends_or_is_renewed(mo
         leases.give_back()
 
 
+def test_a_lease_whose_time_never_runs_out_is_refused_past_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder = {"token": "z", "host": "else\x1b[2Jwhere" + "x" * 9999, "pid": 1, "machine": ["other", "other"]}
+    served = ServedModel(answer=lambda path, told: {"results": [{"holder": holder, "seconds": 0.3}]})
+    times = replace(patience.current, lease_stale_seconds=0.3, lease_look_seconds=0.1)
+    monkeypatch.setattr(patience, "current", times)
+    start = time.monotonic()
+
+    with serving(served) as url, pytest.raises(ConfigError) as error:
+        Leases("y").take(VLLMServer.of(url, VLLMEngineConfig(url=[url])))
+
+    assert 0.4 <= time.monotonic() - start < 3.0
+    for text in (str(error.value), capsys.readouterr().out):
+        assert "process 1 on else\\x1b[2Jwhere" in text
+        assert "\x1b" not in text
+        assert len(text) < 1000
+
+
 def test_a_word_is_an_engine_and_a_section_is_one_too() -> None:
     assert from_mapping(tree("inprocess"), GRPOConfig).rollout.engine == LocalEngineConfig(kind="inprocess")
     assert from_mapping(tree({"kind": "vllm", "url": URL}), GRPOConfig).rollout.engine == VLLMEngineConfig(url=[URL])

@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.features.vllm.lora import AdapterLimits
 from holdfast.features.vllm.placement import describe, gpus_of_servers
 from holdfast.features.vllm.processes import Servers, ServerSpec, command_of, environment_of
+from holdfast.features.vllm.serving import _spec
 from holdfast.launch.environment import visible_names
 from tests.features.vllm.served import AHEAD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import run
@@ -80,6 +81,28 @@ def test_the_command_line_of_a_server_on_gpus(tmp_path: Path) -> None:
         "HF_HUB_OFFLINE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "on_cpu", "dtype"),
+    [
+        ({}, True, "float32"),
+        ({"dtype": "bfloat16"}, True, "bfloat16"),
+        ({"dtype": "bfloat16", "lora": {"rank": 2}}, True, "float32"),
+        ({}, False, "bfloat16"),
+    ],
+)
+def test_servers_compute_in_the_dtype_of_the_trainer(
+    tmp_path: Path, model: dict[str, Any], on_cpu: bool, dtype: str
+) -> None:
+    optim = {"optim": {"kind": "adamw_bf16"}} if "dtype" in model else {}
+    tree = served_tree(URLS, str(tmp_path), model=model, **optim)
+    tree["rollout"]["engine"]["start"] = True
+    config = from_mapping(tree, GRPOConfig)
+    section = config.rollout.engine
+    assert isinstance(section, VLLMEngineConfig)
+
+    assert _spec(config, section, tmp_path, on_cpu=on_cpu, visible={}).dtype == dtype
 
 
 def test_servers_that_share_gpus_can_sleep(tmp_path: Path) -> None:

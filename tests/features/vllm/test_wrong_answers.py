@@ -21,6 +21,7 @@ import pytest
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.features.vllm.answers import server_lease_of
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointMistaken, EndpointRefuses
 from holdfast.metrics.sink import METRICS, read_metrics
@@ -55,6 +56,14 @@ def instead(path_of_answer: str, content: Any) -> Any:
     return lambda path, told: content if path == path_of_answer else told
 
 
+@pytest.mark.parametrize("seconds", [1e300, math.inf, math.nan, 86401])
+def test_a_lease_longer_than_a_day_is_refused(seconds: float) -> None:
+    holder = {"token": "z", "host": "elsewhere", "pid": 1, "machine": ["other", "other"]}
+
+    with pytest.raises(EndpointMistaken, match=r"results\[0\].seconds .*, where a number up to 86400 is needed"):
+        server_lease_of({"results": [{"holder": holder, "seconds": seconds}]})
+
+
 def of_a_proof(change: Callable[[dict[str, Any]], None]) -> Any:
     """Change the log-probabilities of a prompt."""
 
@@ -82,6 +91,7 @@ def of_completions(change: Callable[[dict[str, Any]], None]) -> Any:
     ("answer", "words"),
     [
         (of_itself(lambda facts: facts.pop("block")), "/collective_rpc with results[0].block missing, where a whole"),
+        (of_itself(lambda facts: facts.update(block=2**30)), "block 1073741824, where a whole number from 1 to 65536"),
         (of_itself(lambda facts: facts.update(longest="abc")), 'results[0].longest "abc", where a whole number from 1'),
         (of_itself(lambda facts: facts.update(tied="no")), 'results[0].tied "no", where true or false is needed'),
         (of_itself(lambda facts: facts.update(dtype=32)), "results[0].dtype 32, where a text is needed"),

@@ -43,15 +43,26 @@ class ServerConfig(EndpointConfig):
 
 def endpoint_mistakes(url: str, key_variable: str | None) -> Iterator[Mistake]:
     """Yield an address that is none, and a key in the place of its variable."""
-    if not _is_address(url):
-        yield "url", f"{url!r} is no address; write it as in http://localhost:8000/v1"
+    if (why_not := _why_no_address(url)) is not None:
+        yield "url", f"{url!r} is no address{why_not}; write it as in http://localhost:8000/v1"
     if key_variable is not None and not key_variable.isidentifier():
         yield "api_key_variable", "this is no name of a variable; write a name such as OPENAI_API_KEY, never a key"
 
 
-def _is_address(url: str) -> bool:
+def _why_no_address(url: str) -> str | None:
+    """Return what follows "is no address" in a message; None for an address."""
     try:
         split = urlsplit(url)
-        return split.scheme in {"http", "https"} and bool(split.hostname) and split.port != 0
-    except ValueError:  # a port that is not a number
-        return False
+        host = split.hostname or ""
+    except ValueError:  # brackets that do not close
+        return ""
+    if split.scheme not in {"http", "https"} or not host:
+        return ""
+    try:
+        host.encode("idna")  # as a connection does
+    except UnicodeError:
+        return f": {host!r} is no name of a host"
+    try:
+        return None if split.port != 0 else ": ports begin with 1"
+    except ValueError:
+        return ": its port is no whole number from 1 to 65535"

@@ -240,9 +240,16 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
     head = 8 * vocabulary * width if plan.trainable == plan.parameters else 2 * vocabulary * width
     return {
         PARAMETERS: plan.shard_bytes,
-        GATHERED: computed * sum(units if plan.copied else units[:3]) if plan.copied or plan.shard > 1 else 0,
+        GATHERED: _copies(origin, plan) if plan.copied else computed * sum(units[:3]) if plan.shard > 1 else 0,
         GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
         OPTIMIZER: 0 if plan.cpu_offload else states // plan.shard,
         ACTIVATIONS: int(activations * tokens * width),
         HEAD: head,
     }
+
+
+def _copies(origin: Blueprint, plan: ShardPlan) -> int:
+    """Return the bytes of the copies that the passes of one rank read; what is stored in their dtype has none."""
+    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+    parameters = [value for value in origin.model.parameters() if value.ndim and value.dtype != dtype]
+    return dtype.itemsize * sum(value.numel() for value in parameters if value.is_floating_point())

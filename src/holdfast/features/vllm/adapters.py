@@ -2,7 +2,8 @@
 
 A server gets the frozen base once. An adapter is then written once for all servers, each of which returns the hashes
 of the files that it sees; it is loaded beside those that completions may still use, and unloaded when none may. The
-files stay as long as the adapter is loaded: a server that evicts an adapter reads them again.
+files stay until then, since a server that evicts an adapter reads them again; they are removed just before the adapter
+is unloaded.
 """
 
 from __future__ import annotations
@@ -99,18 +100,18 @@ class AdapterPublisher:
         digests = self._write(adapter.directory, tensors, headers, settings)
         with ThreadPoolExecutor(max(1, len(servers))) as threads:
             results = list(threads.map(lambda server: _load(server, label, adapter.directory, digests), servers))
+        adapter.urls |= {server.url for server, why in zip(servers, results, strict=True) if why is None}
         dead = {}
         for server, why in zip(servers, results, strict=True):
             if why is None:
-                adapter.urls.add(server.url)
-            elif server.is_well():
+                continue
+            if server.is_well():
                 raise RunStopped(
                     f"The server at {server.url} refuses the adapter that was pushed to it: it {why}. No sample of it "
                     "was trained on. The same command goes on from the last checkpoint; rollout.engine.push: weights "
                     "pushes whole weights instead."
                 )
-            else:
-                dead[server.url] = why
+            dead[server.url] = why
         return dead
 
     def unload(self, servers: Sequence[VLLMServer], oldest: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,9 @@ from holdfast.types import Finish
 
 MODELS, RPC, GENERATE = "/v1/models", "/collective_rpc", "/inference/v1/generate"
 """Routes whose answers are read."""
+_LARGEST_BLOCK = 65536
+"""Of a cache of keys and values, in tokens: the proof of a push has a sequence that is longer than a block."""
+_LONGEST_LEASE_SECONDS = 86400
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
@@ -55,7 +57,7 @@ _FACTS: Mapping[str, Callable[[Field], Any]] = {
     "vocabulary": Field.positive,
     "logprobs": Field.text,
     "tied": Field.flag,
-    "block": Field.positive,
+    "block": lambda fact: fact.whole(1, _LARGEST_BLOCK),
     "device": Field.text,
     "experts": Field.flag,
     "workers": Field.positive,
@@ -105,14 +107,14 @@ def route_names_of(listed: Any) -> frozenset[str]:
     return frozenset(Field("/openapi.json", listed).key("paths").names())
 
 
-def digests_of(answer: Any) -> list[dict[str, str]]:
-    """Read the hashes of files by name, for each worker of a server.
+def digests_of(answer: Any, workers: int) -> list[dict[str, str]]:
+    """Read the hashes of files by name, for each of a server's workers, of which there are so many.
 
     Raises:
         EndpointMistaken: It answers something else.
     """
-    workers = Field(RPC, answer).key("results").items(1)
-    return [{name: worker.key(name).file_name() for name in worker.names()} for worker in workers]
+    results = Field(RPC, answer).key("results").items(workers)
+    return [{name: worker.key(name).file_name() for name in worker.names()} for worker in results]
 
 
 def server_lease_of(answer: Any) -> tuple[dict[str, Any], float]:
@@ -123,8 +125,8 @@ def server_lease_of(answer: Any) -> tuple[dict[str, Any], float]:
     """
     lease = Field(RPC, answer).key("results").items(1)[0]
     seconds = lease.key("seconds")
-    if not math.isfinite(seconds.size()):
-        seconds.refuse("a finite number")
+    if not seconds.size() <= _LONGEST_LEASE_SECONDS:  # NaN is in no range
+        seconds.refuse(f"a number up to {_LONGEST_LEASE_SECONDS}")
     return _holder(lease.key("holder")), seconds.size()
 
 

@@ -30,7 +30,7 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.vllm.answers import RPC, inspection_of
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.files import died_here, machine
-from holdfast.http import EndpointRefuses, EndpointUnwell
+from holdfast.http import EndpointRefuses, EndpointUnwell, cut
 from holdfast.models.files.conversion import Header
 from holdfast.models.files.safetensors_files import plan_files, tensor_bytes, write_file
 
@@ -81,23 +81,25 @@ class Leases:
             EndpointRefuses, EndpointUnwell: It does not say.
         """
         times, before, replaces = patience.current, math.inf, None
+        deadline = time.monotonic() + times.lease_stale_seconds + times.lease_look_seconds
         while True:
             holder, seconds_left = server.lease(self._holder, times.lease_stale_seconds, replaces)
             if holder["token"] == self._holder["token"]:
                 break
-            if died_here(holder):
+            process = f"process {holder['pid']} on {cut(holder['host'])}"
+            is_renewed = holder["machine"] == self._holder["machine"] or seconds_left > before
+            if died_here(holder) and holder["token"] != replaces:
                 replaces = holder["token"]
-            elif holder["machine"] == self._holder["machine"] or seconds_left > before:  # it renews it, so it lives
+            elif is_renewed or time.monotonic() >= deadline:  # past it, the server counts no time down
                 raise ConfigError(
-                    f"rollout.engine.url: another run pushes weights to {server.url} (process {holder['pid']} on "
-                    f"{holder['host']}), so samples of this run would come from its weights. Start a server of this "
-                    "run's own, or end the other run."
+                    f"rollout.engine.url: another run pushes weights to {server.url} ({process}), so samples of this "
+                    "run would come from its weights. Start a server of this run's own, or end the other run."
                 )
             else:
                 if before == math.inf:
                     print(
-                        f"process {holder['pid']} on {holder['host']} pushed weights to {server.url}: waiting up to "
-                        f"{seconds_left:.0f} s for a sign that it lives",
+                        f"{process} pushed weights to {server.url}: waiting up to {seconds_left:.0f} s for a sign that "
+                        "it lives",
                         flush=True,
                     )
                 before = seconds_left

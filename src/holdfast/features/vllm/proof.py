@@ -79,7 +79,7 @@ class Prover:
     Args:
         tolerance: Largest permitted difference in nats; with None, the trainer's own rounding decides.
         block: Number of tokens in a block of the servers' caches.
-        longest: Number of tokens in the servers' contexts.
+        longest: Number of tokens in the servers' contexts, or of the run's longest row where that is less.
     """
 
     def __init__(self, tolerance: float | None, block: int, longest: int) -> None:

@@ -33,6 +33,7 @@ from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
@@ -120,6 +121,8 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         """Ranks that sample, once something was pushed; servers that share their GPUs may be asleep between pushes."""
         self._with_base: frozenset[str] = frozenset()
         """Identities of the server processes that have the base of the adapters; on rank 0."""
+        self._base_writes = -1
+        """How often this rank's shards of the base had been written to when it was pushed last."""
         self._prover = prover
         self._identities: frozenset[str] = frozenset()
         """Of the server processes that took the last push; on rank 0."""
@@ -250,6 +253,10 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         states, dead = ranks.on_first_rank(
             lambda: states_of(living_of(self.servers, self._section), sharded, self._section, self._leases)
         )
+        writes = _base_writes(sharded)
+        if any(ranks.gather(writes != self._base_writes)):
+            # The walk before step 1 pushes the base of model.path; a checkpoint that is loaded then may have another.
+            self._base_writes, self._with_base = writes, frozenset()
         new = ranks.agree([url for url, state in states.items() if state.identity not in self._with_base])
         if new:
             plan = outgoing(sharded, merge=False)
@@ -297,6 +304,12 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         return every != "start" and (self._pushes - 1) % int(every) == 0
 
 
+def _base_writes(sharded: ShardedModel) -> int:
+    """Return how often this rank's shards of frozen parameters were written to; autograd counts that."""
+    frozen = [value for value in sharded_parameters(sharded.model).values() if not value.requires_grad]
+    return sum(local_part(value)._version for value in frozen)
+
+
 @contextmanager
 def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Walk through what is left of a stream at the end: the other ranks gather, and would wait."""
@@ -324,11 +337,14 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
     states = ranks.on_first_rank(lambda: met(servers, sharded, section))
     section = section.model_copy(update={"push": _content_of_pushes(sharded, section, states)})
     identified = [
-        replace(server, model=state.model, vocabulary=int(state.facts["vocabulary"]))
+        replace(
+            server, model=state.model, vocabulary=int(state.facts["vocabulary"]), workers=int(state.facts["workers"])
+        )
         for server, state in zip(servers, states, strict=True)
     ]
     mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
-    block, longest = max(int(state.facts["block"]) for state in states), min(state.longest for state in states)
+    block = max(int(state.facts["block"]) for state in states)
+    longest = min(sharded.setting.config.data.max_length, *(state.longest for state in states))
     return ServedEngine(section, identified, stops, mark, Prover(section.tolerance, block, longest))
 
 

@@ -76,6 +76,8 @@ class VLLMServer:
     model: str = ""
     vocabulary: int = LARGEST_VOCABULARY
     """Size of the vocabulary; a completion with a token beyond it is refused."""
+    workers: int = 1
+    """Number of the workers, each of which answers what is asked of all."""
 
     @classmethod
     def of(cls, url: str, section: VLLMEngineConfig, name: str = "rollout.engine") -> VLLMServer:
@@ -166,7 +168,7 @@ class VLLMServer:
             EndpointRefuses, EndpointUnwell: It does not say.
         """
         content = {"method": "holdfast_digests", "kwargs": {"directory": str(directory), "names": list(names)}}
-        return digests_of(self.post(RPC, content))
+        return digests_of(self.post(RPC, content), self.workers)
 
     def complete(self, name: str, prompt: Sequence[int], sampling: Mapping[str, Any], adapter: str = "") -> Reply:
         """Return one completion.

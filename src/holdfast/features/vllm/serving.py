@@ -132,7 +132,9 @@ def _spec(
         )
     dtype = config.parallel.compute_dtype
     if dtype == "auto":
-        dtype = "float32" if on_cpu else "bfloat16"
+        # As the trainer does: on the CPU it computes in bfloat16 only what it stores so.
+        trained = config.model.dtype if config.model.lora is None else config.model.lora.dtype
+        dtype = "bfloat16" if not on_cpu or trained == "bfloat16" else "float32"
     return ServerSpec(
         section,
         folder / "model",

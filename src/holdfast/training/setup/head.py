@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from holdfast.config.sections.algorithm import NLLConfig
+from holdfast.config.verbs.distill import DistillConfig, TeacherConfig
+from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.data.tokens.vision import ImageSide
@@ -23,9 +26,22 @@ def choose_head_form(setting: Setting, policy: PolicyModel, plan: ShardPlan) -> 
     """
     if setting.world.device.type != "cuda" or setting.config.scores or policy.readable_head() is None:
         return ""
+    if reason := why_unused(setting.config):
+        return reason
     simulated = setting.without_numbers is not None
     dtype = getattr(torch, plan.compute_dtype)
     return _agreed(setting, policy, take_kernels(policy, dtype, setting.world.device, simulated=simulated))
+
+
+def why_unused(config: TrainingConfig) -> str:
+    """Return why a run's training never calls the kernels; "" where it does."""
+    match config:
+        case SFTConfig(objective=NLLConfig(label_smoothing=share)) if share:
+            return "objective.label_smoothing reads the logits of all tokens"
+        case DistillConfig(teacher=TeacherConfig()) if config.distill.loss.kind != "sampled_reverse_kl":
+            return "the divergence reads the logits of the teacher too"
+        case _:
+            return ""
 
 
 def check_head_form(sharded: ShardedModel, images: ImageSide | None, reason: str) -> str:

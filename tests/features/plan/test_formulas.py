@@ -1,0 +1,25 @@
+"""Numbers of a plan by formulas, where no step is executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.features.plan.counting.kinds import GATHERED
+from holdfast.features.plan.records import RankSpec
+from holdfast.features.plan.request import _by_formulas
+from tests.fake_devices.cases import DENSE, tree
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}, "frozen_dtype": "bfloat16"}])
+def test_one_rank_has_copies_of_what_is_not_stored_in_the_compute_dtype(tmp_path: Path, model: dict[str, Any]) -> None:
+    config = from_mapping(tree(model={"config": DENSE, "tokenizer": "builtin:characters"} | model), SFTConfig)
+
+    made = _by_formulas(config, tmp_path, RankSpec(), "there is no compiler")
+
+    assert made.plan.copied
+    assert made.steady["backward", "cuda"].by_kind[GATHERED] == 2 * made.plan.trainable
