@@ -207,7 +207,11 @@ HOSTILE = {
 def test_what_goes_wrong_is_answered_and_the_next_episode_is_well(start: Start, name: str) -> None:
     source, fault, message = HOSTILE[name]
     may_be_well = "begin(self, row):\n            if row.get('well'): return 'well'"
-    pool = start(source.replace("begin(self, row):", may_be_well), timeout_seconds=1, memory_mib=2048)
+    pool = start(
+        source.replace("begin(self, row):", may_be_well),
+        timeout_seconds=1 if fault == "timeout" else 30,
+        memory_mib=2048,
+    )
 
     found = after(pool)
     pool.leave(0)

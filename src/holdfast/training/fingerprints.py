@@ -47,6 +47,8 @@ _IMAGES = "images of source "
 _IMAGE_RULES = "rules for images"
 _LATER = {_IMAGE_RULES}
 """Names that earlier versions did not save."""
+_LATER_KEYS: Mapping[str, Mapping[str, object]] = MappingProxyType({"advantage": {"turns": "episode", "discount": 1.0}})
+"""Keys of sections that earlier versions did not have, with the values by which they computed."""
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
@@ -147,6 +149,8 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
         moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
         tree = config.model_dump(mode="json", exclude=moved)
         loss["data.max_prompt_length"] = str(config.data.max_prompt_length)
+        for section, keys in _LATER_KEYS.items():
+            tree[section] = {key: value for key, value in tree[section].items() if keys.get(key, ...) != value}
         loss |= {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
         loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
         if config.environment is not None:

@@ -26,6 +26,7 @@ from holdfast.checkpoint.place.storage import LocalStorage, exchange
 from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.errors import ConfigError
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
+from holdfast.models.files.processors import PROCESSOR_FILES
 from holdfast.models.files.safetensors_files import (
     INDEX,
     index_json,
@@ -33,7 +34,6 @@ from holdfast.models.files.safetensors_files import (
     read_header,
     write_file,
 )
-from holdfast.models.files.vision import PROCESSOR_FILES
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.stream import Holding, Pieces, converted_tensors, headers_of, held_tensors

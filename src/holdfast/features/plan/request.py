@@ -252,4 +252,4 @@ def _copies(origin: Blueprint, plan: ShardPlan) -> int:
     """Return the bytes of the copies that the passes of one rank read; what is stored in their dtype has none."""
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     parameters = [value for value in origin.model.parameters() if value.ndim and value.dtype != dtype]
-    return dtype.itemsize * sum(value.numel() for value in parameters if value.is_floating_point())
+    return sum(value.numel() * int(dtype.itemsize) for value in parameters if value.is_floating_point())

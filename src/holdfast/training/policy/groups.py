@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.advantages.group import without_advantages
+from holdfast.advantages.group import Mask, without_advantages
 from holdfast.advantages.turns import TurnMatrix, discounted_returns, turn_advantages
 from holdfast.config.sections.advantage import AdvantageConfig
 from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
@@ -171,12 +171,12 @@ def select(
     )
     if advantage.turn_discount is None:
         reward_parts = {label: parts_of(eligible, label) for label in weights}
-        teaching = ~without_advantages(
+        teaching: Mask = ~without_advantages(
             advantage, rewards_of(eligible), reward_parts, weights, trained, lengths_of(eligible)
         )
     else:
         returns = returns_of(eligible, advantage.turn_discount, environment_weight)
-        teaching = (turn_advantages(advantage, returns).any(axis=2) & trained).any(axis=1)
+        teaching = np.asarray((turn_advantages(advantage, returns).any(axis=2) & trained).any(axis=1))
     return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
 
 
