@@ -144,21 +144,24 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     if isinstance(config, DPOConfig | GRPOConfig):
         sync = sync_of(config.reference)
         loss["reference.sync"] = "null" if sync is None else sync.model_dump_json()
-    if isinstance(config, GRPOConfig):
-        # Neither moves a number.
-        moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
-        tree = config.model_dump(mode="json", exclude=moved)
-        loss["data.max_prompt_length"] = str(config.data.max_prompt_length)
-        for section, keys in _LATER_KEYS.items():
-            tree[section] = {key: value for key, value in tree[section].items() if keys.get(key, ...) != value}
-        loss |= {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
-        loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
-        if config.environment is not None:
-            # How many live at a time moves no number, as above.
-            loss["environment"] = config.environment.model_dump_json(exclude={"instances"})
-        if config.critic is not None:
-            loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
-        loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
+    return loss | (_loss_of_policy(config) if isinstance(config, GRPOConfig) else {})
+
+
+def _loss_of_policy(config: GRPOConfig) -> dict[str, str]:
+    # Neither moves a number.
+    moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
+    tree = config.model_dump(mode="json", exclude=moved)
+    for section, keys in _LATER_KEYS.items():
+        tree[section] = {key: value for key, value in tree[section].items() if keys.get(key, ...) != value}
+    loss = {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
+    loss["data.max_prompt_length"] = str(config.data.max_prompt_length)
+    loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+    loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
+    if config.environment is not None:
+        # How many live at a time moves no number, as above.
+        loss["environment"] = config.environment.model_dump_json(exclude={"instances"})
+    if config.critic is not None:
+        loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
     return loss
 
 
