@@ -133,8 +133,7 @@ def _spec(
     dtype = config.parallel.compute_dtype
     if dtype == "auto":
         # As the trainer does: on the CPU it computes in bfloat16 only what it stores so.
-        trained = config.model.dtype if config.model.lora is None else config.model.lora.dtype
-        dtype = "bfloat16" if not on_cpu or trained == "bfloat16" else "float32"
+        dtype = "bfloat16" if not on_cpu or config.model.dtype == "bfloat16" else "float32"
     return ServerSpec(
         section,
         folder / "model",
