@@ -88,7 +88,7 @@ def test_the_command_line_of_a_server_on_gpus(tmp_path: Path) -> None:
     [
         ({}, True, "float32"),
         ({"dtype": "bfloat16"}, True, "bfloat16"),
-        ({"dtype": "bfloat16", "lora": {"rank": 2}}, True, "float32"),
+        ({"frozen_dtype": "bfloat16", "lora": {"rank": 2}}, True, "float32"),
         ({}, False, "bfloat16"),
     ],
 )
