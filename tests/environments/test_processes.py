@@ -249,7 +249,7 @@ def test_a_fork_that_comes_back_answers_nothing(start: Start) -> None:
 
 
 def test_a_gigabyte_of_print_fills_no_disk(start: Start) -> None:
-    pool = start(in_begin("for _ in range(1024): print('x' * (1 << 20))\nreturn 'ready'"))
+    pool = start(in_begin("for _ in range(1024): print('x' * (1 << 20))\nreturn 'ready'"), timeout_seconds=120)
 
     found = after(pool)
 
