@@ -240,11 +240,13 @@ def test_a_gigabyte_of_print_fills_no_disk(start: Start) -> None:
 
 
 def test_an_environment_that_dies_between_turns_is_told_at_the_next(start: Start) -> None:
-    body = "import os, threading\nthreading.Timer(0.05, lambda: os._exit(4)).start()\nreturn 'ready'"
+    body = "import os, threading\nthreading.Timer(0.05, lambda: os._exit(4)).start()\nreturn str(os.getpid())"
     pool = start(in_begin(body))
 
-    assert after(pool).result is not None
-    time.sleep(0.3)
+    begun = after(pool).result
+    assert begun is not None
+    pid = int(begun.messages[0]["content"])
+    assert wait_for(lambda: not is_alive(pid), 30)
     pool.take(0, Turn(0, "hello"))
 
     assert answer(pool).fault == "died"
