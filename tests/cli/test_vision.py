@@ -130,11 +130,12 @@ def test_prompts_and_pairs_with_images_are_shown(warm: WarmPython, tmp_path: Pat
     )
 
     assert (policy.code, policy.err, pair.code, pair.err) == (0, "", 0, "")
-    asked, tokens, columns = policy.out.splitlines()
+    image, asked, tokens, columns = policy.out.splitlines()
     assert asked.count("<|image_pad|>") == 1
     assert asked.endswith("shapes:")
     # Pictures are 16 pixels high, and a token stands for 8 x 8 of them; two more tokens stand around an image.
     width = 16 * len(SyntheticSource(SyntheticConfig.model_validate(SHAPES | {"rows": 64})).row(0)["shapes"])
     assert tokens.startswith(f"{len('shapes:') + 2 + 2 * width // 8} tokens;")
     assert "images" in columns
-    assert [line.count("<|image_pad|>") for line in pair.out.splitlines()] == [2 * width // 8, 0] * 2
+    assert image.endswith(f" row 0, image 0: {width}x16 pixels, {2 * width // 8} tokens")
+    assert [line.count("<|image_pad|>") for line in pair.out.splitlines()] == [0, *[2 * width // 8, 0] * 2]
