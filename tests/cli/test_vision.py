@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from holdfast.config.sections.data import SyntheticConfig
@@ -92,6 +93,11 @@ def test_a_policy_that_sees_goes_on_on_one_rank_as_it_would_have_on_two(warm: Wa
     assert sorted(found) == [1, 2, 3, 4]
     for step, numbers in expected.items():
         assert found[step] == pytest.approx(numbers, rel=1e-7), step
+    samples = [json.loads(line) for line in (straight / "runs/run/samples.jsonl").read_text().splitlines()]
+    for name in {sample["images"] for sample in samples}:
+        with Image.open(straight / "runs/run/sample_images" / name) as image:
+            assert (image.format, image.height) == ("JPEG", 16)
+    assert len({sample["images"] for sample in samples}) > 1
     completions = json.loads((straight / "runs/run/completions/step-00000004.held.jsonl").read_text().splitlines()[0])
     assert completions["prompt"].count("<|image_pad|>") == 1
     assert (straight / "runs/run/exports/final/preprocessor_config.json").exists()
