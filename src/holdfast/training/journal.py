@@ -17,7 +17,17 @@ from holdfast.errors import HoldfastError
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import End, Lines, LoggedDisplay, ProgressDisplay, open_progress
-from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink, TrackerProcesses
+from holdfast.metrics.sink import (
+    METRICS,
+    SAMPLE_FOLDER,
+    SAMPLE_IMAGES,
+    SAMPLES,
+    JsonlSink,
+    SampleFiles,
+    Sink,
+    TrackerProcesses,
+    write_sample_images,
+)
 from holdfast.models.heads.form import FormRecord, described, form_record
 from holdfast.optim.randomness import private_randomness
 from holdfast.parallel.failure.reports import Failure
@@ -230,9 +240,12 @@ class Journal:
             self.say(text)
         run.setting.log.messages.clear()
         run.setting.log.samples.clear()
+        run.setting.log.sample_images.clear()
 
     def _write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the completions of a step as the configuration says."""
+        """Write the completions of a step as the configuration says, and the images of their prompts."""
+        setting = self._run.setting
+        write_sample_images(setting.directory / SAMPLE_IMAGES, setting.log.sample_images)
         if self._run.setting.config.metrics.samples == "parquet":
             if self._sample_files is None:
                 self._sample_files = SampleFiles(self._run.setting.directory / SAMPLE_FOLDER, self._first_step)

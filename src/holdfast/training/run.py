@@ -50,6 +50,8 @@ class Logbook:
     """Messages for the user, printed by rank 0."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of a step; rank 0 writes them to samples.jsonl."""
+    sample_images: dict[str, bytes] = field(default_factory=dict)
+    """Small files of their prompts' images, by name."""
     batches: list[Batch] = field(default_factory=list)
     """Batches that this rank trained on in this step, to be recorded if it is a spike."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)

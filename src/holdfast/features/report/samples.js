@@ -59,6 +59,17 @@ function tokensOf(whole) {
   });
 }
 
+function imagesOf(samples, prompt) {
+  const box = element("div", "images");
+  for (const name of samples.images[prompt] || []) {
+    const image = element("img");
+    image.src = "data:image/jpeg;base64," + samples.files[name];
+    image.alt = "image of the prompt";
+    box.append(image);
+  }
+  return box;
+}
+
 function article(samples, place, withPrompt) {
   const row = samples.rows[place], whole = samples.whole[place];
   const box = element("article");
@@ -70,7 +81,7 @@ function article(samples, place, withPrompt) {
   numbers.append(...facts.filter(Boolean).map((fact) => element("span", "", fact)));
   box.append(numbers);
   const prompt = element("pre", "prompt", samples.prompts[row[PROMPT]]);
-  if (withPrompt) box.append(prompt);
+  if (withPrompt) box.append(imagesOf(samples, row[PROMPT]), prompt);
   const text = element("pre", "completion", row[TEXT] || "(nothing)");
   const bare = !whole || !whole.tokens.length;
   if (!bare && whole.tokens.map((token) => token[0]).join("").length <= 300) text.replaceChildren(...tokensOf(whole));
@@ -106,6 +117,7 @@ function groupBox(samples, places) {
     if (!box.open || box.dataset.filled) return;
     box.dataset.filled = "yes";
     const prompt = samples.prompts[first[PROMPT]];
+    box.append(imagesOf(samples, first[PROMPT]));
     if (prompt.length > 60 || prompt.includes("\n")) {
       const outer = element("article");
       outer.append(element("pre", "prompt", prompt));

@@ -6,14 +6,17 @@ the texts that are shown whole are read a second time, so that no run is too lon
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.features.report.curves import LineReader, parsed
-from holdfast.files import RegularFile
-from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLES
+from holdfast.files import RegularFile, read_bytes
+from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLE_IMAGES, SAMPLES
 from holdfast.text.escaping import escaped_paragraph
 
 SHOWN_CHARACTERS = 300
@@ -21,6 +24,10 @@ WHOLE = 500
 """Completions that are there whole, with their tokens where the run recorded some."""
 _WHOLE_CHARACTERS = 8_000
 _WHOLE_TOKENS = 2_000
+_IMAGE = re.compile(r"\b[0-9a-f]{16}\.jpg\b")
+_JPEG = b"\xff\xd8"
+_MOST_IMAGES, _MOST_BYTES = 500, 1 << 16
+"""Images of a page, and bytes of each."""
 MOST_SAMPLES = 20_000
 SAMPLE_RULE = (
     f"The first {SHOWN_CHARACTERS} characters of each are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
@@ -48,6 +55,8 @@ class ShownSample:
     has_tokens: bool = False
     is_cut: bool = False
     """Whether the text is longer than what is here."""
+    images: tuple[str, ...] = ()
+    """Names of the files of its prompt's images."""
     full: dict[str, Any] | None = None
     """Prompt, completion, and tokens as [text, log-probability, advantage], where all of it is shown."""
 
@@ -60,6 +69,8 @@ class Samples:
     total: int = 0
     """Completions that were written and count."""
     unread: int = 0
+    images: dict[str, str] = field(default_factory=dict)
+    """Files of images in base64, by name."""
 
     @property
     def rule(self) -> str:
@@ -96,6 +107,7 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
         thinner.take(sample)
     samples.items, samples.total = thinner.selection()
     _read_full(path, choose_full(samples.items))
+    samples.images = _read_images(directory / SAMPLE_IMAGES, samples.items)
     return samples
 
 
@@ -123,6 +135,7 @@ def sample_of(line: Any, offset: int) -> ShownSample | None:
         trained=line.get("trained") is not False,
         offset=offset,
         has_tokens=bool(line.get("tokens")),
+        images=tuple(_IMAGE.findall(str(line.get("images") or ""))),
         is_cut=len(prompt) > SHOWN_CHARACTERS or len(completion) > SHOWN_CHARACTERS,
     )
 
@@ -211,6 +224,19 @@ def _read_full(path: Path, samples: Sequence[ShownSample]) -> None:
             line = parsed(_line_of(file))
             if isinstance(line, dict):
                 sample.full = full_sample(line)
+
+
+def _read_images(folder: Path, samples: Sequence[ShownSample]) -> dict[str, str]:
+    """Return files of images in base64, those of the newest completions first; none that is not there."""
+    images: dict[str, str] = {}
+    for name in dict.fromkeys(name for sample in reversed(samples) for name in sample.images):
+        if len(images) == _MOST_IMAGES:
+            break
+        with suppress(OSError, ValueError):
+            data = read_bytes(folder / name, _MOST_BYTES)
+            if data.startswith(_JPEG):
+                images[name] = base64.b64encode(data).decode()
+    return images
 
 
 def _line_of(file: RegularFile) -> bytes:
