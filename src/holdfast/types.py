@@ -103,6 +103,10 @@ class EpisodeSummary:
     """By what: done, turns, room, seconds, cut, fault."""
     reward: float
     """The environment's, summed."""
+    turn_rewards: tuple[float, ...]
+    """The same by turn."""
+    turn_lengths: tuple[int, ...]
+    """Tokens that the policy chose in each turn."""
     called: Mapping[str, int]
     """Calls by tool."""
     failed_calls: int

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
+from tests.vision import vision_directory
 
 
 def check(warm: WarmPython, folder: Path, *arguments: str) -> Done:
@@ -219,3 +222,31 @@ def test_rows_that_are_not_there_are_a_mistake_of_the_file(
     assert done.code == 2
     assert "rows.jsonl" in done.err
     assert "Traceback" not in done.err
+
+
+def test_images_are_counted_and_the_largest_is_named(warm: WarmPython, tmp_path: Path) -> None:
+    """A token stands for 8 x 8 pixels: 2 x 2 of the first two pictures, 3 x 4 of the third."""
+    vision_directory(tmp_path / "model", "qwen2_5_vl")
+    sizes = [(16, 16), (16, 16), (32, 24)]
+    for number, size in enumerate(sizes):
+        Image.fromarray(np.zeros((*size[::-1], 3), np.uint8)).save(tmp_path / f"{number}.png")
+    rows = [{"prompt": "<image>a=", "completion": "b", "images": [f"{number}.png"]} for number in range(3)]
+    write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "a=", "completion": "b"}])
+    data = {"path": "rows.jsonl", "batch_size": 2, "max_length": 64}
+    write_run(tmp_path / "run.yaml", {"steps": 1, "model": {"path": "model"}, "data": data})
+
+    said = check(warm, tmp_path)
+    code, (training,) = checked(warm, tmp_path)
+
+    assert (said.code, code) == (0, 0)
+    assert training["images"] == {
+        "images": 3,
+        "tokens": 4 + 4 + 12,
+        "sizes": 2,
+        "width": [16, 32],
+        "height": [16, 24],
+        "largest_tokens": 12,
+        "largest": "rows row 2, image 0 of 32x24 pixels",
+    }
+    assert "  images: 3 of 20 tokens, 16 to 32 pixels wide and 16 to 24 high" in said.out.splitlines()
+    assert "  largest image: rows row 2, image 0 of 32x24 pixels, 12 tokens" in said.out.splitlines()

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from holdfast.data.tasks.synthetic import character_tokenizer
 from tests.cli.fixtures import write_rows
 from tests.cli.warm import Done, WarmPython
+from tests.vision import picture, vision_directory
 
 CHAT = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
 
@@ -268,3 +270,52 @@ def test_what_is_missing_or_not_for_the_verb_is_one_paragraph(
     assert "Traceback" not in done.err
     assert (tmp_path / "there.yaml").read_text() == "mine\n"
     assert not (tmp_path / "run.yaml").exists()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_directory(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl")
+
+
+IMAGES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+    "with placeholders": ({"question": "<image>see", "answer": "a", "images": ["0.png"]}, [], {"image_dir": "rows"}),
+    "without placeholders": (
+        {"question": "see", "answer": "a", "image": "0.png"},
+        [],
+        {"image_dir": "rows", "format": "<image>{{ content }}"},
+    ),
+    "called otherwise": (
+        {"question": "see", "answer": "a", "picture_path": "rows/0.png"},
+        [],
+        {"format": "<image>{{ content }}"},
+    ),
+    "for a policy": (
+        {"problem": "see", "solution": "a", "photo": "0.png"},
+        ["grpo"],
+        {"image_dir": "rows", "format": "<image>{{ content }}"},
+    ),
+    "of pairs": (
+        {"prompt": "see <image>", "chosen": "a", "rejected": "b", "photo": ["0.png"]},
+        [],
+        {"image_dir": "rows"},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", IMAGES)
+def test_columns_of_images_are_recognised(warm: WarmPython, tmp_path: Path, seeing: Path, shape: str) -> None:
+    row, verb, expected = IMAGES[shape]
+    (tmp_path / "rows").mkdir()
+    picture(np.random.default_rng(0), 24, 33).save(tmp_path / "rows/0.png")
+    write_rows(tmp_path / "rows/rows.jsonl", [row] * 12)
+
+    done = holdfast(warm, tmp_path, "init", *verb, "--model", seeing, "--data", "rows/rows.jsonl")
+    assert done.code == 0, done.err
+    data = yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]
+    checked = holdfast(warm, tmp_path, "data", "check", "run.yaml")
+
+    assert {name: data[name] for name in ("image_dir", "format") if name in data} == expected
+    column = next(name for name in row if name in {"images", "image", "picture_path", "photo"})
+    assert data.get("columns", {}).get("images") == (None if column in {"images", "image"} else column)
+    assert checked.code == 0, checked.err
+    assert "images: 12 of " in checked.out

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from holdfast.cli.commands.model import check
 from holdfast.errors import ConfigError
+from holdfast.models.files.vision import image_side
 from tests.models.directories import config_of, write_directory
+from tests.vision_derived import derived_directory, derived_side
 
 EXPECTED = {
     "phi3:longrope": ("attention: packed", "rotary angles change there at 20; a policy whose prompt"),
@@ -59,3 +63,37 @@ def test_a_model_that_cannot_be_trained_is_refused_in_one_line(
 def test_what_is_no_model_is_a_wrong_argument(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none of what can be checked: a model's directory or its config\.json"):
         check(str(tmp_path / "nothing"), [])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "internvl"])
+def test_what_the_processor_says_of_images_is_told_and_how_that_was_proved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    directory = derived_directory(tmp_path / "model", kind)
+    side = derived_side(directory)
+
+    assert check(str(directory), []) == 0
+
+    said = capsys.readouterr().out
+    assert f"images: {side.described()[0]}" in said
+    assert side.family.placeholder in said
+    assert re.search(r"features of images \(\d+, \d+, \d+, as many as tokens\)", said), said
+
+
+def test_of_a_model_without_weights_features_are_counted_in_a_small_tower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = derived_directory(tmp_path / "model", "qwen3_5")
+    (directory / "model.safetensors").unlink()
+
+    assert check(str(directory), []) == 0
+
+    assert "images: a small tower makes as many features as there are tokens (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model_type", ["cohere2_vision", "kimi_k25"])
+def test_what_needs_torchvision_is_named(model_type: str) -> None:
+    said = image_side(None, None, AutoConfig.for_model(model_type))
+
+    assert isinstance(said, str)
+    assert "needs torchvision" in said

@@ -28,8 +28,9 @@ from typing import Any
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
-# A reward worker speaks through its input, and must not have torch imported; a launcher's guard is fast as it is.
-if "holdfast.rewards.workers.worker" in sys.argv or sys.argv[1] in ("-I", "-c"):
+# What runs rewards or environments speaks through its input, without torch; a launcher's guard is fast as it is.
+without_torch = {{"holdfast.rewards.workers.worker", "holdfast.environments.supervisor"}}
+if without_torch & set(sys.argv) or sys.argv[1] in ("-I", "-c"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})

@@ -19,6 +19,7 @@ LEAST: dict[str, Any] = {
     "reward": "exact",
 }
 PPO: dict[str, Any] = {"advantage": "gae", "critic": {}}
+TURNS: dict[str, Any] = {"environment": {"path": "w.py:W"}, "advantage": {"turns": "discounted"}}
 SCHEMA = GRPOConfig.model_json_schema()
 
 TAKEN: list[dict[str, Any]] = [
@@ -46,6 +47,7 @@ TAKEN: list[dict[str, Any]] = [
     {"evaluation": {"sets": {"a": {"path": "x"}}, "per_prompt": 4, "sampling": {"temperature": 0.7}}},
     {"kl": {"coefficient": 0.05}, "reference": {"sync": {"every_steps": 512, "mix": 1}}},
     {"residency": {"parameters": "host", "optimizer": "host"}},
+    {"environment": {"path": "w.py:W"}, "advantage": {"turns": "discounted", "discount": 0.9}},
 ]
 
 
@@ -160,6 +162,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"objective": "clip_cov", "kl": {"coefficient": 0.1, "where": "reward_to_go"}},
         "kl.where: clip_cov chooses tokens by advantages, before the KL is taken from them; use loss",
+    ),
+    ({"advantage": {"turns": "discounted"}}, "advantage.turns: a single answer has no turns; set environment, or"),
+    ({"advantage": {"discount": 0.9}}, "advantage.discount: all turns have the reward of their episode; set turns:"),
+    (TURNS | {"objective": "gspo"}, "objective.kind: gspo is one term per sequence, and turns: discounted is one per"),
+    (
+        TURNS | {"advantage": {"turns": "discounted", "combine": "normalise_then_sum"}},
+        "advantage.combine: normalise_then_sum scales rewards of whole episodes; leave it out with turns: discounted",
     ),
     ({"advantage": "gae"}, "critic: advantage: gae compares with what a critic expects, and there is none"),
     (

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
@@ -16,6 +18,25 @@ from holdfast.data.batches.weights import Share
 from holdfast.parallel.mesh import World
 from holdfast.training.setup.begin import Live, build_run
 from holdfast.types import Example
+from tests.distributed.cases import train
+
+
+def train_with_exact_norms(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """Train with the norms of Gemma 2 in the dtype of its parameters.
+
+    transformers computes them in float32 whatever that dtype is, and the gradients of their weights are float32 sums
+    over tokens, which no other split of the tokens repeats to more than seven digits.
+    """
+    inner = Gemma2RMSNorm.forward
+    Gemma2RMSNorm.forward = _exact_norm  # type: ignore[method-assign, assignment]  # for this process, until the end
+    try:
+        return train(world, tree, rows)
+    finally:
+        Gemma2RMSNorm.forward = inner  # type: ignore[method-assign]
+
+
+def _exact_norm(norm: Any, states: Tensor) -> Tensor:
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.eps) * (1 + norm.weight)
 
 
 def document(index: int, length: int, seed: int) -> Example:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases import rows_of, settings, train
-from tests.distributed.context_cases import branched, differences, document
+from tests.distributed.context_cases import branched, differences, document, train_with_exact_norms
 from tests.distributed.test_split_invariance import assert_same
 from tests.tiny import tiny_directory
 
@@ -47,7 +47,7 @@ def of_one_rank(pools: Any, directory: Any) -> Any:
     def of(family: str, packing: str) -> dict[str, Any]:
         if (family, packing) not in made:
             tree = settings(str(directory(family)), model=FAMILIES[family][2], data={"packing": packing})
-            made[family, packing] = pools(1).run(train, tree, ROWS)[0]
+            made[family, packing] = pools(1).run(train_with_exact_norms, tree, ROWS)[0]
         return made[family, packing]
 
     return of
@@ -83,7 +83,7 @@ def test_ranks_that_share_a_row_train_as_one_rank(  # noqa: PLR0913 - a split ha
     expected = of_one_rank(family, data.get("packing", "best_fit"))
     tree = settings(str(directory(family)), model=FAMILIES[family][2], data=data, parallel={"context": 2} | parallel)
 
-    found = pools(ranks).run(train, tree, ROWS)
+    found = pools(ranks).run(train_with_exact_norms, tree, ROWS)
 
     for outcome in found:
         assert_same(outcome, expected, 1e-10)

@@ -122,8 +122,8 @@ def test_public_methods_with_types_are_tools(start: Start) -> None:
     pool.take(0, Turn(0, "", tuple(calls)))
     found = answer(pool).result
 
-    assert [tool["function"]["name"] for tool in pool.tools] == ["add"]
-    assert pool.tools[0]["function"] == {
+    assert [tool["function"]["name"] for tool in pool.tools[""]] == ["add"]
+    assert pool.tools[""][0]["function"] == {
         "name": "add",
         "description": "Add two numbers.",
         "parameters": {
@@ -131,6 +131,7 @@ def test_public_methods_with_types_are_tools(start: Start) -> None:
             "properties": {"a": {"type": "integer", "description": "The first of two."}, "b": {"type": "integer"}},
             "required": ["a"],
         },
+        "return": {"type": "integer"},
     }
     assert found is not None
     assert [message["content"] for message in found.messages] == [
@@ -298,5 +299,11 @@ def test_two_tools_of_one_name_and_a_class_without_a_world_are_refused(start: St
         start("class World: ...")
     with pytest.raises(ConfigError, match="has no step and no public method"):
         start("class World:\n    def begin(self, row): ...")
-    with pytest.raises(ConfigError, match="World in .* is no class"):
+    with pytest.raises(ConfigError, match="has neither begin nor reset"):
         start("def World(): ...")
+    with pytest.raises(ConfigError, match="World in .* raises TypeError: .* when it is called"):
+        start("def World(size): ...")
+    with pytest.raises(ConfigError, match="World in .* is empty"):
+        start("World = {}")
+    with pytest.raises(ConfigError, match="a in .* is 7, which makes no environment"):
+        start("World = {'a': 7}")

@@ -2,108 +2,21 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
-from holdfast.config.sections.environment import EnvironmentConfig
-from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.base import ToolCall
-from holdfast.environments.pool import EnvironmentPool
-from holdfast.rollout.engine import Interrupted, Request, Sampled, converse
 from holdfast.rollout.episodes.calls import FAMILIES, parser_of_family
 from holdfast.rollout.episodes.history import TurnTemplate
-from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
+from holdfast.rollout.episodes.loop import Episode
 from holdfast.rollout.episodes.proof import proved_parser
 from holdfast.types import Finish
+from tests.rollout.conftest import GUESS, ScriptedEngine
 from tests.rollout.test_episode_tokens import ADD, CHATML, bpe
-
-TOOLS = "def add(a: int, b: int) -> int:\n    '''Add.'''\n    return a + b\n"
-GUESS = """
-    from holdfast.environments.base import Observation
-    class World:
-        replayable = True
-        def begin(self, row):
-            self.target = row["target"]
-            return "guess" if row.get("asks") else None
-        def step(self, turn):
-            if turn.text == "die":
-                import os
-                os._exit(3)
-            right = turn.text == self.target
-            return Observation("right" if right else f"no, after {turn.number + 1}", 1.0 if right else -0.1, right)
-        def close(self): ...
-"""
-Script = Callable[[str], str]
-
-
-class ScriptedEngine:
-    """Says what a script answers to the text so far; ends with the end token unless the text is cut."""
-
-    def __init__(self, tokenizer: Any, script: Script, cut: int = 10**6) -> None:
-        self.tokenizer, self.script, self.cut = tokenizer, script, cut
-        self.asked: list[list[Request]] = []
-        self._waiting: list[Request] = []
-
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None: ...
-
-    def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        self._waiting += requests
-        self.asked.append(list(requests))
-
-    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
-        waiting, self._waiting = self._waiting, []
-        return [self._said(request, place) for request in waiting for place in range(len(request.seeds))]
-
-    def sleep(self) -> bool:
-        return False
-
-    def close(self) -> None: ...
-
-    def _said(self, request: Request, place: int) -> Sampled:
-        text = self.script(self.tokenizer.decode(request.prompt.tolist()))
-        tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        finish = Finish.STOP if len(tokens) <= self.cut else Finish.LENGTH
-        tokens = tokens[: self.cut]
-        logprobs = np.full(len(tokens), -0.5, np.float32)
-        return Sampled(request.request_id, place, np.array(tokens, np.int64), logprobs, finish, 7)
-
-
-@pytest.fixture
-def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
-    pools: list[EnvironmentPool] = []
-
-    def run(
-        engine: ScriptedEngine, rows: Sequence[dict[str, Any]], *, source: str = GUESS, seed: int = 5, **options: Any
-    ) -> list[Episode]:
-        (tmp_path / "world.py").write_text(textwrap.dedent(source))
-        (tmp_path / "tools.py").write_text(TOOLS)
-        limits = {"max_turns": 4, "max_length": 400, "max_new_tokens": 40, "max_seconds": None, "ends_when_cut": True,
-                  "instances": 64}  # fmt: skip
-        limits |= {name: options.pop(name) for name in [*limits] if name in options}
-        config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})
-        pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
-        pools[-1].start()
-        template = ChatTemplate(engine.tokenizer, CHATML, {}, "it")
-        writer = TurnTemplate(template, pools[-1].tools, [engine.tokenizer.eos_token_id])
-        parse = proved_parser(template, writer, pools[-1].tools)
-        messages = [{"role": "user", "content": "play"}]
-        prompt = np.array(writer.opening(messages), np.int64)
-        requests = [EpisodeRequest(0, place, seed + place, messages, prompt, row) for place, row in enumerate(rows)]
-        decode = lambda tokens, plain: engine.tokenizer.decode(tokens, skip_special_tokens=plain)  # noqa: E731
-        loop = EpisodeLoop(requests, pools[-1], writer, parse, decode, Limits(**limits), lambda: False)  # type: ignore[arg-type]
-        converse(engine, loop, SamplingConfig())
-        return loop.episodes
-
-    yield run
-    for pool in pools:
-        pool.close()
 
 
 def counting(text: str) -> str:
@@ -122,6 +35,7 @@ def test_each_episode_ends_where_its_environment_says(play: Callable[..., list[E
 
     assert [episode.ended for episode in episodes] == ["done", "done", "turns"]
     assert [round(episode.reward, 6) for episode in episodes] == [1.0, 0.8, -0.4]
+    assert [episode.turn_rewards for episode in episodes] == [[1.0], [-0.1, -0.1, 1.0], [-0.1] * 4]
     assert told(episodes[1]) == [
         "user: play", "assistant: 1", "user: no, after 1", "assistant: 2", "user: no, after 2", "assistant: 3",
         "user: right",
@@ -260,6 +174,7 @@ def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> N
     assert told(episode)[0] == "user: play a number"
     assert told(episode)[2::2] == ["tool: wrong", "tool: right"]
     assert (episode.ended, episode.reward) == ("done", 0.5)
+    assert episode.turn_rewards == [0.0, 0.0, 0.5]
 
 
 CALL = ToolCall("add", {"a": 1})
@@ -281,19 +196,10 @@ def test_families_of_syntax_are_read(family: str) -> None:
     assert broken.mistake.startswith("the call is no JSON")
 
 
-def test_a_syntax_that_nothing_reads_and_a_name_that_cannot_be_written_are_refused() -> None:
+def test_a_syntax_that_nothing_reads_is_refused() -> None:
     tokenizer = bpe()
     strange = ChatTemplate(tokenizer, CHATML.replace("<tool_call>\\n{", "call {").replace("<tool_call>", ""), {}, "it")
-    from holdfast.data.tasks.synthetic import character_tokenizer
+    writer = TurnTemplate(strange, [ADD], [tokenizer.eos_token_id])
 
-    characters = ChatTemplate(character_tokenizer(), CHATML, {}, "it")
-    named = {**ADD, "function": {**ADD["function"], "name": "Add"}}
-
-    for template, tool, message in (
-        (strange, ADD, "none of the syntaxes hermes, phi4, mistral, json reads back as add_numbers(a)"),
-        (characters, named, "cannot write the name of tool 'Add'; rename it"),
-    ):
-        writer = TurnTemplate(template, [tool], [template.tokenizer.eos_token_id])
-        with pytest.raises(TemplateRefuses) as refusal:
-            proved_parser(template, writer, [tool])
-        assert message in str(refusal.value)
+    with pytest.raises(TemplateRefuses, match="none of the syntaxes hermes, phi4, mistral, json reads back as add_num"):
+        proved_parser(strange, writer, [ADD])

@@ -18,6 +18,7 @@ from holdfast.models.check.forward import Sides
 from holdfast.models.check.witness import follow_implementation, witness_of
 from holdfast.models.layers.attention import packed_attention
 from holdfast.models.setup.model import blueprint
+from holdfast.parallel.copies import copies_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.training.setup.gradient_check import check_gradients
@@ -164,16 +165,30 @@ def sound_models(world: World, cases: list[tuple[str, str, dict[str, Any]]], sec
     return [words for words in refused if words]
 
 
-def planted(value: Any, factor: float, side: int) -> Any:
-    """Multiply a parameter's gradient in one backward pass from now, the first or the second; return the handle."""
+def copy_of(copies: Any, parameter: Any) -> Any:
+    pairs = [pair for unit in copies._units for pair in unit.pairs]
+    return next(pair.copy for pair in pairs if pair.parameter is parameter)
+
+
+def planted(policy: Any, name: str, factor: float, side: int) -> Any:
+    """Multiply a parameter's gradient in one backward pass from now, the first or the second; return the handle.
+
+    Where passes read copies of the parameters, which they have done before, it is the gradient of the copy.
+    """
     calls: list[int] = []
+    value: Any = sharded_parameters(policy)[name]
+    copies = copies_of(policy)
+
+    def multiplied(gradient: Any) -> Any:
+        calls.append(len(calls))
+        return gradient * factor if calls[-1] == side else gradient
 
     def multiply(parameter: Any) -> None:
-        calls.append(len(calls))
-        if calls[-1] == side:
-            parameter.grad.mul_(factor)
+        parameter.grad = multiplied(parameter.grad)
 
-    return value.register_post_accumulate_grad_hook(multiply)
+    if copies is None:
+        return value.register_post_accumulate_grad_hook(multiply)
+    return copy_of(copies, value).register_hook(multiplied)
 
 
 def unnamed(
@@ -182,19 +197,20 @@ def unnamed(
     """Multiply the gradient of each parameter in turn; return which of these are not refused by name."""
     sides, plan = changed(world, kind, change, overrides, sections)
     missed = []
-    parameters = {name: value for name, value in sharded_parameters(sides.policy).items() if value.requires_grad}
-    for name, value in parameters.items():
-        handle = planted(value, factor, 0)
+    sound = refusal(sides, plan)
+    parameters = [name for name, value in sharded_parameters(sides.policy).items() if value.requires_grad]
+    for name in parameters:
+        handle = planted(sides.policy, name, factor, 0)
         if f"most of {name} (" not in refusal(sides, plan):
             missed.append(name)
         handle.remove()
-    return {"sound": refusal(sides, plan), "missed": missed, "parameters": len(parameters)}
+    return {"sound": sound, "missed": missed, "parameters": len(parameters)}
 
 
 def not_finite(world: World, side: int) -> str:
     """Return why a model is refused one of whose gradients is not finite on one side."""
     sides, plan = changed(world, "llama", "as drawn", {}, {})
-    planted(sharded_parameters(sides.policy)["model.norm.weight"], float("nan"), side)
+    planted(sides.policy, "model.norm.weight", float("nan"), side)
     return refusal(sides, plan)
 
 

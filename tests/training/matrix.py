@@ -39,6 +39,8 @@ from tests.models.architectures import settings_of
 from tests.models.directories import BLIND, write_directory
 from tests.tiny import COMMON, tiny_model
 from tests.vision import picture_rows, tokenizer_of, vision_directory
+from tests.vision_derived import KINDS as DERIVED
+from tests.vision_derived import derived_directory, derived_side, tokenizer_in
 
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "phimoe")
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "idefics3", "smolvlm")
@@ -48,7 +50,8 @@ ARCHITECTURES = (
     *("minicpm3", "dbrx", "mpt", "gpt_neo", "bart"),
     *MIXTURES,
     *VISION,
-    *BLIND,
+    *DERIVED,
+    *(kind for kind in BLIND if kind not in DERIVED),
 )
 """transformers' model_type of each row; falcon_h1 has Mamba layers beside attention."""
 LARGEST_DIFFERENCE = 1e-5
@@ -81,9 +84,11 @@ def walk(pools: Any, model_type: str, place: Path, lora: dict[str, Any] | None =
         lora: Section `model.lora`, or None.
     """
     model = place / "model"
-    rows = picture_rows(24) if model_type in VISION else rows_of(24)
+    rows = picture_rows(24) if model_type in (*VISION, *DERIVED) else rows_of(24)
     if model_type in VISION:
         vision_directory(model, model_type)
+    elif model_type in DERIVED:
+        derived_directory(model, model_type)
     elif model_type in BLIND:
         write_directory(model, model_type)
     else:
@@ -142,7 +147,7 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
 
     config = AutoConfig.from_pretrained(directory)
     model_type = config.model_type
-    auto = AutoModelForImageTextToText if model_type in (*VISION, *BLIND) else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if model_type in (*VISION, *DERIVED, *BLIND) else AutoModelForCausalLM
     # By default transformers 5.19 computes Gemma 2 without the soft cap of its attention, and warns.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     model = auto.from_pretrained(directory, dtype="float32", attn_implementation="eager" if capped else None).eval()
@@ -165,6 +170,8 @@ def plain_logits(directory: Path, examples: list[Example], adapter: Path | None 
 
 def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -> dict[str, Any]:
     padded = {"packing": "none", "tokens_per_micro_batch": 512} if _type_of(model) == "gemma3" else {}
+    if _is_derived(model):  # whose processors write more tokens
+        padded = {"max_length": 256, "tokens_per_micro_batch": 512}
     return {
         "steps": steps,
         "run": {"dir": str(place), "name": "r"},
@@ -175,6 +182,11 @@ def _values(place: Path, model: Path, steps: int, lora: dict[str, Any] | None) -
         "metrics": {"progress": "off"},
         "checkpoint": {"every_steps": 2, "rehearsal": {"enabled": False}},
     }
+
+
+def _is_derived(directory: Path) -> bool:
+    """Whether the family is known by its processor alone, whose file lies in the directory and its exports."""
+    return (directory / "processor_config.json").exists()
 
 
 def _type_of(directory: Path) -> str:
@@ -195,6 +207,8 @@ def _text_directory(path: Path, model_type: str) -> None:
 
 
 def _side(directory: Path, model_type: str) -> ImageSide | str:
+    if _is_derived(directory):
+        return derived_side(directory)
     if model_type not in VISION_FAMILIES:
         return ""
     raw_config, processor = configured(ModelConfig(path=str(directory)), Path.cwd())
@@ -211,7 +225,8 @@ def _examples(directory: Path, model_type: str, rows: list[dict[str, Any]]) -> l
     found = [Example(-1 - number, 0, tokens, np.arange(tokens.size) > 0) for number, tokens in enumerate(texts)]
     side = _side(directory, model_type)
     if isinstance(side, ImageSide):
-        tokeniser = RowTokeniser(tokenizer_of(model_type), DataConfig(path="rows", max_length=128), Path.cwd(), side)
+        tokenizer = tokenizer_in(directory) if _is_derived(directory) else tokenizer_of(model_type)
+        tokeniser = RowTokeniser(tokenizer, DataConfig(path="rows", max_length=256), Path.cwd(), side)
         seen = [tokeniser.examples(row, index, "rows").examples[0] for index, row in enumerate(rows[:3])]
         found += [
             replace(example, loss_mask=(np.arange(example.tokens.size) > 0) & (example.tokens != side.image_id))

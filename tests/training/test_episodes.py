@@ -6,7 +6,9 @@ import numpy as np
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
+from holdfast.data.tokens.chat_template import ChatTemplate
 from holdfast.rollout.engine import Sampled
+from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.loop import Episode, EpisodeRequest
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.policy.episodes import group_of
@@ -20,7 +22,8 @@ def turn(tokens: list[int]) -> Sampled:
 
 def episodes() -> tuple[Prompt, list[Episode]]:
     prompt = Prompt(3, np.array([4, 9, 10, 5], np.int64), "", {})
-    request = EpisodeRequest(3, 0, 1, [], prompt.tokens, {})
+    writer = TurnTemplate(ChatTemplate(character_tokenizer(), "", {}, "it"), (), [1])
+    request = EpisodeRequest(3, 0, 1, [], prompt.tokens, {}, writer, None)
     line = EpisodeTokens.of_prompt(prompt.tokens)
     long = line.with_turn(turn([11, 12, 1])).with_observation(np.array([6, 20, 21, 5])).with_turn(turn([13, 1]))
     begun = EpisodeTokens.of_prompt(np.array([4, 9, 10, 22, 5], np.int64)).with_turn(turn([14, 1]))

@@ -28,12 +28,14 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.files.vision import image_side
 from holdfast.models.setup.model import configured
+from holdfast.training.fingerprints import changed_fingerprints
 from holdfast.training.run import EvaluationSet
 from holdfast.training.setup.rows import refuse_completions_with_images
 from holdfast.types import Example
 from tests.models.directories import filled
 from tests.training.cases import evaluate, run
 from tests.vision import picture_rows, tokenizer_of, vision_directory, vision_model
+from tests.vision_lies import LIES, run_with_lies
 
 KIND = "qwen2_5_vl"
 
@@ -250,6 +252,24 @@ def test_completions_are_refused_where_an_image_stands_behind_the_prompt(place: 
         refuse_completions_with_images(config, held_out(behind), side)
 
 
+def test_a_start_records_what_the_processor_does_with_images_and_another_rule_is_another_run(
+    place: Path, straight: Path
+) -> None:
+    (event,) = [
+        json.loads(line)
+        for line in (straight / "r/events.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] == "start"
+    ]
+    record = ours_of(place / "model").family.record
+    saved = find.one(str(straight / "r")).manifest.fingerprints
+
+    assert event["images"] == json.loads(json.dumps(record))
+    other = {**saved, "tokenizer": saved["tokenizer"] | {"rules for images": "other"}}
+    earlier = {**saved, "tokenizer": {k: v for k, v in saved["tokenizer"].items() if k != "rules for images"}}
+    assert changed_fingerprints(other, saved) == {"tokenizer": ["rules for images"]}
+    assert changed_fingerprints(earlier, saved) == {}  # a version before this one saved none
+
+
 def test_a_damaged_picture_stops_the_run_on_all_ranks_before_anything_is_written(
     place: Path, pools: Any, tmp_path: Path
 ) -> None:
@@ -264,6 +284,15 @@ def test_a_damaged_picture_stops_the_run_on_all_ranks_before_anything_is_written
     assert errors[0] == errors[1]
     assert errors[0][0] == "DataError"
     assert "cannot be read as an image" in errors[0][1]
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_run_whose_processor_lies_is_refused_before_step_1(place: Path, pools: Any, tmp_path: Path) -> None:
+    for lie in LIES:
+        ((kind, message),) = pools(1).errors(run_with_lies, lie, tree(place, tmp_path, 2), str(place))
+
+        assert kind == "DataError", lie
+        assert message.startswith("rows row 0 has images. Images of qwen2_5_vl cannot be trained on: "), message
     assert not (tmp_path / "r").exists()
 
 

@@ -132,6 +132,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63), _A_NUMBER]
 Positive = Annotated[float, Field(gt=0), _A_NUMBER]
 NonNegative = Annotated[float, Field(ge=0), _A_NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), _A_NUMBER]
+PositiveFraction = Annotated[float, Field(gt=0, le=1), _A_NUMBER]
 ProperFraction = Annotated[float, Field(ge=0, lt=1), _A_NUMBER]
 
 SavedCount = Annotated[int, Field(strict=True, ge=0)]

@@ -26,6 +26,50 @@ _CUT = ("truncated", "split", "overlong_dropped")
 
 
 @dataclass
+class ImageCounts:
+    """The images of rows, as many as could be prepared."""
+
+    images: int = 0
+    tokens: int = 0
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How many images have a width and a height in pixels."""
+    largest: tuple[int, str] = (0, "")
+    """Tokens of the image with the most, and its name."""
+
+    def add(self, size: tuple[int, int], tokens: int, name: str) -> None:
+        """Count one image of a width and a height."""
+        self.images += 1
+        self.tokens += tokens
+        self.sizes[size] += 1
+        self.largest = max(self.largest, (tokens, f"{name} of {size[0]}x{size[1]} pixels"), key=lambda item: item[0])
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        if not self.images:
+            return {"images": 0}
+        widths, heights = ([size[axis] for size in self.sizes] for axis in (0, 1))
+        return {
+            "images": self.images,
+            "tokens": self.tokens,
+            "sizes": len(self.sizes),
+            "width": [min(widths), max(widths)],
+            "height": [min(heights), max(heights)],
+            "largest_tokens": self.largest[0],
+            "largest": self.largest[1],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is printed; nothing without an image."""
+        if not self.images:
+            return
+        plain = self.as_plain()
+        (thin, wide), (low, high) = plain["width"], plain["height"]
+        sizes = f"{thin} to {wide} pixels wide and {low} to {high} high"
+        yield f"  images: {self.images:,} of {self.tokens:,} tokens, {sizes}"
+        yield f"  largest image: {self.largest[1]}, {self.largest[0]:,} tokens"
+
+
+@dataclass
 class Survey:
     """The rows of one source, counted one after the other."""
 
@@ -47,6 +91,7 @@ class Survey:
     mistaken_rows: int = 0
     skips: bool = False
     """Whether a run leaves out rows with mistakes, and goes on."""
+    images: ImageCounts = field(default_factory=ImageCounts)
     _of_length: Counter[int] = field(default_factory=Counter)
     """How many sequences have a length, before anything is cut."""
     _fingerprints: array[int] = field(default_factory=lambda: array("Q"))
@@ -153,6 +198,7 @@ class Survey:
             "cut": self.cut,
             "counts": dict(self.counts),
             "duplicates": self.duplicates,
+            "images": self.images.as_plain(),
             "lengths": quantiles,
             "histogram": self.histogram(),
             "length_for_99_percent": self.length_for(0.99),
@@ -195,6 +241,7 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str
     if bars:
         yield "  tokens: " + ", ".join(f"{name} {value:,}" for name, value in survey.as_plain()["lengths"].items())
         yield from (f"  {bar}" for bar in _bars(bars))
+    yield from survey.images.lines()
     read = survey.rows - survey.filtered
     for name, number in survey.counts.items():
         description = _SAYS.get(name, name).format(limit=survey.max_length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -83,8 +83,31 @@ class StepResult:
     """Calls that could not be made, or whose tool raised; what went wrong is their observation."""
 
 
+APPENDED = "appended"
+"""Role of a text that is no message of its own: it goes behind the last message of the user, as TRL's `reset` says."""
+
+
 class Malformed(TypeError):
-    """What an environment returned is no observation."""
+    """What an environment returned is no observation, or a row names none that is there."""
+
+
+KIND_COLUMN = "environment"
+"""A row's column that names its environment, where there are several."""
+
+
+def kind_of(row: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return the name of a row's environment; "" where there is one, which has no name.
+
+    Raises:
+        Malformed: The row names none that is there.
+    """
+    if "" in names:
+        return ""
+    name = row.get(KIND_COLUMN)
+    if name not in names:
+        said = f"has {KIND_COLUMN} {name!r}" if KIND_COLUMN in row else f"has no column {KIND_COLUMN}"
+        raise Malformed(f"{said}, and there is {', '.join(names)}")
+    return str(name)
 
 
 def messages_of(value: object, role: str = "user") -> tuple[Message, ...]:

@@ -6,35 +6,51 @@ A user's file is imported here.
 from __future__ import annotations
 
 import inspect
-import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from holdfast.environments.base import (
-    Malformed,
+    KIND_COLUMN,
     Message,
     Observation,
     StepResult,
     ToolCall,
     Turn,
+    kind_of,
     messages_of,
-    number_of,
     result_of,
 )
-from holdfast.environments.tools import CallMistake, Tool, arguments_of, tool_of
+from holdfast.environments.forms import Form, FormOfGymnasium, FormOfTRL
+from holdfast.environments.tools import CallMistake, Tool, UnknownTool, tool_of
 from holdfast.rewards.base import CannotStart, describe_error
 from holdfast.rewards.scorers import load_name
 
 SUBJECT = "environment"
-APPENDED = "appended"
-"""Role of a text that is no message of its own: it goes behind the last message of the user, as TRL's `reset` says."""
 _PROTOCOL = ("begin", "step", "close")
 _OF_TRL = ("reset", "get_reward")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an episode's environment is made of.
+
+    Args:
+        make: The user's class or factory; None where there are tools alone.
+        form: Adapts what it makes.
+        tools: What a policy may call.
+        replayable: Whether equal rows, seeds and turns give equal observations; functions alone are taken to.
+    """
+
+    make: Callable[..., Any] | None
+    form: Callable[[Any], Form]
+    tools: tuple[Tool, ...]
+    replayable: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,24 +58,30 @@ class EnvironmentSource:
     """What instances are made of.
 
     Args:
-        made_by: The user's class; None where there are tools alone.
-        kwargs: For its constructor.
-        tools: What a policy may call.
+        kinds: By the name in a row's column, or one without a name for all rows.
+        kwargs: Of whatever makes them.
     """
 
-    made_by: Callable[..., Any] | None
+    kinds: Mapping[str, Kind]
     kwargs: Mapping[str, Any]
-    tools: tuple[Tool, ...]
 
     @property
     def replayable(self) -> bool:
-        """Whether equal rows, seeds and turns give equal observations; functions alone are taken to."""
-        return self.made_by is None or bool(getattr(self.made_by, "replayable", False))
+        """Whether equal rows, seeds and turns give equal observations."""
+        return all(kind.replayable for kind in self.kinds.values())
 
-    def instance(self, seed: int) -> Instance:
-        """Return an environment for one episode."""
+    def instance(self, row: Mapping[str, Any], seed: int) -> Instance:
+        """Return an environment for one episode.
+
+        Raises:
+            Malformed: The row names none that is there.
+        """
         _seed(seed)
-        return Instance(self, None if self.made_by is None else self.made_by(**self.kwargs), seed)
+        name = kind_of(row, self.kinds)
+        kind = self.kinds[name]
+        form = kind.form(None if kind.make is None else kind.make(**self.kwargs))
+        columns = {column: value for column, value in row.items() if not name or column != KIND_COLUMN}
+        return Instance(form, kind.tools, columns, seed)
 
 
 def load(section: Mapping[str, Any], base: Path) -> EnvironmentSource:
@@ -69,38 +91,86 @@ def load(section: Mapping[str, Any], base: Path) -> EnvironmentSource:
         CannotStart: It is not there, or is no environment or no tool.
     """
     tools = [tool_of(load_name(path, base, SUBJECT)[0], SUBJECT) for path in section["tools"]]
-    made_by: Callable[..., Any] | None = None
-    if section["path"] is not None:
-        made_by, file = load_name(section["path"], base, SUBJECT)
-        tools += _tools_of_class(made_by, file)
+    kwargs: Mapping[str, Any] = section["kwargs"]
+    if section["path"] is None:
+        return EnvironmentSource({"": Kind(None, Form, _of_different_names(tools))}, kwargs)
+    value, file = load_name(section["path"], base, SUBJECT, also=dict)
+    parse = None if section["action"] is None else load_name(section["action"], base, SUBJECT)[0]
+    makers = value if isinstance(value, dict) else {"": value}
+    kinds = {}
+    for name, make in makers.items():
+        label = f"{name or section['path'].rpartition(':')[2]} in {file}"
+        if not callable(make):
+            raise CannotStart(f"{SUBJECT}: {label} is {make!r}, which makes no environment. Name a class.")
+        kinds[str(name)] = _kind(make, kwargs, parse, tools, label)
+    if not kinds:
+        raise CannotStart(f"{SUBJECT}: {section['path']} in {file} is empty. Give it environments by name.")
+    return EnvironmentSource(kinds, kwargs)
+
+
+def _kind(
+    make: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    parse: Callable[[str], Any] | None,
+    tools: list[Tool],
+    label: str,
+) -> Kind:
+    # What a function makes is known only when it has made one, and what gymnasium promises of it as well.
+    made: Any = make if inspect.isclass(make) and parse is None else _made(make, kwargs, label)
+    world = made if inspect.isclass(made) else type(made)
+    if parse is not None:
+        if not (hasattr(world, "reset") and hasattr(world, "step")):
+            raise CannotStart(
+                f"{SUBJECT}: {label} has no reset and step, and action is of environments of gymnasium. Leave action "
+                "out, or name one of them."
+            )
+        made.close()
+        spec = getattr(made, "spec", None)
+        replayable = spec is not None and not spec.nondeterministic
+        return Kind(make, partial(FormOfGymnasium, parse=parse), _of_different_names(tools), replayable)
+    if hasattr(world, "action_space") or hasattr(made, "action_space"):
+        raise CannotStart(
+            f"{SUBJECT}: {label} is an environment of gymnasium, which takes actions, and a turn is text. Set "
+            "environment.action to a function (file.py:parse) from text to action."
+        )
+    form = Form if hasattr(world, "begin") else FormOfTRL
+    all_tools = _of_different_names([*tools, *_tools_of_class(world, label)])
+    return Kind(make, form, all_tools, bool(getattr(world, "replayable", False)))
+
+
+def _made(make: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> Any:
+    try:
+        return make(**kwargs)
+    except Exception as error:
+        raise CannotStart(
+            f"{SUBJECT}: {label} raises {describe_error(error)} when it is called. Correct it, or environment.kwargs."
+        ) from error
+
+
+def _of_different_names(tools: list[Tool]) -> tuple[Tool, ...]:
     names = [tool.name for tool in tools]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise CannotStart(f"{SUBJECT}: two tools are called {repeated[0]}, and a call would not say which. Rename one.")
-    return EnvironmentSource(made_by, section["kwargs"], tuple(tools))
+    return tuple(tools)
 
 
-def _tools_of_class(made_by: Any, file: str) -> list[Tool]:
-    if not inspect.isclass(made_by):
+def _tools_of_class(world: type, label: str) -> list[Tool]:
+    if not (hasattr(world, "begin") or hasattr(world, "reset")):
         raise CannotStart(
-            f"{SUBJECT}: {made_by.__name__} in {file} is no class. Name one; each episode has an instance."
+            f"{SUBJECT}: {label} has neither begin nor reset, so it cannot start from a row. Give it begin(self, row)."
         )
-    if not (hasattr(made_by, "begin") or hasattr(made_by, "reset")):
-        raise CannotStart(
-            f"{SUBJECT}: {made_by.__name__} in {file} has neither begin nor reset, so it cannot start from a row. Give "
-            "it begin(self, row)."
-        )
-    reserved = _PROTOCOL if hasattr(made_by, "begin") else _OF_TRL
+    reserved = _PROTOCOL if hasattr(world, "begin") else _OF_TRL
     methods = [
         function
-        for name, function in inspect.getmembers(made_by, inspect.isfunction)
+        for name, function in inspect.getmembers(world, inspect.isfunction)
         if not name.startswith("_") and name not in reserved
     ]
     tools = [tool_of(function, SUBJECT, is_method=True) for function in methods]
-    if not tools and not hasattr(made_by, "step"):
+    if not tools and not hasattr(world, "step"):
         raise CannotStart(
-            f"{SUBJECT}: {made_by.__name__} in {file} has no step and no public method, so nothing would come of a "
-            "turn. Give it step(self, turn), or methods with types, which are tools."
+            f"{SUBJECT}: {label} has no step and no public method, so nothing would come of a turn. Give it "
+            "step(self, turn), or methods with types, which are tools."
         )
     return tools
 
@@ -109,28 +179,23 @@ class Instance:
     """One environment, for one episode.
 
     Args:
-        source: What it is made of.
-        world: The user's object; None where there are tools alone.
+        form: What it is.
+        tools: What may be called.
+        row: What it starts from.
         seed: Of its episode.
     """
 
-    def __init__(self, source: EnvironmentSource, world: Any, seed: int) -> None:
-        self._tools = {tool.name: tool for tool in source.tools}
-        self._world, self._seed = world, seed
-        self._is_of_trl = world is not None and not hasattr(world, "begin")
+    def __init__(self, form: Form, tools: tuple[Tool, ...], row: Mapping[str, Any], seed: int) -> None:
+        self._form, self._row, self._seed = form, row, seed
+        self._tools = {tool.name: tool for tool in tools}
 
-    def begin(self, row: Mapping[str, Any]) -> tuple[Message, ...]:
-        """Start from a row.
+    def begin(self) -> tuple[Message, ...]:
+        """Start from the row.
 
         Raises:
             Malformed: It returned no messages.
         """
-        if self._world is None:
-            return ()
-        if self._is_of_trl:
-            return messages_of(self._world.reset(**row), APPENDED)
-        wants_seed = "seed" in inspect.signature(self._world.begin).parameters
-        return messages_of(self._world.begin(row, **({"seed": self._seed} if wants_seed else {})))
+        return self._form.begin(self._row, self._seed)
 
     def take(self, turn: Turn) -> StepResult:
         """Run what a turn calls, or step.
@@ -138,15 +203,7 @@ class Instance:
         Raises:
             Malformed: It returned no observation.
         """
-        step = getattr(self._world, "step", None)
-        if turn.calls:
-            result = self._called(turn)
-        elif step is not None and not self._is_of_trl:
-            result = result_of(step(turn))
-            if not result.done and not result.messages:
-                raise Malformed("returned an Observation without messages that does not end the episode")
-        else:
-            result = StepResult(done=True)
+        result = self._called(turn) if turn.calls else self._form.step(turn)
         return self._with_final_reward(result) if result.done else result
 
     def finish(self) -> StepResult:
@@ -155,18 +212,10 @@ class Instance:
 
     def close(self) -> None:
         """Give everything back."""
-        close = getattr(self._world, "close", None)
-        if close is not None:
-            close()
+        self._form.close()
 
     def _with_final_reward(self, result: StepResult) -> StepResult:
-        get_reward = getattr(self._world, "get_reward", None) if self._is_of_trl else None
-        if get_reward is None:
-            return result
-        reward = number_of(get_reward())
-        if reward is None:
-            raise Malformed("returned from get_reward what is no finite number")
-        return replace(result, reward=result.reward + reward)
+        return replace(result, reward=result.reward + self._form.final_reward())
 
     def _called(self, turn: Turn) -> StepResult:
         messages: list[Message] = []
@@ -174,40 +223,28 @@ class Instance:
         total, done, failed, info = 0.0, False, 0, dict[str, float]()
         for index, call in enumerate(turn.calls):
             called[call.name if call.name in self._tools else "unknown"] += 1
-            outcome = self._call(call)
-            if isinstance(outcome, _Failure):
+            try:
+                outcome = self._call(call)
+            except Exception as error:  # noqa: BLE001 - the border to a user's function; the policy is told
                 failed += 1
-                content = f"error: {outcome.why}"
-            elif isinstance(outcome, Observation):
-                result = result_of(replace(outcome, messages=messages_of(outcome.messages, "tool")))
-                content = "\n".join(message["content"] for message in result.messages)
-                total, done, info = total + result.reward, done or result.done, {**info, **result.info}
+                content = self._form.text_of_error(error)
             else:
-                content = outcome if isinstance(outcome, str) else json.dumps(outcome, ensure_ascii=False, default=str)
+                if isinstance(outcome, Observation):
+                    result = result_of(replace(outcome, messages=messages_of(outcome.messages, "tool")))
+                    content = "\n".join(message["content"] for message in result.messages)
+                    total, done, info = total + result.reward, done or result.done, {**info, **result.info}
+                else:
+                    content = self._form.text_of(outcome)
             number = f"{turn.number % 10**5:05d}{index % 10**4:04d}"
             messages.append({"role": "tool", "name": call.name, "tool_call_id": number, "content": content})
         return StepResult(tuple(messages), total, done, info, dict(called), failed)
 
     def _call(self, call: ToolCall) -> Any:
-        """Return what a tool returns, or why it cannot be called: the policy reads either."""
         if call.mistake:
-            return _Failure(call.mistake)
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return _Failure(f"there is no tool {call.name}; there is {', '.join(self._tools) or 'none'}")
-        try:
-            arguments = arguments_of(tool, call)
-        except CallMistake as mistake:
-            return _Failure(str(mistake))
-        try:
-            return tool.function(*([self._world] if tool.is_method else []), **arguments)
-        except Exception as error:  # noqa: BLE001 - the border to a user's function; the policy is told
-            return _Failure(describe_error(error))
-
-
-@dataclass(frozen=True)
-class _Failure:
-    why: str
+            raise CallMistake(call.mistake)
+        if call.name not in self._tools:
+            raise UnknownTool(call.name, tuple(self._tools))
+        return self._form.run(self._tools[call.name], call)
 
 
 def _seed(seed: int) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from holdfast import patience
 from holdfast.config.sections.environment import EnvironmentConfig
-from holdfast.environments.base import EnvironmentFault, StepResult, Turn
-from holdfast.errors import ConfigError, RunStopped
+from holdfast.environments.base import EnvironmentFault, Malformed, StepResult, Turn, kind_of
+from holdfast.errors import ConfigError, DataError, RunStopped
 from holdfast.files import read_end
 from holdfast.rewards.processes import framing, kernel
 from holdfast.text.escaping import escaped
@@ -68,8 +68,8 @@ class EnvironmentPool:
         """Called before episodes begin."""
         self.log_is_named = False
         """Whether an error sends its reader to the log."""
-        self.tools: tuple[Mapping[str, Any], ...] = ()
-        """Schemas of what a policy may call; known once started."""
+        self.tools: Mapping[str, tuple[Mapping[str, Any], ...]] = {}
+        """Schemas of what a policy may call, by the name of the environment; known once started."""
         self.replayable = False
         """Whether equal rows, seeds and turns give equal observations; known once started."""
 
@@ -91,6 +91,25 @@ class EnvironmentPool:
         except BaseException:
             self.close()
             raise
+
+    def kind_of(self, row: Mapping[str, Any], row_name: str) -> str:
+        """Return the name of a row's environment; "" where there is one, which has no name.
+
+        Raises:
+            DataError: The row names none that is there.
+        """
+        try:
+            return kind_of(row, self.tools)
+        except Malformed as error:
+            raise DataError(f"{row_name} {error}. Correct the row, or what environment.path names.") from None
+
+    def tools_of(self, row: Mapping[str, Any], row_name: str) -> tuple[Mapping[str, Any], ...]:
+        """Return schemas of what a policy may call where an episode starts from a row.
+
+        Raises:
+            DataError: As `kind_of`.
+        """
+        return self.tools[self.kind_of(row, row_name)]
 
     def reserve(self, count: int) -> int:
         """Return the first of so many numbers of episodes that no other ones have had."""
@@ -220,7 +239,8 @@ class EnvironmentPool:
             case {"mistake": str(mistake)}:
                 raise ConfigError(mistake)
             case {"ready": {"tools": tools, "replayable": replayable}}:
-                self.tools, self.replayable = tuple(tools), bool(replayable)
+                self.tools = {name: tuple(schemas) for name, schemas in tools.items()}
+                self.replayable = bool(replayable)
             case _:
                 lines = read_end(self.log_path, _MOST_SHOWN_BYTES, 0).strip().splitlines()
                 printed = f" It printed last: {escaped(' | '.join(lines[-_MOST_SHOWN_LINES:]))}." if lines else ""

@@ -260,7 +260,8 @@ def main() -> None:
     # A collection in a worker would touch, and so copy, every page it shares with its siblings.
     gc.collect()
     gc.freeze()
-    ready = {"tools": [tool.schema for tool in source.tools], "replayable": source.replayable}
+    schemas = {name: [tool.schema for tool in kind.tools] for name, kind in source.kinds.items()}
+    ready = {"tools": schemas, "replayable": source.replayable}
     framing.write(replies, json.dumps({"ready": ready}).encode())
     Supervisor(source, setup, requests, replies).run()
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import json
+import math
 import re
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, NamedTuple
 
 from holdfast.environments.base import ToolCall
+from holdfast.environments.schemas import fits, schema_of, words_for
 from holdfast.rewards.base import CannotStart
 
-_NAMES: Mapping[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-_PYTHON_TYPES: Mapping[str, tuple[Any, Any]] = {
-    "boolean": (bool, ()),
-    "integer": (int, bool),
-    "number": ((int, float), bool),
-    "string": (str, ()),
-    "array": (list, ()),
-    "object": (dict, ()),
-}
-"""Type of JSON -> what its values are in Python, and what of these they are not."""
-_ARGUMENT = re.compile(r"^\s*(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_ARGUMENT = re.compile(r"^(\s*)(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+_SECTIONS = re.compile(r"^[ \t]*(Args|Returns|Raises|Yields):[ \t]*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,14 @@ class CallMistake(ValueError):
     """A call cannot be made; the message is for the policy."""
 
 
+class UnknownTool(CallMistake):
+    """A call names a tool that is not there."""
+
+    def __init__(self, name: str, tools: Sequence[str]) -> None:
+        super().__init__(f"there is no tool {name}; there is {', '.join(tools) or 'none'}")
+        self.name = name
+
+
 def tool_of(function: Callable[..., Any], subject: str, *, is_method: bool = False) -> Tool:
     """Return a function as a tool.
 
@@ -53,74 +56,75 @@ def tool_of(function: Callable[..., Any], subject: str, *, is_method: bool = Fal
         hints = typing.get_type_hints(function)
     except Exception as error:
         raise CannotStart(f"{subject}: the types of tool {name} cannot be read: {error}. Correct them.") from error
-    summary, described = _docstring(inspect.getdoc(function) or "")
-    properties: dict[str, Any] = {}
-    for parameter in parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise CannotStart(
-                f"{subject}: tool {name} takes {parameter}, and a tool is called by the names of its parameters. Write "
-                "each of them out."
-            )
-        if parameter.name not in hints:
-            raise CannotStart(
-                f"{subject}: parameter {parameter.name} of tool {name} has no type, and the model would not be told "
-                f"what to write there. Write one, as in {parameter.name}: int."
-            )
-        schema = _schema_of(hints[parameter.name])
-        if schema is None:
-            raise CannotStart(
-                f"{subject}: parameter {parameter.name} of tool {name} is {hints[parameter.name]}, which JSON has no "
-                "words for. Use int, float, str, bool, list, dict, Literal, or a union with None."
-            )
-        description = described.get(parameter.name)
-        properties[parameter.name] = schema | ({"description": description} if description else {})
+    document = _document(inspect.getdoc(function) or "")
+    properties = {
+        parameter.name: _schema_of_parameter(parameter, hints, subject, name)
+        | _described(document.parameters.get(parameter.name))
+        for parameter in parameters
+    }
     required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    parameters_schema = {"type": "object", "properties": properties, "required": required}
-    written = {"name": name, "description": summary, "parameters": parameters_schema}
+    parameters_schema = {"type": "object", "properties": properties, **({"required": required} if required else {})}
+    written: dict[str, Any] = {"name": name, "description": document.summary, "parameters": parameters_schema}
+    if (returned := schema_of(hints["return"]) if "return" in hints else None) is not None:
+        written["return"] = returned | ({"description": document.returns} if document.returns else {})
     return Tool(name, function, {"type": "function", "function": written}, is_method)
 
 
-def _schema_of(annotation: Any) -> dict[str, Any] | None:
-    """Return the JSON schema of a type; None where JSON has no words for it."""
-    if annotation in _NAMES:
-        return {"type": _NAMES[annotation]}
-    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
-    if origin is Literal:
-        return {"type": "string" if all(isinstance(item, str) for item in arguments) else "number",
-                "enum": list(arguments)}  # fmt: skip
-    if origin in (Union, types.UnionType):
-        return _schema_of_union(arguments)
-    if origin in (list, tuple):
-        items = _schema_of(arguments[0]) if arguments else {}
-        return None if items is None else {"type": "array", **({"items": items} if items else {})}
-    return {"type": "object"} if origin is dict else None
+def _schema_of_parameter(
+    parameter: inspect.Parameter, hints: Mapping[str, Any], subject: str, tool: str
+) -> dict[str, Any]:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise CannotStart(
+            f"{subject}: tool {tool} takes {parameter}, and a tool is called by the names of its parameters. Write "
+            "each of them out."
+        )
+    if parameter.name not in hints:
+        raise CannotStart(
+            f"{subject}: parameter {parameter.name} of tool {tool} has no type, and the model would not be told what "
+            f"to write there. Write one, as in {parameter.name}: int."
+        )
+    schema = schema_of(hints[parameter.name])
+    if schema is None:
+        raise CannotStart(
+            f"{subject}: parameter {parameter.name} of tool {tool} is {hints[parameter.name]}, which JSON has no words "
+            "for. Use int, float, str, bool, list, dict, Literal, or a union with None."
+        )
+    return schema
 
 
-def _schema_of_union(members: tuple[Any, ...]) -> dict[str, Any] | None:
-    rest = [member for member in members if member is not type(None)]
-    schemas = [_schema_of(member) for member in rest]
-    if None in schemas:
-        return None
-    known = [schema for schema in schemas if schema is not None]
-    union = known[0] if len(known) == 1 else {"anyOf": known}
-    return union if len(rest) == len(members) else {**union, "nullable": True}
+class _Document(NamedTuple):
+    """What a docstring in Google's form says."""
+
+    summary: str
+    parameters: Mapping[str, str]
+    returns: str
 
 
-def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the summary of a docstring in Google's form, and what it says of each parameter."""
-    summary, _, rest = text.partition("Args:")
+def _document(text: str) -> _Document:
+    summary, *rest = _SECTIONS.split(text)
+    sections = dict(zip(rest[::2], rest[1::2], strict=True))
     described: dict[str, str] = {}
-    last = ""
-    for line in rest.splitlines():
-        if line.strip().rstrip(":") in {"Returns", "Raises", "Yields"}:
-            break
+    last, indent = "", math.inf
+    for line in sections.get("Args", "").splitlines():
         match = _ARGUMENT.match(line)
-        if match is not None:
-            last = match.group(1)
-            described[last] = match.group(2).strip()
+        if match is not None and len(match.group(1)) <= indent:
+            indent, last = len(match.group(1)), match.group(2)
+            described[last] = match.group(3).strip()
         elif last and line.strip():
             described[last] += " " + line.strip()
-    return " ".join(re.split(r"\n\s*(?:Returns|Raises):", summary)[0].split()), described
+    return _Document(summary.strip(), described, sections.get("Returns", "").strip())
+
+
+def _described(description: str | None) -> dict[str, Any]:
+    """Return a parameter's description, and the values that it lists as `(choices: ["a", "b"])`."""
+    if not description:
+        return {}
+    choices = _CHOICES.search(description)
+    if choices is None:
+        return {"description": description}
+    with contextlib.suppress(ValueError):
+        return {"enum": json.loads(choices.group(1)), "description": description[: choices.start()].strip()}
+    return {"description": description}
 
 
 def arguments_of(tool: Tool, call: ToolCall) -> dict[str, Any]:
@@ -132,34 +136,15 @@ def arguments_of(tool: Tool, call: ToolCall) -> dict[str, Any]:
     parameters: Mapping[str, Any] = tool.schema["function"]["parameters"]
     properties, arguments = parameters["properties"], dict(call.arguments)
     unknown = [name for name in arguments if name not in properties]
-    missing = [name for name in parameters["required"] if name not in arguments]
+    missing = [name for name in parameters.get("required", ()) if name not in arguments]
     takes = ", ".join(properties) or "nothing"
     if unknown:
         raise CallMistake(f"{tool.name} has no parameter {unknown[0]}; it takes {takes}")
     if missing:
         raise CallMistake(f"{tool.name} needs {missing[0]}; it takes {takes}")
     for name, value in arguments.items():
-        if not _fits(value, properties[name]):
-            raise CallMistake(f"{name} of {tool.name} should be {_words(properties[name])}, not {value!r}")
+        if not fits(value, properties[name]):
+            raise CallMistake(f"{name} of {tool.name} should be {words_for(properties[name])}, not {value!r}")
         if properties[name].get("type") == "number":
             arguments[name] = value if value is None else float(value)
     return arguments
-
-
-def _words(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
-        return "one of " + ", ".join(map(repr, schema["enum"]))
-    return str(schema.get("type", "of another type"))
-
-
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    if value is None:
-        return bool(schema.get("nullable")) or schema.get("type") == "null"
-    if "enum" in schema:
-        return value in schema["enum"]
-    if "anyOf" in schema:
-        return any(_fits(value, member) for member in schema["anyOf"])
-    python_types, excluded = _PYTHON_TYPES.get(str(schema.get("type")), (object, ()))
-    if not isinstance(value, python_types) or isinstance(value, excluded):
-        return False
-    return not isinstance(value, list) or all(_fits(item, schema.get("items", {})) for item in value)

@@ -103,8 +103,8 @@ def _serve(channel: int, source: EnvironmentSource) -> None:
     def begun(request: tuple[Any, int]) -> StepResult:
         nonlocal instance
         row, seed = request
-        instance = source.instance(seed)
-        return StepResult(instance.begin(row))
+        instance = source.instance(row, seed)
+        return StepResult(instance.begin())
 
     acts: dict[str, Callable[[Any], StepResult]] = {
         "begin": begun,

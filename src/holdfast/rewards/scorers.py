@@ -93,13 +93,14 @@ def load_callable(path: str, base: Path, name: str, kwargs: Mapping[str, Any]) -
     return instance, False
 
 
-def load_name(path: str, base: Path, subject: str) -> tuple[Callable[..., Any], str]:
+def load_name(path: str, base: Path, subject: str, also: type | tuple[()] = ()) -> tuple[Any, str]:
     """Import `file.py:name`, looked up beside the YAML, then where the run starts, or `package.module:name`.
 
     Args:
         path: Of a function or a class.
         base: The YAML's directory.
         subject: What a message is about, such as `reward short`.
+        also: A type that is taken besides functions and classes.
 
     Returns:
         The function or class, and the file it is in.
@@ -111,7 +112,7 @@ def load_name(path: str, base: Path, subject: str) -> tuple[Callable[..., Any], 
     module = _in_file(source, base, subject) if source.endswith(".py") else _installed(source, base, subject)
     module_file = module.__file__ or source
     value: Any = getattr(module, name, None)
-    if not callable(value):
+    if not (callable(value) or isinstance(value, also)):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise CannotStart(f"{subject}: {module_file} has no function {name}. It has {', '.join(names) or 'none'}.")
     return value, module_file

@@ -10,6 +10,7 @@ import ast
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
@@ -43,11 +44,18 @@ _SAMPLED_BY = {
     "replay_routing",
 }  # fmt: skip
 _IMAGES = "images of source "
+_IMAGE_RULES = "rules for images"
+_LATER = {_IMAGE_RULES}
+"""Names that earlier versions did not save."""
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
 def identity(
-    setting: ConfiguredRun, stream: BatchStream[Any, Any], origin: Blueprint, marks: Mapping[str, str]
+    setting: ConfiguredRun,
+    stream: BatchStream[Any, Any],
+    origin: Blueprint,
+    marks: Mapping[str, str],
+    image_rules: Mapping[str, Any] = MappingProxyType({}),
 ) -> Identity:
     """Return hashes of everything a resumed run must find unchanged.
 
@@ -56,6 +64,7 @@ def identity(
         stream: The training rows.
         origin: The model and its tokenizer.
         marks: Of images, as `image_fingerprints` returns them.
+        image_rules: What the model's processor was found to make of images.
     """
     config = setting.config
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
@@ -71,10 +80,11 @@ def identity(
     if _starts_from_files(config):
         model["model.path"] = weights_fingerprint(origin, config.seed)
     model |= _adapter_of_reference(setting)
+    rules = {_IMAGE_RULES: json.dumps(dict(image_rules), sort_keys=True)} if image_rules else {}
     kinds = {
         "data": data,
         "files": user_files(setting) | reward_model_hashes(setting),
-        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _image_settings(config, origin),
+        "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _image_settings(config, origin) | rules,
         "model": {name: json.dumps(value, sort_keys=True, default=str) for name, value in model.items()}
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
@@ -186,6 +196,7 @@ def changed_fingerprints(saved: Identity, current: Identity) -> dict[str, list[s
     for kind, values in current.items():
         before = saved.get(kind, {})
         changed = [name for name in sorted({*before, *values}) if before.get(name) != values.get(name)]
+        changed = [name for name in changed if name in before or name not in _LATER]
         if changed:
             changes[kind] = changed
     return changes

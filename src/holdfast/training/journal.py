@@ -132,7 +132,9 @@ class Journal:
         head = form_record(self._run.trained.model, world.device)
         if world.is_first and head is not None:
             self._note_head_change(head)
-        form = {} if head is None else {"head": head}
+        form: dict[str, Any] = {} if head is None else {"head": head}
+        if self._run.image_rules:
+            form["images"] = dict(self._run.image_rules)
         self.event("start", time=time.time(), ranks=world.size, device=world.device.type, **form)
 
     def _note_head_change(self, head: FormRecord) -> None:

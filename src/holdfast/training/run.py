@@ -245,6 +245,8 @@ class Run:
     observers: Sequence[Observer]
     identity: Identity
     """Hashes of what a checkpoint relies on and does not hold."""
+    image_rules: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's processor was found to make of images; empty where no row may have one."""
     companions: dict[str, Trained] = field(default_factory=dict)
     """Further trained models by name, which is also the prefix of their tensors in checkpoints."""
     assets: dict[str, bytes] = field(default_factory=dict)

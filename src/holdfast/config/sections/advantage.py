@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import AtLeastTwo, ByKind, Fraction, FunctionPath, Kwargs, NonNegative, Section
+from holdfast.config.base import (
+    AtLeastTwo,
+    ByKind,
+    Fraction,
+    FunctionPath,
+    Kwargs,
+    Mistake,
+    NonNegative,
+    PositiveFraction,
+    Section,
+)
 
 
 class _Advantage(Section):
@@ -23,6 +34,11 @@ class _Advantage(Section):
         """Whether the reward of the greedy completion of each prompt is needed."""
         return False
 
+    @property
+    def turn_discount(self) -> float | None:
+        """The discount of rewards of later turns; None where all turns of an episode have its advantage."""
+        return None
+
 
 class _Scaled(_Advantage):
     epsilon: NonNegative = 1e-6
@@ -32,10 +48,35 @@ class _Scaled(_Advantage):
     standard deviation over the batch, so that a reward of small range still counts (GDPO, arXiv:2601.05242)."""
 
 
-class GRPOAdvantageConfig(_Scaled):
+class _WithinGroup(_Advantage):
+    turns: Literal["episode", "discounted"] = "episode"
+    """What a turn in an `environment` is compared by: the reward of its episode, or its own return, which is the
+    discounted sum of the rewards from this turn on (arXiv:2511.14846), against the returns of the same turn in the
+    other episodes of its group."""
+    discount: PositiveFraction = 1.0
+    """Of `turns: discounted`: the factor of a reward for each turn that lies before it."""
+
+    @property
+    def turn_discount(self) -> float | None:
+        """The discount of rewards of later turns; None where all turns of an episode have its advantage."""
+        return self.discount if self.turns == "discounted" else None
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield a discount of nothing."""
+        if self.turns == "episode" and self.discount != 1.0:
+            yield "discount", "all turns have the reward of their episode; set turns: discounted, or leave it out"
+
+
+class GRPOAdvantageConfig(_Scaled, _WithinGroup):
     """(reward - group mean) / group standard deviation (arXiv:2402.03300, section 4.1.2)."""
 
     kind: Literal["grpo"] = "grpo"
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield returns of turns that would have to be formed reward by reward."""
+        yield from super().mistakes()
+        if self.turns == "discounted" and self.combine == "normalise_then_sum":
+            yield "combine", "normalise_then_sum scales rewards of whole episodes; leave it out with turns: discounted"
 
 
 class BatchStdAdvantageConfig(_Scaled):
@@ -61,13 +102,13 @@ class ReinforcePPBaselineAdvantageConfig(_Scaled):
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
 
 
-class DrGRPOAdvantageConfig(_Advantage):
+class DrGRPOAdvantageConfig(_WithinGroup):
     """Reward - group mean: no weight on questions that are easy or hard (Dr. GRPO, arXiv:2503.20783)."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
 
 
-class RLOOAdvantageConfig(_Advantage):
+class RLOOAdvantageConfig(_WithinGroup):
     """Reward - mean of the group's other rewards (arXiv:2402.14740)."""
 
     kind: Literal["rloo"] = "rloo"

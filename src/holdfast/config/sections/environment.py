@@ -19,7 +19,10 @@ class EnvironmentConfig(Section):
 
     path: ImportPath | None = None
     """`file.py:Class`, a relative file looked up beside the YAML, or `package.module:Class`; see docs/environments.md
-    for its methods. Null: tools alone."""
+    for its methods. A function that makes one is taken too, and a dictionary of them, of which a row's column
+    `environment` names one. Null: tools alone."""
+    action: ImportPath | None = None
+    """`file.py:function` from the text of a turn to an action, where `path` makes an environment of gymnasium."""
     kwargs: RewardKwargs = Field(default_factory=dict)
     """Arguments of its constructor."""
     tools: Annotated[list[ImportPath], OneOrSeveral()] = Field(default_factory=list)
@@ -44,3 +47,5 @@ class EnvironmentConfig(Section):
             yield "path", "neither path nor tools is set, so nothing would come of a turn; set one of them"
         if self.path is None and self.kwargs:
             yield "kwargs", "there is no class (path) whose constructor would take them; leave them out"
+        if self.path is None and self.action is not None:
+            yield "action", "tools alone take no actions; set path to an environment of gymnasium, or leave it out"

@@ -85,6 +85,11 @@ class GRPOConfig(TrainingConfig):
         room = self.data.max_length - self.rollout.max_new_tokens
         return min(room, self.data.max_prompt_length or room)
 
+    @property
+    def environment_weight(self) -> float:
+        """The weight of the rewards that an environment gives turn by turn; 0 where none are asked for."""
+        return sum(reward.weight for reward in self.reward if reward.kind == "environment")
+
     def _sampling(self) -> Iterator[Mistake]:
         least = self.advantage.smallest_group
         if self.rollout.group_size < least:
@@ -244,7 +249,14 @@ class GRPOConfig(TrainingConfig):
         if self.environment is None:
             if any(reward.kind == "environment" for reward in self.reward):
                 yield "reward", "environment is what an environment gives, and there is none; set environment.path"
+            if self.advantage.turn_discount is not None:
+                yield "advantage.turns", "a single answer has no turns; set environment, or leave it out"
             return
+        if self.advantage.turn_discount is not None and self.objective.kind == "gspo":
+            yield (
+                "objective.kind",
+                "gspo is one term per sequence, and turns: discounted is one per turn; use gspo_token",
+            )
         if not isinstance(self.rollout.engine, LocalEngineConfig):
             yield (
                 "rollout.engine.kind",

@@ -236,7 +236,7 @@ class ImageFiles:
     base: Path
 
     def open(self, image: Any, name: str) -> Any:
-        """Return a PIL image in RGB, turned upright as its camera says.
+        """Return a PIL image in RGB, turned upright as its camera says; of an animation the first frame.
 
         Args:
             image: A path, the bytes of a file, a PIL image, or a mapping with `bytes` or `path`.
@@ -254,9 +254,9 @@ class ImageFiles:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
                 if isinstance(image, Image.Image):
-                    return image.convert("RGB")
+                    return _in_rgb(image)
                 opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name))
-                return ImageOps.exif_transpose(opened).convert("RGB")
+                return _in_rgb(ImageOps.exif_transpose(opened))
         except (
             OSError,
             ValueError,
@@ -314,6 +314,21 @@ class ImageFiles:
                 "in data.image_dir."
             )
         return file
+
+
+def _in_rgb(image: Any) -> Any:
+    """Return a PIL image in RGB; of 16 bits the higher eight.
+
+    Raises:
+        ValueError: Its pixels have no range that is known.
+    """
+    if image.mode in {"I", "F"}:
+        raise ValueError(f"its pixels have 32 bits (mode {image.mode}) and no known range; save it with 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # Pillow would make 255 of whatever is above
+        from PIL import Image
+
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _named(image: Any) -> Any:

@@ -1,15 +1,22 @@
-"""What sets one family of models that see apart from the next: how images are written, counted and handed over."""
+"""Families of models that see: what their processors tell about images, and the few rules that no processor tells.
+
+`holdfast.data.tokens.derivation` asks a model's own processor how it writes, counts and returns images, and makes a
+`VisionFamily` of the answers. `VISION_FAMILIES` holds what no question to a processor finds out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 Inputs = Mapping[str, NDArray[Any]]
 """What the model gets of one image, by the name of its argument; images of a batch are joined along dimension 0."""
+
+Features = Callable[[Any, Inputs], int]
+"""(configuration, inputs of one image) -> how many features the model makes of it"""
 
 
 @dataclass(frozen=True)
@@ -28,88 +35,84 @@ class VideoFamily:
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How one family writes and counts images."""
+    """How one model writes and counts images."""
 
     placeholder: str
-    """Stands for one image in plain text, as the family's chat template writes it."""
+    """Stands for one image in plain text; it holds `image_token` once."""
     image_token: str
-    """The token in it that one token per feature takes the place of."""
-    tokens: Callable[[Any, Any, Inputs], int]
-    """(image processor, configuration, inputs of one image) -> how many tokens stand for it"""
-    features: Callable[[Any, Inputs], int]
-    """(configuration, inputs of one image) -> how many features the model makes of it"""
+    """The token at which the model puts features. In text without features it marks an image."""
+    processor_token: str
+    """What the processor reads as the mark of an image, and what the family's chat template writes."""
+    before: tuple[int, ...] = ()
+    """Tokens of the processor's text for an image that `placeholder` has before `image_token`."""
+    after: tuple[int, ...] = ()
+    """Tokens of the processor's text for an image that `placeholder` has after `image_token`."""
     inputs: tuple[str, ...] = ("pixel_values",)
-    """Arguments of the model that the image processor makes."""
+    """Arguments of the model that the processor makes of images."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """The dimension along which the processor joins images, by input."""
+    ragged: tuple[str, ...] = ()
+    """Inputs whose images differ in further dimensions; the processor fills the smaller ones up with zeros."""
     token_types: str | None = None
-    """The model's argument that tells image tokens from text where it computes positions itself."""
+    """The model's argument that tells image tokens from text."""
+    type_tokens: tuple[int, ...] = ()
+    """Tokens that `token_types` marks by 1."""
     turns_by_grid: bool = False
     """Whether positions of image tokens have three axes: time, row and column (M-RoPE, arXiv:2409.12191)."""
-    rewrites: str = ""
-    """What the family's chat template writes for an image, where upstream's processor puts more around it."""
-    packs: bool = True
-    """Whether image tokens see what stands before them and no more, as packed attention has it."""
-    tiles: Callable[[int, int, int], str] | None = None
-    """(rows, columns, tokens of a tile) -> the text that stands for an image cut into so many tiles, and the whole of
-    it made small; 0 rows mean that it was not cut. None where an image is one piece."""
     takes_pixel_budget: bool = False
     """Whether the size an image is brought to depends on its own, between two bounds."""
+    features: Features | None = None
+    """None where no rule is known; then only the check before step 1 counts them."""
     video: VideoFamily | None = None
     """None where videos are not known."""
 
+    def for_processor(self, text: str) -> str:
+        """Return a text with the marks of images that the processor reads."""
+        if self.processor_token == self.image_token:
+            return text
+        return text.replace(self.placeholder, self.processor_token)
 
-def _grid_tokens(processor: Any, _: Any, inputs: Inputs) -> int:
-    return int(inputs["image_grid_thw"].prod() // processor.merge_size**2)
+    @property
+    def record(self) -> dict[str, Any]:
+        """What was derived, as JSON has it."""
+        values = asdict(replace(self, features=None, video=None))
+        return {name: values[name] for name in values if name not in {"features", "video"}}
 
 
-def _grid_features(config: Any, inputs: Inputs) -> int:
-    return int(inputs["image_grid_thw"].prod() // config.vision_config.spatial_merge_size**2)
+@dataclass(frozen=True)
+class FamilyRules:
+    """What no question to a processor finds out about one family."""
+
+    features: Features | None = None
+    """The towers of these families do not follow a grid that the processor returns; the number of features is part of
+    the model, so that a row can be refused by its name before the model sees it."""
+    video: VideoFamily | None = None
+    """transformers' video processors need torchvision, so that they cannot be asked."""
+    attends_both_ways: bool = False
+    """Image tokens see later ones of their image; the model decides that, and its processor does not know."""
+    settings: Callable[[Any], Mapping[str, Any]] | None = None
+    """(configuration) -> arguments of the processor's class that older directories have in no file."""
+    processor: str | None = None
+    """The processor's class, where transformers' own cannot be built here."""
 
 
-_QWEN = VisionFamily(
-    placeholder="<|vision_start|><|image_pad|><|vision_end|>",
-    image_token="<|image_pad|>",
-    tokens=_grid_tokens,
-    features=_grid_features,
-    inputs=("pixel_values", "image_grid_thw"),
-    token_types="mm_token_type_ids",
-    turns_by_grid=True,
-    takes_pixel_budget=True,
-    video=VideoFamily(),
-)
-_QWEN_SECONDS = replace(_QWEN, video=VideoFamily(in_seconds=True))
-_QWEN_WRITTEN = replace(_QWEN, video=VideoFamily(bounds_whole=True, written_times="<{:.1f} seconds>"))
+def patch_features(config: Any, inputs: Inputs) -> int:
+    """Return how many features a tower makes of patches that are rows of `pixel_values`."""
+    return int(len(inputs["pixel_values"]) // config.vision_config.spatial_merge_size**2)
 
 
 def _square_features(config: Any, inputs: Inputs) -> int:
     """Count the patches, with or without the one that stands for the whole image."""
     vision = config.vision_config
     height, width = inputs["pixel_values"].shape[-2:]
-    has_class = int("clip" in vision.model_type)
+    has_class = _class_tokens(config)
     extra = has_class if config.vision_feature_select_strategy == "full" else has_class - 1
     return int((height // vision.patch_size) * (width // vision.patch_size) + extra)
 
 
-_LLAVA = VisionFamily(
-    placeholder="<image>",
-    image_token="<image>",
-    tokens=lambda _, config, inputs: _square_features(config, inputs),
-    features=_square_features,
-)
-
-_GEMMA3 = VisionFamily(
-    placeholder="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
-    image_token="<image_soft_token>",
-    tokens=lambda _, config, __: int(config.mm_tokens_per_image),
-    features=lambda config, inputs: int(config.mm_tokens_per_image * len(inputs["pixel_values"])),
-    token_types="token_type_ids",
-    rewrites="<start_of_image>",
-    packs=False,
-)
-
-
-def _tile_tokens(_: Any, config: Any, inputs: Inputs) -> int:
-    side = config.vision_config.image_size // config.vision_config.patch_size
-    return int(len(inputs["pixel_values"]) * side**2 // config.scale_factor**2)
+def _class_tokens(config: Any) -> int:
+    """Return how many tokens beside the patches the tower has."""
+    return int("clip" in config.vision_config.model_type)
 
 
 def _tile_features(config: Any, inputs: Inputs) -> int:
@@ -118,38 +121,58 @@ def _tile_features(config: Any, inputs: Inputs) -> int:
     return int(count * ((height // patch) * (width // patch) // config.scale_factor**2))
 
 
-def _tile_text(rows: int, columns: int, tokens: int) -> str:
-    """Write an image the way Idefics3 was trained to read it: tiles by row, each named, then the whole."""
-    mark, image = "<fake_token_around_image>", "<image>" * tokens
-    whole = f"{mark}<global-img>{image}{mark}"
-    if rows == 0:
-        return whole
-    tiles = [[f"{mark}<row_{row + 1}_col_{column + 1}>{image}" for column in range(columns)] for row in range(rows)]
-    return "".join(f"{''.join(line)}\n" for line in tiles) + f"\n{whole}"
+def _tokens_of_a_tile(config: Any) -> int:
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    return int(side**2 // config.scale_factor**2)
 
 
-_IDEFICS3 = VisionFamily(
-    placeholder="<image>",
-    image_token="<image>",
-    tokens=_tile_tokens,
+def _llava_settings(config: Any) -> Mapping[str, Any]:
+    return {"num_additional_image_tokens": _class_tokens(config)}
+
+
+_QWEN_WRITTEN = FamilyRules(video=VideoFamily(bounds_whole=True, written_times="<{:.1f} seconds>"))
+_IDEFICS3 = FamilyRules(
     features=_tile_features,
-    inputs=("pixel_values", "pixel_attention_mask"),
-    tiles=_tile_text,
+    settings=lambda config: {"image_seq_len": _tokens_of_a_tile(config)},
+    processor="Idefics3Processor",  # SmolVLM's own writes the same for images; it wants num2words, for videos
 )
 
-VISION_FAMILIES: Mapping[str, VisionFamily] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN_SECONDS,
+VISION_FAMILIES: Mapping[str, FamilyRules] = {
+    "qwen2_vl": FamilyRules(video=VideoFamily()),
+    "qwen2_5_vl": FamilyRules(video=VideoFamily(in_seconds=True)),
     "qwen3_vl": _QWEN_WRITTEN,
     "qwen3_vl_moe": _QWEN_WRITTEN,
-    "llava": _LLAVA,
-    "gemma3": _GEMMA3,
+    "llava": FamilyRules(features=_square_features, settings=_llava_settings),
+    "llava_next": FamilyRules(settings=_llava_settings),
+    "gemma3": FamilyRules(
+        features=lambda config, inputs: int(config.mm_tokens_per_image * len(inputs["pixel_values"])),
+        attends_both_ways=True,
+        settings=lambda config: {"image_seq_length": config.mm_tokens_per_image},
+    ),
     "idefics3": _IDEFICS3,
     "smolvlm": _IDEFICS3,
 }
-"""By transformers' model_type."""
+"""By transformers' model_type. A family that is not here is known by its processor alone."""
+
+_NO_RULES = FamilyRules()
 
 
-def video_token(family: VisionFamily, config: Any) -> int | None:
-    """Return the id that a model's configuration marks videos by; None where it knows none."""
-    return None if family.video is None else getattr(config, "video_token_id", None)
+def rules_of(config: Any) -> FamilyRules:
+    """Return what is known of a model besides what its processor tells."""
+    return VISION_FAMILIES.get(str(config.model_type), _NO_RULES)
+
+
+def may_see(config: Any) -> bool:
+    """Whether a configuration has a vision tower and a token for its features."""
+    return getattr(config, "vision_config", None) is not None and getattr(config, "image_token_id", None) is not None
+
+
+def attends_both_ways(config: Any) -> bool:
+    """Whether image tokens see later ones of their image, which packed attention does not have."""
+    declared = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"  # Gemma 4
+    return declared or rules_of(config).attends_both_ways
+
+
+def video_token(config: Any) -> int | None:
+    """Return the id that a model's configuration marks videos by; None where the family's videos are not known."""
+    return None if rules_of(config).video is None else getattr(config, "video_token_id", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,9 @@ from holdfast.errors import DataError
 from holdfast.types import Example, Prompt
 
 BLIND = "This model reads text alone"
+
+ToolsOfRow = Callable[[Row, str], Sequence[Mapping[str, Any]]]
+"""From a row, and what an error calls it, to schemas of what a policy may call."""
 
 S = TypeVar("S", Example, Prompt)
 """What rows become: sequences to train on, or prompts to continue."""
@@ -84,7 +87,7 @@ class RowTokeniser:
         base: Path,
         images: ImageSide | str = BLIND,
         formats: Mapping[str, RowFormat] = MappingProxyType({}),
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolsOfRow | None = None,
     ) -> None:
         """Read the templates.
 
@@ -94,7 +97,7 @@ class RowTokeniser:
             base: The YAML's directory, where template files are looked up after the current directory.
             images: Turns images into tokens; or a sentence that says why none can be trained on.
             formats: The shape of a source's rows, by its name; `auto`, which recognises it, where none is named.
-            tools: Schemas of what a policy may call, in the place of rows' own; every prompt is a conversation then.
+            tools: What a policy may call, in the place of rows' own; every prompt is a conversation then.
 
         Raises:
             DataError: A template file is missing or wrong, or a template variable is not the template's to set.
@@ -190,10 +193,12 @@ class RowTokeniser:
             is_alpaca = "instruction" in row and "prompt" not in row
             row = self._with_prompt(row, "alpaca" if is_alpaca else "prompt_completion", row_name)
         prompt = prompt_of(row, row_name)
+        if isinstance(prompt, str) and self._wraps_text:
+            prompt = Conversation([{"role": "user", "content": prompt}])
         if isinstance(prompt, Conversation):
+            if self._tools is not None:
+                prompt = replace(prompt, tools=list(self._tools(row, row_name)))
             return self._images.placed(prompt, row, row_name)
-        if self._wraps_text:
-            return self._images.placed(Conversation([{"role": "user", "content": prompt}]), row, row_name)
         return self._images.placed(PlainText(prompt), row, row_name)
 
     def _dropped(self, conversation: Conversation) -> dict[str, int]:
@@ -278,8 +283,6 @@ class RowTokeniser:
                 f"{row_name} is a conversation, but the tokenizer has no chat template to write it with ({refusal}). "
                 "Set data.chat_template to a jinja file."
             ) from None
-        if self._tools is not None:
-            conversation = replace(conversation, tools=list(self._tools))
         if self._text.system is None or conversation.messages[0]["role"] in ("system", "developer"):
             return conversation
         system = {"role": "system", "content": self._text.system}

@@ -26,12 +26,17 @@ from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.vision import ImageSide, PreparedImage
 from holdfast.errors import DataError
 
+_COMPARED = 16
+"""Rows with images whose sequences are compared with the processor's whole output, at every start."""
+
 
 @dataclass(frozen=True)
 class PreparedImages:
     """The images of one row."""
 
     images: tuple[PreparedImage, ...]
+    opened: tuple[Any, ...]
+    """The same as PIL images; None in the place of a video."""
     may_be: Collection[int]
     """How many of them a sequence of the row may hold: a template that writes one sequence per turn leaves out those
     of later turns."""
@@ -49,7 +54,8 @@ class RowImages:
     def __init__(self, side: ImageSide | str, text: TextConfig, base: Path) -> None:
         self._side, self._text = side, text
         self._files = ImageFiles(text.image_dir, base)
-        self._last: tuple[tuple[Any, ...], tuple[PreparedImage, ...]] = ((), ())
+        self._last: tuple[tuple[Any, ...], tuple[PreparedImage, ...], tuple[Any, ...]] = ((), (), ())
+        self._left_to_compare = _COMPARED
 
     def placed(self, content: C, row: Row, row_name: str) -> C:
         """Return the content with its images found.
@@ -87,27 +93,32 @@ class RowImages:
             DataError: An image cannot be read, or the model cannot take it.
         """
         if isinstance(self._side, str):
-            return PreparedImages((), {0})
-        images = self._opened(content.images, row_name, self._side)
+            return PreparedImages((), (), {0})
+        images, opened = self._opened(content.images, row_name, self._side)
         may_be = {len(images)}
         if isinstance(content, Conversation) and not one_sequence:
             may_be = {images_up_to(content, turn + 1) for turn in content.assistant_turns} or may_be
-        return PreparedImages(images, may_be)
+        return PreparedImages(images, opened, may_be)
 
-    def _opened(self, images: tuple[Any, ...], row_name: str, side: ImageSide) -> tuple[PreparedImage, ...]:
-        before, last_images = self._last
+    def _opened(
+        self, images: tuple[Any, ...], row_name: str, side: ImageSide
+    ) -> tuple[tuple[PreparedImage, ...], tuple[Any, ...]]:
+        before = self._last[0]
         if len(before) == len(images) and all(_is_same(old, new) for old, new in zip(before, images, strict=True)):
-            return last_images
-        prepared = []
+            return self._last[1:]
+        prepared: list[PreparedImage] = []
+        opened: list[Any] = []
         for number, image in enumerate(images):
             name = f"{row_name}, {'video' if isinstance(image, Video) else 'image'} {number}"
             if isinstance(image, Video):
                 frames = [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(image.frames)]
                 prepared.append(side.prepare_video(frames, image.fps, name))
+                opened.append(None)
             else:
-                prepared.append(side.prepare(self._files.open(image, name), name))
-        self._last = (images, tuple(prepared))
-        return tuple(prepared)
+                opened.append(self._files.open(image, name))
+                prepared.append(side.prepare(opened[-1], name))
+        self._last = (images, tuple(prepared), tuple(opened))
+        return self._last[1:]
 
     def in_text(self, content: C) -> C:
         """Return plain text with the placeholders that the family's tokenizer knows."""
@@ -128,6 +139,7 @@ class RowImages:
 
         Raises:
             DataError: The text has another number of placeholders than the row has images.
+            ModelError: The processor's whole output for the row differs; the first rows are compared.
         """
         if isinstance(self._side, str):
             return list(stretches)
@@ -145,6 +157,9 @@ class RowImages:
                 laid.append(self._side.expanded(stretch, prepared.images))
             except DataError as error:
                 raise DataError(f"{row_name}: {error}.") from None
+            if self._left_to_compare and placeholder_count and None not in prepared.opened:
+                images, opened = prepared.images[:placeholder_count], prepared.opened[:placeholder_count]
+                self._left_to_compare -= self._side.compare(stretch.tokens, opened, images, row_name)
         return laid
 
     def positions(self, stretch: Stretch) -> NDArray[np.int64] | None:

@@ -1,32 +1,42 @@
-"""Turn images into tokens and model inputs, for each supported family of vision models.
+"""Turn images into tokens and model inputs, by the rules of a model's own processor.
 
-transformers' own processors need torchvision for most families. This module combines their image processor (the version
-that needs only PIL), the tokenizer and the family's rules. It also checks that the number of image tokens equals the
-number of features that the vision tower will compute.
+The processor is asked for each image alone, with nothing but the image's mark for a text. What it writes replaces that
+mark in a row's tokens. The number of image tokens is compared with the number of features that the vision tower will
+compute where a rule for that is known.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of
+from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of, joined_inputs
+from holdfast.data.content.model_inputs import array_arguments, flattened
 from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
-from holdfast.data.content.vision_families import (
-    VISION_FAMILIES,
-    Inputs,
-    VideoFamily,
-    VisionFamily,
-    video_token,
+from holdfast.data.content.vision_families import Inputs, VideoFamily, VisionFamily, video_token
+from holdfast.data.tokens.derivation import (
+    FAILURES,
+    Expected,
+    ModelProcessor,
+    NoImageRules,
+    contradiction,
+    derived,
+    first_difference,
+    made_up_images,
+    pixel_bounds,
+    refuse_other_patches,
 )
 from holdfast.errors import DataError, ModelError
 from holdfast.types import Example
+
+PROBES = ((48, 80), (80, 48), (56, 112))
+"""(height, width) of the images of noise that a model is checked with."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,6 @@ class ImageSide:
 
     def __init__(  # noqa: PLR0913 - the parts of a processor, and its limits
         self,
-        name: str,
         processor: Any,
         tokenizer: Any,
         config: Any,
@@ -54,36 +63,55 @@ class ImageSide:
         max_pixels: int | None = None,
         videos: VideoOptions | None = None,
     ) -> None:
-        """Take a model's parts.
+        """Ask a model's processor for its rules.
 
         Args:
-            name: The model_type, a key of `FAMILIES`.
-            processor: transformers' image processor.
-            tokenizer: Knows the family's image token.
+            processor: transformers' processor, without its part for videos.
+            tokenizer: Knows the model's image token.
             config: The model's configuration.
             min_pixels, max_pixels: Bounds of the size an image is brought to; None keeps the processor's.
             videos: What holds for videos.
 
         Raises:
-            ModelError: The parts do not belong together.
+            NoImageRules: The processor answers no questions, or contradicts itself.
+            ModelError: Processor, tokenizer and model do not belong together.
         """
-        self.name, self.family = name, VISION_FAMILIES[name]
-        self._processor, self._tokenizer, self._config = processor, tokenizer, config
-        self.image_id = _image_id(self.family, name, tokenizer, config)
-        _refuse_other_patches(self.family, name, processor, config)
-        self._options: dict[str, Any] = {} if self.family.tiles is None else {"return_row_col_info": True}
-        if min_pixels is not None or max_pixels is not None:
-            self._options["size"] = _bounds(self.family, name, processor, min_pixels, max_pixels)
+        asked = ModelProcessor(processor, tokenizer, config)
+        self.name, self.family = asked.name, derived(asked)
+        self._processor, self._tokenizer, self._config = processor.image_processor, tokenizer, config
+        self.image_id = asked.image_id
+        refuse_other_patches(self.family, self.name, self._processor, config)
         self._videos = videos or VideoOptions()
         self.video_id = _video_id(self.family, tokenizer, config)
-        self.marks = [token for token in (self.image_id, video_token(self.family, config)) if token is not None]
+        self.marks = [token for token in (self.image_id, video_token(config)) if token is not None]
+        self.on_image: Callable[[tuple[int, int], int, str], None] | None = None
+        """Called with width and height, tokens and name of every image of a row."""
+        self._asked = asked
+        self._compare_made_up()
+        if min_pixels is not None or max_pixels is not None:
+            size = pixel_bounds(self.family, self.name, self._processor, min_pixels, max_pixels)
+            self._asked = replace(asked, options={"size": size})
+
+    def described(self) -> list[str]:
+        """Return sentences about what the processor was found to do with images."""
+        family, processor = self.family, type(self._asked.upstream).__name__
+        joined = [f"{name} (filled up)" if name in family.ragged else name for name in family.inputs]
+        sentences = [
+            f"{processor} was asked: {family.placeholder!r} stands for one, {', '.join(joined)} go to the model",
+            "its whole output for texts with images of noise is its output for the images one by one",
+        ]
+        if family.token_types is not None:
+            sentences[0] += f", {family.token_types} mark its tokens"
+        if family.turns_by_grid:
+            sentences[0] += ", positions have a time, a row and a column"
+        return sentences
 
     @cached_property
     def stand_in(self) -> dict[str, NDArray[Any]]:
         """The inputs of a small grey image."""
         from PIL import Image
 
-        return dict(self._made(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in")[0])
+        return dict(self._prepared(Image.new("RGB", (32, 32), (128, 128, 128)), "the image that stands in").inputs)
 
     def prepare(self, image: Any, image_name: str) -> PreparedImage:
         """Return the tokens and inputs of one image.
@@ -92,8 +120,8 @@ class ImageSide:
             DataError: The processor refuses it, the model would make another number of features of it, or it has
                 another size than all images of this model.
         """
-        inputs, processed = self._made(image, image_name)
-        for name, values in inputs.items():
+        made = self._prepared(image, image_name)
+        for name, values in made.inputs.items():
             shape, usual = values.shape[1:], self.stand_in[name].shape[1:]
             if shape != usual:  # those of a batch are laid side by side
                 raise DataError(
@@ -102,26 +130,104 @@ class ImageSide:
                     "preprocessor_config.json bring all to one (do_resize, do_center_crop, crop_size), or remove the "
                     "row."
                 )
-        count = self.family.tokens(self._processor, self._config, inputs)
-        return PreparedImage(self._written(processed, count), inputs)
+        if self.on_image is not None:
+            self.on_image((image.width, image.height), len(made.tokens), image_name)
+        return made
 
-    def _made(self, image: Any, image_name: str) -> tuple[dict[str, NDArray[Any]], Mapping[str, Any]]:
-        """Return the inputs of one image, and all that the processor made."""
+    def _prepared(self, image: Any, image_name: str) -> PreparedImage:
+        """Return the tokens and inputs of one image, of any size."""
+        family = self.family
         try:
-            processed: Mapping[str, Any]
-            processed = self._processor(images=[image], return_tensors="np", **self._options)
-        except (ValueError, TypeError, ZeroDivisionError) as error:
+            answer = self._asked.ask([image], family.processor_token)
+            moved = {name: np.moveaxis(answer.inputs[name], family.axes[name], 0) for name in family.inputs}
+        except FAILURES as error:
             raise DataError(f"{image_name} of {image.width}x{image.height} pixels: {error}.") from None
-        inputs = self._inputs(processed)
-        count = self.family.tokens(self._processor, self._config, inputs)
-        features = self.family.features(self._config, inputs)
+        first, end = len(family.before), len(answer.tokens) - len(family.after)
+        tokens = tuple(answer.tokens[first:end])
+        if (*family.before, *tokens, *family.after) != tuple(answer.tokens):
+            raise DataError(
+                f"{image_name} of {image.width}x{image.height} pixels: the processor writes other text around it than "
+                f"around other images, as {self.name} does for images cut into pieces. Turn that off in the model's "
+                "preprocessor_config.json."
+            )
+        count, features = tokens.count(self.image_id), tokens.count(self.image_id)
+        if family.features is not None:
+            features = family.features(self._config, moved)
         if count != features or count < 1:
             raise DataError(
                 f"{image_name} of {image.width}x{image.height} pixels has {count} tokens to stand for it, and "
                 f"{self.name} makes {features} features of it. The model's preprocessor_config.json and config.json do "
                 "not belong together."
             )
-        return inputs, processed
+        inputs: dict[str, NDArray[Any]] = {}
+        for name, values in moved.items():
+            inputs |= flattened(name, values) if name in family.ragged else {name: values}
+        return PreparedImage(tokens, inputs)
+
+    def _compare_made_up(self) -> None:
+        """Compare the processor's whole output with ours for texts with made-up images.
+
+        Raises:
+            NoImageRules: They differ.
+        """
+        mark, images = self.family.placeholder, made_up_images()
+        try:
+            prepared = [self._prepared(image, "an image of noise") for image in images]
+        except DataError as error:
+            raise NoImageRules(str(error).rstrip(".")) from None
+        shapes = [{name: values.shape[1:] for name, values in made.inputs.items()} for made in prepared]
+        alike = [index for index, shape in enumerate(shapes) if shape == shapes[0]]  # others cannot stand in one row
+        for text, chosen in (
+            (f"see {mark} or\n{mark}.", alike[:2]),
+            (f"{mark}{mark}\n\nis\n" + mark * (len(alike) - 2), alike[::-1]),
+        ):
+            difference = self._difference(
+                text, self._asked.ids(text), [images[n] for n in chosen], [prepared[n] for n in chosen]
+            )
+            if difference:
+                raise NoImageRules(contradiction(self.name, "images of noise", difference))
+
+    def compare(
+        self, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage], row_name: str
+    ) -> bool:
+        """Compare the processor's whole output for a row with ours.
+
+        Args:
+            tokens: Of the row, with one image token for each image.
+            images: PIL images.
+            prepared: The same, in the same order.
+            row_name: What an error calls it.
+
+        Returns:
+            Whether that could be done: the tokens have to be those of their own text.
+
+        Raises:
+            ModelError: They differ.
+        """
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if self._asked.ids(text) != list(tokens):
+            return False
+        difference = self._difference(text, tokens, images, prepared)
+        if difference:
+            raise ModelError(f"Images cannot be trained on: {contradiction(self.name, row_name, difference)}.")
+        return True
+
+    def _difference(
+        self, text: str, tokens: Sequence[int], images: Sequence[Any], prepared: Sequence[PreparedImage]
+    ) -> str:
+        """Return how the processor's whole output for a text differs from ours; "" where it does not."""
+        try:
+            answer = self._asked.ask(images, self.family.for_processor(text))
+            return first_difference(self.family, self._expected(tokens, prepared), answer)
+        except FAILURES as error:
+            return f"it fails: {error!r:.300}"
+
+    def _expected(self, tokens: Sequence[int], prepared: Sequence[PreparedImage]) -> Expected:
+        laid = self.expanded(Stretch(list(tokens), [False] * len(tokens)), prepared)
+        arguments = array_arguments(joined_inputs(laid))
+        return Expected(
+            laid.tokens, {name: np.moveaxis(arguments[name], 0, self.family.axes[name]) for name in self.family.inputs}
+        )
 
     def prepare_video(self, frames: Sequence[Any], fps: float | None, video_name: str) -> PreparedImage:
         """Return the tokens and inputs of one video.
@@ -177,23 +283,10 @@ class ImageSide:
         low = size["shortest_edge"] if options.min_pixels is None else options.min_pixels
         return low, size["longest_edge"] if options.max_pixels is None else options.max_pixels
 
-    def _inputs(self, processed: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        inputs = {name: np.asarray(processed[name]) for name in self.family.inputs}
-        if self.family.tiles is None:
-            return inputs
-        return {name: value.swapaxes(0, 1) for name, value in inputs.items()}  # [1, tiles, ...]: tiles are joined
-
-    def _written(self, processed: Mapping[str, Any], count: int) -> tuple[int, ...]:
-        """Return the tokens of an image of `count` features."""
-        if self.family.tiles is None:
-            return (self.image_id,) * count
-        rows, columns = (int(processed[name][0][0]) for name in ("rows", "cols"))
-        text = self.family.tiles(rows, columns, count // (rows * columns + 1))
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def rewritten(self, template: Any) -> Any:
         """Return the source of a chat template that writes the family's whole placeholder for an image."""
-        if not self.family.rewrites or not isinstance(template, str) or self.family.image_token in template:
+        mark, token = self.family.processor_token, self.family.image_token
+        if mark == token or not isinstance(template, str) or token in template:
             return template
         written = self.family.placeholder.replace("\n", "\\n")
 
@@ -202,7 +295,7 @@ class ImageSide:
             # Outside of an expression, jinja would drop the first newline behind a block.
             return f"{quote}{written}{quote}" if quote else f"{{{{ '{written}' }}}}"
 
-        mark = re.escape(self.family.rewrites)
+        mark = re.escape(mark)
         return re.sub(rf"(?P<quote>['\"]){mark}(?P=quote)|{mark}", rewrite, template)
 
     def places(self, tokens: Sequence[int]) -> int:
@@ -243,7 +336,8 @@ class ImageSide:
         from PIL import Image
 
         count = self.places(tokens.tolist())
-        noise = np.random.default_rng(sample_id).integers(0, 256, (count, 48, 80, 3), dtype=np.uint8)
+        size = PROBES[sample_id % len(PROBES)]
+        noise = np.random.default_rng(sample_id).integers(0, 256, (count, *size, 3), dtype=np.uint8)
         images = [self.prepare(Image.fromarray(pixels), "an image of noise") for pixels in noise]
         stretch = Stretch(tokens.tolist(), [True] * tokens.size)
         laid = self.expanded(stretch, images)
@@ -251,9 +345,10 @@ class ImageSide:
 
     def upstream_inputs(self, tokens: NDArray[np.int64], inputs: Inputs) -> dict[str, NDArray[Any]]:
         """Return what transformers' own forward wants of a sequence besides its tokens."""
+        arguments = array_arguments(inputs)
         if self.family.token_types is None:
-            return dict(inputs)
-        return {**inputs, self.family.token_types: (tokens == self.image_id).astype(np.int64)[None]}
+            return arguments
+        return {**arguments, self.family.token_types: np.isin(tokens, self.family.type_tokens).astype(np.int64)[None]}
 
 
 def _words(shape: Sequence[int]) -> str:
@@ -296,57 +391,8 @@ def going_on(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return np.concatenate([positions, np.broadcast_to(after, (len(positions), count))], axis=1)
 
 
-def _image_id(family: VisionFamily, name: str, tokenizer: Any, config: Any) -> int:
-    tokenizer_token = tokenizer.convert_tokens_to_ids(family.image_token)
-    model_token = getattr(config, "image_token_id", None)
-    model_token = getattr(config, "image_token_index", None) if model_token is None else model_token
-    if tokenizer_token is None or tokenizer_token != model_token:
-        raise ModelError(
-            f"{name} marks images by token {model_token}, and its tokenizer has {family.image_token!r} at "
-            f"{tokenizer_token}. Use the model's own tokenizer."
-        )
-    return int(tokenizer_token)
-
-
 def _video_id(family: VisionFamily, tokenizer: Any, config: Any) -> int | None:
     """Return the token that marks videos; None where model and tokenizer have none in common."""
-    model_token = video_token(family, config)
+    model_token = video_token(config)
     tokenizer_token = None if family.video is None else tokenizer.convert_tokens_to_ids(family.video.token)
     return tokenizer_token if tokenizer_token is not None and tokenizer_token == model_token else None
-
-
-def _refuse_other_patches(family: VisionFamily, name: str, processor: Any, config: Any) -> None:
-    """Compare what the image processor cuts with what the tower takes."""
-    if not family.turns_by_grid:
-        return
-    vision = config.vision_config
-    pairs = {
-        "patch_size": (processor.patch_size, vision.patch_size),
-        "temporal_patch_size": (processor.temporal_patch_size, vision.temporal_patch_size),
-        "merge_size": (processor.merge_size, vision.spatial_merge_size),
-    }
-    for setting, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise ModelError(
-                f"The image processor of {name} has {setting}={ours}, the model's vision tower {theirs}. The model's "
-                "preprocessor_config.json and config.json do not belong together."
-            )
-
-
-def _bounds(family: VisionFamily, name: str, processor: Any, low: int | None, high: int | None) -> dict[str, int]:
-    if not family.takes_pixel_budget:
-        raise ModelError(
-            f"data.min_pixels and data.max_pixels do not apply to {name}: its images are all brought to one size. "
-            "Remove them."
-        )
-    size = dict(processor.size)
-    bounds = {
-        "shortest_edge": size["shortest_edge"] if low is None else low,
-        "longest_edge": size["longest_edge"] if high is None else high,
-    }
-    if bounds["shortest_edge"] > bounds["longest_edge"]:
-        raise ModelError(
-            f"data.min_pixels={bounds['shortest_edge']} is above data.max_pixels={bounds['longest_edge']} (one of them "
-            "may be the image processor's own). Set both."
-        )
-    return bounds

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from holdfast.data.batches.weights import Share
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.models.check.boundaries import LengthBoundaries, lengths_to_see, shortened
+from holdfast.models.check.tower import check_tower
 from holdfast.models.check.witness import as_files_say, follow_implementation
 from holdfast.models.heads.policy import HeadProbe, PolicyModel
 from holdfast.models.heads.scorer import ScoreModel
@@ -60,6 +61,8 @@ class CheckResult:
     """The boundaries at which `beyond` was measured."""
     head_seen: bool
     """Whether the rule of the head could be measured; if not, only log-probabilities were compared."""
+    features: tuple[int, ...] = ()
+    """Of images of several sizes: how many the tower makes, and as many tokens stand for each."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def check_forward(
     policy = sides.policy
     policy.eval()
     follow_implementation(sides.witness, policy.language_model)
+    features = () if sides.images is None else check_tower(policy, sides.images, sides.device)
     spread, head_seen = _look_at_head(sides)
     note, chooses = "", may_fall_back and not policy.padded
     try:
@@ -118,7 +122,7 @@ def check_forward(
     assert result is not None
     if not exact:
         raise ModelError(_words(sides, result))
-    return result, note
+    return replace(result, features=features), note
 
 
 def _words(sides: Sides, result: CheckResult) -> str:

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -13,13 +14,14 @@ from torch import nn
 from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.data.content.videos import VideoOptions
-from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.content.vision_families import may_see
+from holdfast.data.tokens.derivation import NoImageRules
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
 from holdfast.files import read_json
+from holdfast.models.files.processors import PROCESSOR_FILES, NoProcessor, whole_processor
 from holdfast.models.names import canonical_name
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 VIDEO_FILE = "video_preprocessor_config.json"
 
 FREEZE_PRESETS: Mapping[str, str] = {
@@ -29,14 +31,6 @@ FREEZE_PRESETS: Mapping[str, str] = {
     "language_model": r"^((model\.)?(language_model|text_model)\.|lm_head\.)",
 }
 """Presets of `model.freeze` as patterns of canonical names. The preset `embeddings` is resolved in the model itself."""
-
-_PROCESSORS = {
-    "llava": "CLIPImageProcessor",
-    "gemma3": "Gemma3ImageProcessor",
-    "idefics3": "Idefics3ImageProcessor",
-    "smolvlm": "SmolVLMImageProcessor",
-}
-"""Image processor classes by family, for files that do not name one."""
 
 _CAST_TO_STORAGE = ("idefics3", "smolvlm")
 """Families whose model casts pixel values to the storage dtype of its parameters."""
@@ -86,11 +80,10 @@ def load_image_processor(config: ModelConfig, raw_config: Any, directories: list
     Raises:
         ModelError: There is a file, and transformers cannot read it.
     """
-    if raw_config.model_type not in VISION_FAMILIES:
+    if not may_see(raw_config):
         if config.image_processor is not None:
             raise ModelError(
-                f"model.image_processor is set, but {raw_config.model_type} is none of the families whose images "
-                f"Holdfast knows: {', '.join(VISION_FAMILIES)}."
+                f"model.image_processor is set, but {raw_config.model_type} has no vision tower, or no image token."
             )
         return None
     settings, origin = config.image_processor, "model.image_processor"
@@ -115,8 +108,8 @@ def _settings_in(file: Path) -> dict[str, Any] | None:
 def _processor_of(settings: Mapping[str, Any], model_type: str, origin: str) -> Any:
     import transformers
 
-    class_name = str(settings.get("image_processor_type", _PROCESSORS.get(model_type, "Qwen2VLImageProcessor")))
-    name = class_name.removesuffix("Fast").removesuffix("Pil")
+    class_name = settings.get("image_processor_type") or _usual_class(model_type)
+    name = str(class_name).removesuffix("Fast").removesuffix("Pil")
     # transformers 5 has two classes for each: one for torchvision, and one that needs PIL alone.
     for candidate in (f"{name}Pil", name):
         processor_class = getattr(transformers, candidate, None)
@@ -125,9 +118,26 @@ def _processor_of(settings: Mapping[str, Any], model_type: str, origin: str) -> 
                 return processor_class.from_dict(copy.deepcopy(dict(settings)))
             except (TypeError, ValueError, KeyError) as error:
                 raise ModelError(f"{origin} does not make a {candidate}: {error}.") from error
+    if hasattr(transformers, name) and not hasattr(transformers, f"{name}Pil"):
+        return None  # it needs torchvision; `image_side` says so
     raise ModelError(
         f"{origin} names the image processor {class_name}, which transformers does not have here. Install pillow."
     )
+
+
+def _usual_class(model_type: str) -> str:
+    """Return the image processor's class of a family, for files that do not name one."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    names = dict(IMAGE_PROCESSOR_MAPPING_NAMES).get(model_type) or {}
+    return str(names.get("pil") or names.get("torchvision") or "Qwen2VLImageProcessor")
+
+
+def _needs_torchvision(model_type: str) -> bool:
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    names = dict(IMAGE_PROCESSOR_MAPPING_NAMES).get(model_type)
+    return names is not None and "pil" not in names
 
 
 def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
@@ -135,24 +145,38 @@ def image_side(  # noqa: PLR0913 - a model's parts, and a run's bounds
     tokenizer: Any,
     config: Any,
     *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     videos: VideoOptions | None = None,
 ) -> ImageSide | str:
     """Return what turns images into tokens, or a sentence that says why there is none.
 
+    Args:
+        processor: The image processor.
+        tokenizer: The model's.
+        config: The model's.
+        settings: Arguments of the whole processor that the model's files have.
+        min_pixels, max_pixels: Bounds of `data`.
+        videos: What holds for videos.
+
     Raises:
         ModelError: Processor, tokenizer and model do not belong together.
     """
-    if config.model_type not in VISION_FAMILIES:
+    if not may_see(config):
         return f"{config.model_type} reads text alone, or its images are not known here"
+    if processor is None and _needs_torchvision(config.model_type):
+        return f"transformers' {_usual_class(config.model_type)} needs torchvision, which is not used here"
     if processor is None:
         return (
             f"The directory of the {config.model_type} model has no {PROCESSOR_FILES[0]}, which says how images become "
             "patches"
         )
-    bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    return ImageSide(config.model_type, processor, tokenizer, config, **bounds, videos=videos)
+    try:
+        whole = whole_processor(processor, tokenizer, config, settings)
+        return ImageSide(whole, tokenizer, config, min_pixels=min_pixels, max_pixels=max_pixels, videos=videos)
+    except (NoProcessor, NoImageRules) as error:
+        return f"Images of {config.model_type} cannot be trained on: {error}"
 
 
 def video_options(text: TextConfig, directory: Path | None) -> VideoOptions:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.errors import ModelError
 from holdfast.models.chunks.logits import HeadWeights
 from holdfast.models.heads import spans
@@ -249,11 +250,9 @@ class PolicyModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids": batch.tokens[:, start:end]}
         if self.noise is not None:
             self.noise.follow(batch)
-        if batch.stands_in:
-            inputs = {"inputs_embeds": self._embedded_beside(batch)}
-        elif batch.model_inputs:
+        if batch.model_inputs and not batch.stands_in:
             tokens = self._with_one_image_token(batch)
-            inputs = {"input_ids": tokens, **batch.model_inputs}
+            inputs = {"input_ids": tokens, **tensor_arguments(batch.model_inputs)}
             if self.family.image_tokens is not None:
                 argument, token = self.family.image_tokens
                 inputs[argument] = (tokens == token).long()
@@ -267,12 +266,13 @@ class PolicyModel(nn.Module):
             self.replayed.follow(spans.column_here(batch, CHOICES_COLUMN))
         self.rotary.follow(batch.lengths, batch.branches, batch.span)
         positions = batch.position_ids[..., start:end]
-        output = self._backbone(
-            position_ids=positions[0] if positions.shape[0] == 1 else positions,
-            # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
-            use_cache=False,
-            **inputs,
-        )
+        with self._with_idle_tower(batch) if batch.stands_in else nullcontext():
+            output = self._backbone(
+                position_ids=positions[0] if positions.shape[0] == 1 else positions,
+                # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
+                use_cache=False,
+                **inputs,
+            )
         if getattr(output, "past_key_values", None) is not None:
             raise ModelError(
                 f"{type(self.language_model).__name__} returned a key/value cache although none was asked for."
@@ -294,17 +294,19 @@ class PolicyModel(nn.Module):
         tokens = batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
         return torch.where(batch.loss_mask, tokens, self.family.with_one_image_token(tokens))
 
-    def _embedded_beside(self, batch: Batch) -> Tensor:
-        """Return the tokens' embeddings, after running the tower on inputs that belong to no sequence.
+    @contextmanager
+    def _with_idle_tower(self, batch: Batch) -> Iterator[None]:
+        """Run the tower on inputs that belong to no sequence, and add its features times zero to tokens' embeddings.
 
-        Its features enter times zero: the units of the tower then run backwards too, as on ranks that have images.
+        The tower then runs backwards too, as on ranks with images. The model reads tokens, of which Gemma 4 wants more.
         """
-        features = self._backbone.get_image_features(**batch.model_inputs)
+        features = self._backbone.get_image_features(**tensor_arguments(batch.model_inputs))
         # What a forward pass uses and no more: a block whose output LLaVA leaves out must stay left out here too.
         used = [features[name] for name in _FEATURES if name in features] if isinstance(features, Mapping) else features
-        zero = sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor))
-        embedded: Tensor = self._backbone.get_input_embeddings()(batch.tokens)
-        return embedded + torch.as_tensor(zero).to(embedded.dtype)
+        zero = torch.as_tensor(sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor)))
+        embeddings = self._backbone.get_input_embeddings()
+        with embeddings.register_forward_hook(lambda _, __, embedded: embedded + zero.to(embedded.dtype)):
+            yield
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score one sequence by transformers' own forward: the yardstick of the check at start.

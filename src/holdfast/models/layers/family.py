@@ -12,11 +12,12 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from holdfast.data.content.vision_families import VISION_FAMILIES, video_token
+from holdfast.data.content.vision_families import attends_both_ways, may_see, video_token
 from holdfast.errors import ModelError
 from holdfast.models.support import Support
 
@@ -37,6 +38,10 @@ class HeadSpec:
     """Renormalise log-probabilities over these tokens and the drawn one; None: over the whole vocabulary."""
 
 
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names of the argument that tells image tokens from text."""
+
+
 @dataclass(frozen=True)
 class Family:
     """The particulars of one architecture."""
@@ -50,6 +55,8 @@ class Family:
     """The token whose embeddings are replaced by image features; None if images of the family are not supported."""
     video_token_id: int | None = None
     """The token whose embeddings are replaced by video features."""
+    token_types: str | None = None
+    """The model's argument that tells image tokens from text; None if it has none."""
     image_tokens: tuple[str, int] | None = None
     """The backbone's argument that marks image tokens, and their id, where attention depends on it."""
 
@@ -84,21 +91,22 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 def _number_read(model: nn.Module, text: Any, name: str) -> float:
     """Return a number of a configuration, 0 where there is none or the model's code does not read it.
 
-    MPT's configuration has a `logit_scale`, which transformers' model leaves out.
+    MPT's configuration has a `logit_scale`, which transformers' model leaves out, and Aya Vision's text always has one,
+    for a class that Aya Vision does not use. A cap is there only if somebody set it: it counts where any class of the
+    same file reads it, so that the check before step 1 refuses one that the model's own class leaves out.
     """
     value = getattr(text, name, None)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return 0.0
     kinds = {type(submodule) for submodule in model.modules() if hasattr(submodule, "base_model_prefix")}
-    computing = {
-        base_class.__module__ for kind in kinds for base_class in kind.__mro__ if "forward" in vars(base_class)
-    }
-    return float(value) if any(name in _source_of(module, otherwise=name) for module in computing) else 0.0
+    classes = {base_class for kind in kinds for base_class in kind.__mro__ if "forward" in vars(base_class)}
+    code = [sys.modules[base_class.__module__] if name in _CAPS else base_class for base_class in classes]
+    return float(value) if any(name in _source_of(reader, otherwise=name) for reader in code) else 0.0
 
 
-def _source_of(module: str, *, otherwise: str) -> str:
+def _source_of(code: type | ModuleType, *, otherwise: str) -> str:
     try:
-        return inspect.getsource(sys.modules[module])
+        return inspect.getsource(code)
     except (OSError, TypeError):  # of a class that was made in a session
         return otherwise
 
@@ -115,18 +123,24 @@ def family_of(model: nn.Module) -> Family:
         logit_scale=scale,
         logit_softcap=softcap,
         why_not_packed=_why_not_packed(model, text),
-        **_image_fields(config),
+        **_image_fields(model),
     )
 
 
-def _image_fields(config: Any) -> dict[str, Any]:
+def _image_fields(model: nn.Module) -> dict[str, Any]:
     """Return what a family that sees has besides."""
-    vision = VISION_FAMILIES.get(str(config.model_type))
-    if vision is None:
+    config: Any = model.config
+    if not may_see(config) or not hasattr(model, "get_image_features"):
         return {}
-    image, video = int(config.image_token_id), video_token(vision, config)
-    marks = None if vision.packs or vision.token_types is None else (vision.token_types, image)
-    return {"image_token_id": image, "video_token_id": None if video is None else int(video), "image_tokens": marks}
+    image, video = int(config.image_token_id), video_token(config)
+    arguments = inspect.signature(type(model).forward).parameters
+    argument = next((name for name in TOKEN_TYPES if name in arguments), None)
+    return {
+        "image_token_id": image,
+        "video_token_id": None if video is None else int(video),
+        "token_types": argument,
+        "image_tokens": (argument, image) if argument is not None and attends_both_ways(config) else None,
+    }
 
 
 def _why_not_packed(model: Any, text: Any) -> str:

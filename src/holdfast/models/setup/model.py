@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.model import ModelConfig
-from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.content.vision_families import may_see
 from holdfast.errors import ModelError
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.adapters.files import AdapterSource, check_base, note_of_base, refuse_other_scale
@@ -37,6 +37,7 @@ from holdfast.models.files.configuration import (
 from holdfast.models.files.conversion import Header, plan_incoming
 from holdfast.models.files.loading import LiveSource, RandomSource, StoredSource, WeightSource
 from holdfast.models.files.origin import load_tokenizer, locate, read_config, read_end_tokens
+from holdfast.models.files.processors import processor_settings
 from holdfast.models.files.safetensors_files import StoredTensors
 from holdfast.models.files.vision import follow_compute_dtype, load_image_processor, set_attention
 from holdfast.models.heads.policy import PolicyModel
@@ -78,6 +79,10 @@ class Blueprint:
     """Notes for the user, printed at the start of a run."""
     image_processor: Any = None
     """transformers' image processor; None for a model that reads text alone."""
+    processor_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the whole processor's class that the model's files have."""
+    image_sides: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """What `training.setup.model.image_side_of` derived, which takes seconds, by the options of `data`."""
 
 
 def blueprint(  # noqa: PLR0913 - what a model can be made of
@@ -101,10 +106,10 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     raw_config = _raw_config(config, directory, live)
     directories = _processor_directories(config, raw_config, directory, base, has_tokenizer=tokenizer is not None)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config, base)
-    old_vocabulary, new_vocabulary = _meet_tokenizer(config, raw_config, tokenizer, live)
+    vocabulary = _meet_tokenizer(config, raw_config, tokenizer, live)
     if scorer:
         one_score(raw_config, tokenizer)
-    notes = _notes(config, old_vocabulary, new_vocabulary)
+    notes = _notes(config, *vocabulary)
     run_config = copy.deepcopy(raw_config)
     make_trainable(run_config, keep_dropout=config.dropout)
     make = maker(run_config, config.trust_remote_code, scorer, live)
@@ -116,8 +121,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
     if config.lora is not None:
         notes.append(add_adapters(model, config.lora, storage_of(config)[1]))
     freeze(model, config.freeze)
-    drawn = seed if scorer or directory is None else None
-    source, used = _source(skeleton, live, directory, (old_vocabulary, new_vocabulary), drawn)
+    source, used = _source(skeleton, live, directory, vocabulary, seed if scorer or directory is None else None)
     if config.lora is not None:
         source = _with_adapters(config, base, model, source, seed, directory)
         notes += _notes_of_adapters(config, source, directory)
@@ -135,6 +139,7 @@ def blueprint(  # noqa: PLR0913 - what a model can be made of
         choose_attention(model, family, config.attention, notes),  # it adds a note
         tuple(notes),
         load_image_processor(config, raw_config, directories),
+        processor_settings(directories),
     )
 
 
@@ -213,7 +218,7 @@ def _processor_directories(
     if directory is not None:
         return [directory]
     name = config.tokenizer
-    sees = raw_config.model_type in VISION_FAMILIES and config.config is not None
+    sees = may_see(raw_config) and config.config is not None
     if has_tokenizer or not sees or name is None or name.startswith("builtin:"):
         return []
     return [locate(name, config, base, weights=False)]
@@ -337,10 +342,8 @@ def _vocabulary(rows: int, tokenizer: Any, may_grow: bool, live: Any) -> int:
     return needed
 
 
-def _notes(config: ModelConfig, old_vocabulary: int, new_vocabulary: int) -> list[str]:
-    notes = []
-    if new_vocabulary != old_vocabulary:
-        notes.append(f"vocabulary grown from {old_vocabulary} to {new_vocabulary}")
+def _notes(config: ModelConfig, old_size: int, new_size: int) -> list[str]:
+    notes = [] if new_size == old_size else [f"vocabulary grown from {old_size} to {new_size}"]
     if config.trust_remote_code:
         notes.append(f"trust_remote_code is on: Python code from {config.path} runs in this process")
     return notes

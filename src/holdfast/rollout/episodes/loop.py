@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.tokens.chat_template import TemplateRefuses
-from holdfast.environments.base import Message, StepResult, Turn
-from holdfast.environments.instances import APPENDED
+from holdfast.environments.base import APPENDED, Message, StepResult, Turn
 from holdfast.environments.pool import Answer, EnvironmentPool
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.episodes.calls import Parse
@@ -49,6 +48,10 @@ class EpisodeRequest:
     prompt: NDArray[np.int64]
     """[P], the same as tokens"""
     row: Mapping[str, Any]
+    writer: TurnTemplate
+    """Writes its prompt and observations."""
+    parse: Parse | None
+    """Reads calls; None without tools."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Episode:
     prompt_messages: int = 0
     """Of these, those that it began with."""
     reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    """The same by turn; what comes at the end is of the last."""
     info: dict[str, float] = field(default_factory=dict)
     called: Counter[str] = field(default_factory=Counter)
     failed_calls: int = 0
@@ -109,25 +114,21 @@ class EpisodeLoop:
     Args:
         requests: The episodes.
         environments: Started.
-        writer: Writes prompts and observations.
-        parse: Reads calls; None without tools.
         decode: Tokens to text; with True, special ones are left out.
         limits: Of an episode.
         interrupted: Asked while an environment is waited for.
     """
 
-    def __init__(  # noqa: PLR0913 - what episodes are made of
+    def __init__(
         self,
         requests: Sequence[EpisodeRequest],
         environments: EnvironmentPool,
-        writer: TurnTemplate,
-        parse: Parse | None,
         decode: Callable[[list[int], bool], str],
         limits: Limits,
         interrupted: Interrupted,
     ) -> None:
         self.episodes = [Episode(request) for request in requests]
-        self._environments, self._writer, self._parse, self._decode = environments, writer, parse, decode
+        self._environments, self._decode = environments, decode
         self._limits, self._interrupted = limits, interrupted
         self._waiting = deque(range(len(self.episodes)))
         self._asked: set[int] = set()
@@ -167,6 +168,7 @@ class EpisodeLoop:
             episode = self.episodes[index]
             assert episode.tokens is not None
             episode.tokens = episode.tokens.with_turn(completion)
+            episode.turn_rewards.append(0.0)
             episode.last_token = int(completion.tokens[-1]) if completion.tokens.size else None
             if completion.finish is Finish.ABORT:
                 self._end(index, "aborted")
@@ -179,7 +181,8 @@ class EpisodeLoop:
             if is_cut and self._limits.ends_when_cut:
                 self._end(index, "cut")
                 continue
-            calls = () if self._parse is None else self._parse(self._decode(self._without_end(said), False))
+            parse, is_ended = episode.request.parse, bool(said) and episode.request.writer.is_end(said[-1])
+            calls = () if parse is None else parse(self._decode(said[:-1] if is_ended else said, False))
             turn = Turn(episode.tokens.turn_count - 1, text, calls, completion.finish.value)
             self._environments.take(self._first + index, turn)
             self._asked.add(index)
@@ -191,9 +194,6 @@ class EpisodeLoop:
             self._leave(index)
         self._waiting.clear()
         self._able.clear()
-
-    def _without_end(self, tokens: list[int]) -> list[int]:
-        return tokens[:-1] if tokens and self._writer.is_end(tokens[-1]) else tokens
 
     def _begin_waiting(self) -> None:
         while self._waiting and len(self._active) < self._limits.instances:
@@ -263,6 +263,8 @@ class EpisodeLoop:
             self._start(index, result.messages)
             return
         episode.reward += result.reward
+        if episode.turn_rewards:
+            episode.turn_rewards[-1] += result.reward
         episode.info |= result.info
         episode.called.update(result.called)
         episode.failed_calls += result.failed_calls
@@ -273,7 +275,7 @@ class EpisodeLoop:
         elif episode.tokens.turn_count >= self._limits.max_turns:
             self._end(index, "turns")
         else:
-            observed = self._writer.observation(result.messages, last_token=episode.last_token)
+            observed = episode.request.writer.observation(result.messages, last_token=episode.last_token)
             tokens = episode.tokens.with_observation(np.asarray(observed, np.int64))
             self._go_on(index, tokens)
 
@@ -284,7 +286,7 @@ class EpisodeLoop:
         episode.prompt_messages = len(episode.messages)
         prompt = episode.request.prompt
         if messages:
-            prompt = np.asarray(self._writer.opening(episode.messages), np.int64)
+            prompt = np.asarray(episode.request.writer.opening(episode.messages), np.int64)
         episode.tokens = EpisodeTokens.of_prompt(prompt)
         self._go_on(index, episode.tokens)
 

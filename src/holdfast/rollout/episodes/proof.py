@@ -15,18 +15,21 @@ _QUESTION = {"role": "user", "content": "holdfast asks?"}
 _VALUES: Mapping[str, Any] = {"integer": 7, "number": 2.5, "string": "holdfast's text", "boolean": True, "array": []}
 
 
+def unwritable_name(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the name of a tool that the tokenizer writes otherwise, so that no policy could call it; None if none."""
+    names = [str(tool["function"]["name"]) for tool in tools]
+    return next((name for name in names if template.as_tokenised(name) != name), None)
+
+
 def proved_parser(template: ChatTemplate, writer: TurnTemplate, tools: Sequence[Mapping[str, Any]]) -> Parse | None:
     """Return what reads back a call of every tool as the template writes it; None without tools.
 
     Raises:
-        TemplateRefuses: Nothing does, or the tokenizer cannot write a tool's name.
+        TemplateRefuses: Nothing does.
     """
     if not tools:
         return None
     calls = [_call(tool["function"]) for tool in tools]
-    for call in calls:
-        if template.as_tokenised(call.name) != call.name:
-            raise TemplateRefuses(f"the tokenizer cannot write the name of tool {call.name!r}; rename it")
     texts = [_written(template, writer, tools, call) for call in calls]
     own = parser_of_tokenizer(template.tokenizer, tools)
     parsers = ([] if own is None else [own]) + [parser_of_family(family) for family in FAMILIES.values()]

@@ -54,6 +54,11 @@ class EpisodeTokens:
         """Turns that the policy took."""
         return int(self.turns[-1]) + 1
 
+    @property
+    def turn_lengths(self) -> tuple[int, ...]:
+        """Tokens that the policy chose in each turn."""
+        return tuple(np.bincount(self.turns[self.sampled], minlength=self.turn_count).tolist())
+
     def with_turn(self, sampled: Sampled) -> EpisodeTokens:
         """Return the episode with what the policy chose next, token by token as the engine gave it."""
         size = sampled.tokens.size

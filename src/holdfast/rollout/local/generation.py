@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.content.vision_families import VISION_FAMILIES
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import reader_of
 from holdfast.models.setup.model import Blueprint
@@ -127,9 +126,9 @@ class TransformersEngine(ReplicaEngine):
     def _image_inputs(self, requests: Sequence[Request], tokens: Tensor) -> dict[str, Tensor]:
         """Return what `generate` gets of the rows' images; those of a prompt come once for each of its rows."""
         inputs = merged_inputs(requests, self._replica.device)
-        vision, token = VISION_FAMILIES.get(self._replica.family.name), self._replica.family.image_token_id
-        if inputs and vision is not None and vision.token_types is not None and token is not None:
-            inputs[vision.token_types] = (tokens == token).long().to(self._replica.device)
+        family = self._replica.family
+        if inputs and family.token_types is not None and family.image_token_id is not None:
+            inputs[family.token_types] = (tokens == family.image_token_id).long().to(self._replica.device)
         return inputs
 
     def _sampled(self, request: Request, index: int, tokens: list[int], logprobs: list[float], stops: Stops) -> Sampled:

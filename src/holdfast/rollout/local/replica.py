@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.models.files.vision import set_attention
 from holdfast.models.layers.attention import upstream_attention
 from holdfast.models.layers.rotary import keep_short_angles
@@ -29,7 +30,9 @@ def merged_inputs(requests: Iterable[Request], device: torch.device) -> dict[str
     for request in requests:
         for name, values in request.model_inputs.items():
             arrays.setdefault(name, []).append(values)
-    return {name: torch.from_numpy(np.concatenate(values)).to(device) for name, values in arrays.items()}
+    return tensor_arguments(
+        {name: torch.from_numpy(np.concatenate(values)).to(device) for name, values in arrays.items()}
+    )
 
 
 def for_few_rows(weight: Tensor) -> Tensor:

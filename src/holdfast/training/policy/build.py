@@ -239,7 +239,7 @@ def _rows(
     images: ImageSide | str,
     environments: EnvironmentPool | None,
 ) -> RowTokeniser:
-    tools = None if config.environment is None or environments is None else environments.tools
+    tools = None if config.environment is None or environments is None else environments.tools_of
     return setting.ranks.on_all_ranks(
         lambda: RowTokeniser(origin.tokenizer, config.data, setting.base, images, tools=tools)
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from holdfast.rollout.engine import converse
 from holdfast.rollout.episodes.calls import Parse
 from holdfast.rollout.episodes.history import TurnTemplate, classify
 from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
-from holdfast.rollout.episodes.proof import proved_parser
+from holdfast.rollout.episodes.proof import proved_parser, unwritable_name
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.engines import stops_of
 from holdfast.training.policy.rewards import RewardLog
@@ -60,6 +60,13 @@ def open_environments(config: GRPOConfig, base: Path, world: World) -> Iterator[
             log.close(pool)
 
 
+class Syntax(NamedTuple):
+    """How turns of an environment are written and read."""
+
+    writer: TurnTemplate
+    parse: Parse | None
+
+
 @dataclass(frozen=True)
 class LocalEpisodes:
     """What samples episodes in the place of single answers; implements `Episodes` of `training/policy/run.py`."""
@@ -67,8 +74,8 @@ class LocalEpisodes:
     pool: EnvironmentPool
     section: EnvironmentConfig
     rows: RowTokeniser
-    writer: TurnTemplate
-    parse: Parse | None
+    syntaxes: Mapping[str, Syntax]
+    """By the name of the environment."""
     max_length: int
 
     def sample(
@@ -87,8 +94,6 @@ class LocalEpisodes:
             loop = EpisodeLoop(
                 [request for prompt in prompts for request in self._requests(prompt, seeds[prompt.prompt_id])],
                 self.pool,
-                self.writer,
-                self.parse,
                 lambda tokens, plain: str(tokenizer.decode(tokens, skip_special_tokens=plain)),
                 self._limits(sampling),
                 setting.interrupted,
@@ -100,9 +105,13 @@ class LocalEpisodes:
             return _groups(prompts, loop.episodes, sampling, tokenizer)
 
     def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
-        messages = self.rows.conversation(prompt.row, f"Row of prompt {prompt.prompt_id}").messages
+        row_name = f"Row of prompt {prompt.prompt_id}"
+        messages = self.rows.conversation(prompt.row, row_name).messages
+        syntax = self.syntaxes[self.pool.kind_of(prompt.row, row_name)]
         return [
-            EpisodeRequest(prompt.prompt_id, place, seed, messages, prompt.tokens, prompt.row)
+            EpisodeRequest(
+                prompt.prompt_id, place, seed, messages, prompt.tokens, prompt.row, syntax.writer, syntax.parse
+            )
             for place, seed in enumerate(seeds)
         ]
 
@@ -129,9 +138,7 @@ class LocalEpisodes:
         config = setting.config
         assert isinstance(config, GRPOConfig)
         requests = [request for prompt in prompts[:_TRIED] for request in self._requests(prompt, (config.seed,))]
-        loop = EpisodeLoop(
-            requests, self.pool, self.writer, None, lambda *_: "", self._limits(config.rollout), lambda: False
-        )
+        loop = EpisodeLoop(requests, self.pool, lambda *_: "", self._limits(config.rollout), lambda: False)
         loop.ready(wait=True)
         while any(episode.tokens is None and episode.ended is None for episode in loop.episodes):
             loop.ready(wait=True)
@@ -175,10 +182,20 @@ def episodes_of(
         return None
     if pool is None:
         raise ConfigError("environment: nothing has started it. Run the file by `holdfast grpo` or `holdfast eval`.")
-    template, tools = rows.template, pool.tools
+    ends = stops_of(sharded).tokens
+    syntaxes = {name: _proved_syntax(rows.template, tools, ends) for name, tools in pool.tools.items()}
+    return LocalEpisodes(pool, config.environment, rows, syntaxes, config.data.max_length)
+
+
+def _proved_syntax(template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ends: Collection[int]) -> Syntax:
+    if (name := unwritable_name(template, tools)) is not None:
+        raise ConfigError(
+            f"environment: the tokenizer writes {name!r}, the name of a tool, as {template.as_tokenised(name)!r}, and "
+            "a policy could not call it. Rename the tool."
+        )
     try:
         template.check()
-        writer = TurnTemplate(template, tools, stops_of(sharded).tokens)
+        writer = TurnTemplate(template, tools, ends)
         _refuse_history(template, tools)
         parse = proved_parser(template, writer, tools)
         _refuse_unproved(template, writer)
@@ -186,7 +203,7 @@ def episodes_of(
         raise ConfigError(
             f"environment: {template.name} cannot write an episode: {refusal}. Set data.chat_template to one that can."
         ) from None
-    return LocalEpisodes(pool, config.environment, rows, writer, parse, config.data.max_length)
+    return Syntax(writer, parse)
 
 
 def _refuse_history(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -244,6 +261,8 @@ def _trajectory(episode: Episode, line: EpisodeTokens, sampling: SamplingConfig)
         turns=line.turn_count,
         ended=str(episode.ended),
         reward=episode.reward,
+        turn_rewards=tuple(episode.turn_rewards),
+        turn_lengths=line.turn_lengths,
         called=dict(episode.called),
         failed_calls=episode.failed_calls,
         cut_turns=episode.cut_turns,

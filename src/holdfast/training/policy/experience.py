@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.advantages.group import advantages
+from holdfast.advantages.turns import turn_advantages
 from holdfast.advantages.user import Groups
 from holdfast.config.sections.policy import ByCovariance, ClipCovConfig
 from holdfast.config.verbs.grpo import GRPOConfig
@@ -31,7 +32,7 @@ from holdfast.objectives.surrogates import COVARIANCE_MASK
 from holdfast.training.engines import layout_of
 from holdfast.training.other_models.reference import scored
 from holdfast.training.policy.critic import with_rewards
-from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, rewards_of, trained_tokens
+from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, returns_of, rewards_of, trained_tokens
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
@@ -59,20 +60,36 @@ def with_advantages(run: PolicyRun, rollout: Rollout) -> Rollout:
         for group in rollout.groups:
             values = advantages[row[group.prompt.prompt_id]]
             trajectories = tuple(
-                replace(trajectory, advantages=np.where(trajectory.loss_mask, value, 0.0).astype(exact))
+                replace(trajectory, advantages=on_tokens(trajectory, value).astype(exact))
                 for trajectory, value in zip(group.trajectories, values, strict=True)
             )
             groups.append(replace(group, trajectories=trajectories))
     return replace(rollout, groups=tuple(groups))
 
 
+def on_tokens(trajectory: Trajectory, advantage: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [L], an advantage on every trained token: of its completion, [], or of its turn, [T]."""
+    values: NDArray[np.float64] = np.zeros(trajectory.tokens.size)
+    if advantage.ndim and trajectory.episode is not None and trajectory.loss_mask.any():
+        lengths = trajectory.episode.turn_lengths
+        values[trajectory.loss_mask] = np.repeat(advantage[: len(lengths)], lengths)
+    elif trajectory.loss_mask.any():
+        values[trajectory.loss_mask] = advantage if not advantage.ndim else advantage[0]
+    return values
+
+
 def batch_advantages(run: PolicyRun, facts: Sequence[GroupFact]) -> NDArray[np.float64]:
-    """Return [P, G] advantages of all groups of a step, the same on every rank; all ranks call this together.
+    """Return the advantages of all groups of a step, the same on every rank; all ranks call this together.
+
+    They are [P, G], or [P, G, T] where each turn of an episode has its own.
 
     Raises:
         AdvantageFailed: The user's function makes no advantages of them; on every rank.
     """
     config, ranks = run.config, run.setting.ranks
+    discount = config.advantage.turn_discount
+    if discount is not None:
+        return turn_advantages(config.advantage, returns_of(facts, discount, config.environment_weight))
     rewards, lengths = rewards_of(facts), lengths_of(facts)
     reward_parts = {section.label: parts_of(facts, section.label) for section in config.reward}
     if run.user_advantage is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.advantages.group import without_advantages
+from holdfast.advantages.turns import TurnMatrix, discounted_returns, turn_advantages
 from holdfast.config.sections.advantage import AdvantageConfig
 from holdfast.config.sections.rollout import BetweenConfig, GroupsConfig
 from holdfast.parallel.collectives import RankGroup
@@ -115,8 +116,43 @@ def parts_of(facts: Sequence[GroupFact], label: str) -> NDArray[np.float64]:
     )
 
 
+def returns_of(facts: Sequence[GroupFact], discount: float, environment_weight: float) -> TurnMatrix:
+    """Return the discounted returns of the turns of groups of one size, [P, G, T]; NaN where there is no such turn.
+
+    What a turn was rewarded with is the environment's reward by its weight. What further rewards gave is of the whole
+    episode, and so of its last turn.
+
+    Args:
+        facts: Of episodes; a completion without one is a single turn.
+        discount: Of a reward for each turn that lies before it.
+        environment_weight: Of `reward: environment`; 0 without it.
+    """
+    rows = [[_returns(fact, discount, environment_weight) for fact in group.completions] for group in facts]
+    size = len(rows[0]) if rows else 0
+    returns = np.full((len(rows), size, max((len(turns) for row in rows for turns in row), default=0)), np.nan)
+    for prompt, row in enumerate(rows):
+        for place, turns in enumerate(row):
+            returns[prompt, place, : len(turns)] = turns
+    return returns
+
+
+def _returns(fact: CompletionSummary, discount: float, environment_weight: float) -> list[float]:
+    if math.isnan(fact.reward):
+        return []
+    if fact.episode is None:
+        return [fact.reward]
+    rewards = [environment_weight * reward for reward in fact.episode.turn_rewards]
+    if rewards:
+        rewards[-1] += fact.reward - math.fsum(rewards)
+    return discounted_returns(rewards, discount)
+
+
 def select(
-    facts: Sequence[GroupFact], config: GroupsConfig, advantage: AdvantageConfig, weights: Mapping[str, float]
+    facts: Sequence[GroupFact],
+    config: GroupsConfig,
+    advantage: AdvantageConfig,
+    weights: Mapping[str, float],
+    environment_weight: float = 0.0,
 ) -> list[GroupFact]:
     """Return the groups that are trained on: a pure function of what all ranks know.
 
@@ -125,17 +161,22 @@ def select(
         config: Which groups.
         advantage: Says what completions are compared by, and so which groups teach nothing.
         weights: Of the rewards, by name.
+        environment_weight: Of those that an environment gives turn by turn.
     """
     eligible = [fact for fact in facts if _eligible(fact, config, advantage)]
     if config.flat == "keep" or not eligible:
         return eligible
-    reward_parts = {label: parts_of(eligible, label) for label in weights}
     trained = np.array(
         [[trained_tokens(completion, config) > 0 for completion in fact.completions] for fact in eligible]
     )
-    teaching = ~without_advantages(
-        advantage, rewards_of(eligible), reward_parts, weights, trained, lengths_of(eligible)
-    )
+    if advantage.turn_discount is None:
+        reward_parts = {label: parts_of(eligible, label) for label in weights}
+        teaching = ~without_advantages(
+            advantage, rewards_of(eligible), reward_parts, weights, trained, lengths_of(eligible)
+        )
+    else:
+        returns = returns_of(eligible, advantage.turn_discount, environment_weight)
+        teaching = (turn_advantages(advantage, returns).any(axis=2) & trained).any(axis=1)
     return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
 
 

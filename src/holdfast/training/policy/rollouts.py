@@ -171,7 +171,8 @@ def _one_round(run: PolicyRun, batch: PromptBatch, ahead: CompletionsAhead | Non
         facts, scored = _with_greedy(run, batch.own_prompts, facts, scored)
     trimmed = [without_dropped(fact, config.groups) for fact in facts]
     weights = {reward.label: reward.weight for reward in config.reward}
-    selected_ids = {fact.prompt_id for fact in select(trimmed, config.groups, config.advantage, weights)}
+    selected = select(trimmed, config.groups, config.advantage, weights, config.environment_weight)
+    selected_ids = {fact.prompt_id for fact in selected}
     trimmed = [fact for fact in trimmed if fact.prompt_id in selected_ids]
     own_groups = tuple(trained_part(group, config.groups) for group in groups if group.prompt.prompt_id in selected_ids)
     left_out = tuple(group for group in groups if group.prompt.prompt_id not in selected_ids)

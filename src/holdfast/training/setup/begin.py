@@ -138,13 +138,16 @@ def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any
     trained = trained_of(sharded, total)
     evaluation.sharded = trained
     marks = ranks.on_first_rank(lambda: image_fingerprints(setting, stream, origin))  # it reads images for all
+    images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
+    rules = images.family.record if isinstance(images, ImageSide) else {}
     return Run(
         trained=trained,
         evaluation=evaluation,
         stream=stream,
         source_names=tuple(source.name for source in setup.data.training),
         observers=setup.observers,
-        identity=ranks.on_all_ranks(lambda: identity(setting, stream, origin, marks)),
+        identity=ranks.on_all_ranks(lambda: identity(setting, stream, origin, marks, rules)),
+        image_rules=rules,
     )
 
 

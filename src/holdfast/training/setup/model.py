@@ -17,7 +17,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
-from holdfast.data.content.vision_families import VISION_FAMILIES
+from holdfast.data.content.vision_families import attends_both_ways, may_see
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
@@ -137,17 +137,23 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
     Raises:
         ModelError: Image processor, tokenizer and model do not belong together.
     """
-    vision = VISION_FAMILIES.get(origin.family.name)
-    if vision is not None and not vision.packs and config.data.packing != "none":
+    raw_config = origin.original_config
+    if may_see(raw_config) and attends_both_ways(raw_config) and config.data.packing != "none":
         return f"{origin.family.name} attends within an image in both directions, and packs do not; packing: none does"
-    return image_side(
-        origin.image_processor,
-        origin.tokenizer,
-        origin.original_config,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        videos=video_options(config.data, origin.directory),
-    )
+    data = config.data
+    options = (data.min_pixels, data.max_pixels, data.video_fps, data.video_min_pixels, data.video_max_pixels)
+    if options not in origin.image_sides:
+        origin.image_sides[options] = image_side(
+            origin.image_processor,
+            origin.tokenizer,
+            raw_config,
+            settings=origin.processor_settings,
+            min_pixels=data.min_pixels,
+            max_pixels=data.max_pixels,
+            videos=video_options(data, origin.directory),
+        )
+    side: ImageSide | str = origin.image_sides[options]
+    return side
 
 
 def make_plan(
@@ -327,6 +333,8 @@ def _forward_summary(result: CheckResult, seconds: float) -> str:
         sentence += f", lengths up to and beyond {', '.join(map(str, result.lengths.checked))}"
     if result.lengths.too_long:
         sentence += f" (not {', '.join(map(str, result.lengths.too_long))}, which would take too long)"
+    if result.features:
+        sentence += f", features of images ({', '.join(map(str, result.features))}, as many as tokens)"
     return f"{sentence} {seconds:.1f} s"
 
 

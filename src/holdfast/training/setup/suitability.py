@@ -25,7 +25,12 @@ from holdfast.models.adapters.live import adapters_of
 from holdfast.models.adapters.lora import add_adapters
 from holdfast.models.check.boundaries import boundaries_of
 from holdfast.models.check.shrink import CannotShrink, layers_in, shrink
+from holdfast.models.check.tower import count_features
 from holdfast.models.files.configuration import maker, on_meta, refusals
+from holdfast.models.files.origin import load_tokenizer, locate
+from holdfast.models.files.processors import processor_settings
+from holdfast.models.files.vision import image_side
+from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.attention import register_attention
 from holdfast.models.layers.family import family_of
 from holdfast.models.layers.rotary import rotary_boundaries
@@ -33,7 +38,7 @@ from holdfast.models.setup.model import Blueprint, blueprint, configured
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.training.run import Setting
-from holdfast.training.setup.model import build_policy, check_positions, image_side_of
+from holdfast.training.setup.model import build_policy, check_positions
 
 _SMALL = 30_000_000
 """Parameters of a model that is looked at as it is, if its weights are here."""
@@ -141,9 +146,48 @@ def _check_lines(setting: Setting, model: Any) -> Iterator[str]:
     else:
         yield "attention: packed, documents side by side without seeing each other"
         yield "rollouts: decoded in this process, over the training weights"
-    images = image_side_of(config, origin)
-    yield f"images: {'known' if isinstance(images, ImageSide) else images}"
+    yield from (f"images: {line}" for line in _on_images(setting, policy, whole=origin.directory is not None))
     yield from (line for line in printed.getvalue().splitlines() if line.startswith(("forward check", "checked")))
+
+
+def _on_images(setting: Setting, policy: PolicyModel, *, whole: bool) -> Iterator[str]:
+    """Yield what the model's own processor was found to make of images, and how that was proved.
+
+    Args:
+        setting: Names the model.
+        policy: The model that is looked at.
+        whole: Whether it is the model itself, whose check counts features too.
+    """
+    side = _image_side(setting)
+    if isinstance(side, str):
+        yield side
+        return
+    yield from side.described()
+    if not whole:
+        tokens, features = count_features(policy, side)
+        listing = ", ".join(map(str, tokens))
+        if tokens == features:
+            yield f"a small tower makes as many features as there are tokens ({listing})"
+        else:
+            raise ModelError(
+                f"The processor of {side.name} writes {listing} tokens for images of several sizes, and a small vision "
+                f"tower like the model's makes {', '.join(map(str, features))} features of them. The model's "
+                "preprocessor_config.json and config.json do not belong together."
+            )
+
+
+def _image_side(setting: Setting) -> ImageSide | str:
+    section, base = setting.config.model, setting.base
+    raw_config, processor = configured(section, base)
+    directory = None if section.path is None else locate(section.path, section, base, weights=False)
+    if processor is None:
+        return image_side(None, None, raw_config)
+    try:
+        tokenizer = load_tokenizer(section, base)
+    except ModelError as error:
+        return f"not looked at: {error}"
+    settings = processor_settings([] if directory is None else [directory])
+    return image_side(processor, tokenizer, raw_config, settings=settings)
 
 
 def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, Blueprint, str]:

@@ -144,6 +144,7 @@ def longest_prompt(config: TrainingConfig, *, training: bool = True) -> int | No
 def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide | str:
     """Return what turns images into tokens, without building a model."""
     from holdfast.models.files.origin import locate
+    from holdfast.models.files.processors import processor_settings
     from holdfast.models.files.vision import image_side, video_options
     from holdfast.models.setup.model import configured
 
@@ -151,4 +152,6 @@ def images_of(config: TrainingConfig, tokenizer: Any, base: Path) -> ImageSide |
     raw_config, processor = configured(model, base)
     directory = None if model.path is None else locate(model.path, model, base, weights=False)
     bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
-    return image_side(processor, tokenizer, raw_config, **bounds, videos=video_options(data, directory))
+    settings = processor_settings([] if directory is None else [directory])
+    videos = video_options(data, directory)
+    return image_side(processor, tokenizer, raw_config, settings=settings, **bounds, videos=videos)

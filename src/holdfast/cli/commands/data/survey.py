@@ -25,6 +25,7 @@ from holdfast.data.rows.reading import EndOfStream, RowReader
 from holdfast.data.rows.rows import Row, Source, open_source
 from holdfast.data.survey import Survey, report_lines
 from holdfast.data.tokens.chat import RowTokeniser
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.models.files.origin import load_tokenizer
 from holdfast.text.numbers import number_as_text
@@ -139,6 +140,8 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
         training = name == "training"
         report = _report_of(name, source, config, longest_prompt(config, training=training))
         report.survey.skips = training and config.data.on_bad_row == "skip"
+        if isinstance(images, ImageSide):
+            images.on_image = report.survey.images.add
         tokenise = _tokenise(config, tokenizer, base, images, dict(formats), training=training)
         for label, row in _rows(source, report.survey):
             if taken is not None and not taken(row):

@@ -102,6 +102,13 @@ def _advice(columns_of_file: Mapping[str, str | None], columns: Sequence[str]) -
     return f"Write a file by hand and name them, as in data.columns={{{text}}}, or rename them in the rows."
 
 
+def prompt_column(verb: str, rows: Sequence[Row]) -> str | None:
+    """Return the column of the prompts that a verb reads; None if they are no texts."""
+    columns = list(rows[0])
+    asks = column_of(columns, "prompt") if "prompt" in _needed(verb, columns) else None
+    return asks if asks is not None and isinstance(rows[0].get(asks), str) else None
+
+
 def choose_turns(draft: FirstFile, verb: str, base: Path, rows: Sequence[Row]) -> None:
     """Make prompts that are texts a user's turns where the tokenizer has a chat template that can write them.
 
@@ -109,14 +116,15 @@ def choose_turns(draft: FirstFile, verb: str, base: Path, rows: Sequence[Row]) -
     """
     from holdfast.models.files.origin import load_tokenizer
 
-    columns = list(rows[0])
-    called = {ours: column_of(columns, ours) for ours in _needed(verb, columns)}
-    asks = called.pop("prompt", None)
-    if asks is None or not isinstance(rows[0].get(asks), str):
+    asks = prompt_column(verb, rows)
+    if asks is None:
         return
+    columns = list(rows[0])
+    called = {ours: column_of(columns, ours) for ours in _needed(verb, columns) if ours != "prompt"}
     tokenizer = load_tokenizer(ModelConfig(**draft.tree["model"]), base)
     plain = _why_plain(tokenizer, [str(row.get(asks)) for row in rows])
-    renamed = _renamed({"instruction": asks, **_answers(called)})
+    media = {ours: name for ours, name in draft.tree["data"].get("columns", {}).items() if ours == "images"}
+    renamed = _renamed({"instruction": asks, **_answers(called)}) | media
     data = {key: value for key, value in draft.tree["data"].items() if key != "columns"}
     counts: Mapping[str, int] = {}
     if not plain:

@@ -17,9 +17,11 @@ from holdfast.cli.commands.init.first_columns import (
     choose_columns,
     choose_turns,
     column_of,
+    prompt_column,
     survey_of_draft,
     verb_for,
 )
+from holdfast.cli.commands.init.first_images import choose_images
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.roots import ROOTS
@@ -118,6 +120,7 @@ def suggest(verb: str | None, models: tuple[str, str | None], data: str, base: P
     taught = {} if teacher is None else {"teacher": {"path": teacher}}
     draft = FirstFile({"verb": verb, "run": {"name": name}, "model": {"path": model}, **taught, "data": {"path": data}})
     choose_columns(draft, verb, columns)
+    choose_images(draft, base, rows, prompt_column(verb, rows))
     if verb == "grpo":
         _choose_reward(draft, columns, rows)
     choose_turns(draft, verb, base, rows)

@@ -1,0 +1,104 @@
+"""What an environment, a tool or a row lacks is told in one paragraph before step 1, with exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.fixtures import write_rows, write_run
+from tests.cli.warm import WarmPython
+
+FILES = {
+    "tools.py": """
+def untyped(a): ...
+def add(a: int) -> int: return a
+def addé(a: int) -> int: return a
+""",
+    "more.py": "def add(a: int) -> int: return a",
+    "world.py": """
+class Silent:
+    def begin(self, row): return 7
+    def step(self, turn): ...
+class Asks:
+    def begin(self, row): return row["question"]
+    def step(self, turn): ...
+WORLDS = {"silent": Silent, "asks": Asks}
+class Lake:
+    action_space = None
+    def reset(self, seed): ...
+    def step(self, action): ...
+""",
+    "plain.jinja": "{% for message in messages %}<bos>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant:{% endif %}",
+}
+TOOL = {"tools": "tools.py:add"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a tool without types": (
+        {"environment": {"tools": "tools.py:untyped"}},
+        "environment: parameter a of tool untyped has no type, and the model would not be told",
+    ),
+    "a name that the tokenizer cannot write": (
+        {"environment": {"tools": "tools.py:addé"}},
+        "environment: the tokenizer writes 'addé', the name of a tool, as 'add<unk>', and a policy could",
+    ),
+    "two tools of one name": (
+        {"environment": {"tools": ["tools.py:add", "more.py:add"]}},
+        "environment: two tools are called add, and a call would not say which. Rename one.",
+    ),
+    "a template without tools": (
+        {"environment": TOOL, "data": {"chat_template": "plain.jinja"}},
+        "leaves tools out of the prompt, so a policy cannot act by it. Set data.chat_template to a jinja file",
+    ),
+    "no messages": (
+        {"environment": {"path": "world.py:Silent"}},
+        "it returned a int (7), which is neither text nor a list of messages (role and content). The row's columns are",
+    ),
+    "a row without its columns": (
+        {"environment": {"path": "world.py:Asks"}},
+        "it raised KeyError: 'question' (world.py:6). The row's columns are prompt, answer. Correct the class, or the",
+    ),
+    "a row that names no environment of several": (
+        {"environment": {"path": "world.py:WORLDS"}},
+        "has no column environment, and there is silent, asks. Correct the row, or what environment.path names.",
+    ),
+    "an environment of gymnasium without its action": (
+        {"environment": {"path": "world.py:Lake"}},
+        "is an environment of gymnasium, which takes actions, and a turn is text. Set environment.action to a function",
+    ),
+    "a recorded rollout": (
+        {"environment": TOOL, "rollout": {"record": True}},
+        "rollout.record: what is recorded of a step is single answers; leave it out with an environment",
+    ),
+    "servers": (
+        {"environment": TOOL, "rollout": {"engine": {"kind": "vllm", "url": "http://127.0.0.1:8000"}}},
+        "rollout.engine.kind: vllm samples single answers, and an environment wants turns; use auto",
+    ),
+}
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_keeps_an_episode_from_beginning_is_one_paragraph(
+    name: str, warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}] * 12)
+    tree["model"]["config"]["max_position_embeddings"] = 512
+    tree |= {"reward": "exact", "rollout": {"max_new_tokens": 8, "group_size": 2}}
+    tree["data"] |= {"max_length": 448, "tokens_per_micro_batch": 1024}
+    tree["launch"]["ranks"] = 1
+    changes, message = REFUSED[name]
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values
+    write_run(tmp_path / "run.yaml", tree)
+
+    done = warm.run("-m", "holdfast.cli.main", "grpo", "run.yaml", cwd=tmp_path)
+
+    assert done.code == 2, done.err
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert len([line for line in done.err.splitlines() if line.strip()]) == 1, done.err
+    assert not (tmp_path / "runs").exists()

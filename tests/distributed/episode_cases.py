@@ -1,0 +1,82 @@
+"""What rank pools run: a policy's steps on episodes, and the same updates by plain transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs.grpo import GRPOConfig
+from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.parallel.stream import full_tensor
+from holdfast.recipes.grpo import learn
+from holdfast.rewards.base import Sample, Scored
+from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.episodes import open_environments
+from holdfast.training.policy.rollouts import next_rollout
+from holdfast.training.setup.begin import Live
+
+Row = tuple[int, list[int], list[bool], float, int]
+"""Sample id, tokens and mask of an episode as one row, its reward, its turns."""
+
+
+def train_on_episodes(world: World, tree: dict[str, Any], rows: Any, base: str, steps: int) -> dict[str, Any]:
+    """Train and return metrics, final parameters, and the rows of all ranks' episodes, step by step."""
+    config = from_mapping(tree, GRPOConfig)
+    lines: list[dict[str, float]] = []
+    episodes: list[list[Row]] = []
+    with open_environments(config, Path(base), world) as environments:
+        run = build_policy_run(config, Path(base), world, _score, Live(rows=rows), environments=environments)
+        for _ in range(steps):
+            sampled = next_rollout(run)
+            assert sampled is not None
+            rollout, metrics = learn(run, sampled)
+            lines.append(metrics)
+            episodes.append(sorted(row for part in run.setting.ranks.gather(_rows(rollout.groups)) for row in part))
+    final = {name: full_tensor(p).double().numpy().copy() for name, p in sharded_parameters(run.trained.model).items()}
+    return {"lines": lines, "parameters": final, "episodes": episodes}
+
+
+def _score(samples: Sequence[Sample]) -> list[Scored]:
+    """Score by the share of even tokens, which any policy can move."""
+    shares = [sum(token % 2 == 0 for token in s.completion_tokens) / len(s.completion_tokens) for s in samples]
+    return [Scored(share, {"exact": share}) for share in shares]
+
+
+def _rows(groups: Sequence[Any]) -> list[Row]:
+    return [
+        (t.sample_id, t.tokens.tolist(), t.loss_mask.tolist(), float(t.reward), t.episode.turns)
+        for group in groups
+        for t in group.trajectories
+    ]
+
+
+def update_by_hand(model: Any, episodes: list[list[Row]], lr: float) -> dict[str, Any]:
+    """Make the same updates with a plain transformers model in float64, each episode a row of its own."""
+    losses, norms = [], []
+    for step in episodes:
+        total: Any = 0.0
+        for sample_id, tokens, mask, reward, _ in step:
+            rewards = [row[3] for row in step if row[0] // 2**20 == sample_id // 2**20]
+            group = torch.tensor(rewards, dtype=torch.float64)
+            advantage = float((reward - group.mean()) / (group.std() + 1e-6)) if group.std() > 0 else 0.0
+            row = torch.tensor([tokens])
+            chosen = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)
+            ratio = (chosen - chosen.detach()).exp()
+            total = total - (ratio * advantage)[torch.tensor(mask[1:])].sum()
+        loss = total / sum(sum(row[2]) for row in step)
+        model.zero_grad()
+        loss.backward()
+        losses.append(float(loss.detach()))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.stack([(gradient**2).sum() for gradient in gradients]).sum().sqrt()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(lr * parameter.grad)
+    final = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "parameters": final}

@@ -1,0 +1,73 @@
+"""An episode trains as the same tokens in one row, of which those count that the policy chose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.episode_cases import train_on_episodes, update_by_hand
+from tests.distributed.grpo_cases import settings
+from tests.tiny import tiny_directory, tiny_model
+
+WORLD = """
+class World:
+    replayable = True
+    def begin(self, row):
+        self.last = row["turns"]
+    def step(self, turn):
+        from holdfast.environments.base import Observation
+        return Observation("no, " * (1 + turn.number) + "again", 0.0, turn.number + 1 >= self.last)
+WORLDS = {"one": World, "two": type("Two", (World,), {})}
+"""
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": "guess " + "abcdefg"[: 1 + row * 3 % 7]}],
+        "answer": "a",
+        "turns": turns,
+        "environment": ("one", "two")[row % 2],
+    }
+    for row, turns in enumerate([3, 1, 2, 3, 2, 3, 1, 2])
+]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_directory(tmp_path_factory.mktemp("gpt2"), "gpt2")  # its norms are float64 in a float64 model
+    (folder / "world.py").write_text(WORLD)
+    return folder
+
+
+SPLITS = [
+    pytest.param(1, {}, id="1 rank, packed, prompts shared"),
+    pytest.param(1, {"rollout": {"shared_prefix": "off"}}, id="1 rank, packed, prompts repeated"),
+    pytest.param(1, {"data": {"packing": "none"}}, id="1 rank, padded"),
+    pytest.param(2, {"rollout": {"shared_prefix": "on"}}, id="2 ranks, packed, prompts shared"),
+    pytest.param(2, {"data": {"packing": "none"}}, id="2 ranks, padded"),
+]
+
+
+@pytest.mark.cases("all")
+@pytest.mark.parametrize(("ranks", "changes"), SPLITS)
+def test_an_episode_is_trained_as_one_row_with_its_mask(
+    pools: Any, gpt2: Path, ranks: int, changes: dict[str, Any]
+) -> None:
+    rollout = {"group_size": 4, "max_new_tokens": 6} | changes.get("rollout", {})
+    data = {"batch_size": 4, "max_length": 96} | changes.get("data", {})
+    environment = {"path": "world.py:WORLDS", "max_turns": 3, "on_cut": "continue"}
+    tree = settings(str(gpt2), steps=2, rollout=rollout, data=data, environment=environment)
+
+    trained = pools(ranks).run(train_on_episodes, tree, ROWS, str(gpt2), 2)[0]
+    expected = update_by_hand(tiny_model("gpt2").double(), trained["episodes"], lr=0.5)
+
+    rows = [row for step in trained["episodes"] for row in step]
+    assert {row[4] for row in rows} == {1, 2, 3}
+    assert any(not chosen for row in rows for chosen in row[2][row[2].index(True) :]), "something was observed"
+    losses, norms = ([line[name] for line in trained["lines"]] for name in ("loss", "grad_norm"))
+    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(norms, expected["norms"], rtol=1e-10)
+    assert set(trained["parameters"]) == set(expected["parameters"])
+    for name, parameter in expected["parameters"].items():
+        np.testing.assert_allclose(trained["parameters"][name], parameter, rtol=0, atol=1e-10, err_msg=name)
