@@ -106,6 +106,11 @@ def compiled_blocks(policy: nn.Module) -> list[nn.Module]:
     return [module for module in policy.modules() if getattr(module, "_compiled_call_impl", None) is not None]
 
 
+def block_form(policy: nn.Module) -> str:
+    """Return how blocks run, as it is recorded: compiled or eager."""
+    return "compiled" if compiled_blocks(policy) else "eager"
+
+
 def leave_compiled(policy: nn.Module) -> None:
     """Let all modules run uncompiled from now on."""
     for module in compiled_blocks(policy):

@@ -140,39 +140,30 @@ def _explicit(  # noqa: PLR0913 - the operands of a formula
     return F.dropout(weights, dropout) @ value if dropout else weights @ value
 
 
-@torch.library.custom_op("holdfast::documents_attention", mutates_args=())
-def _operation(  # noqa: PLR0913 - a schema has no records
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layout: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+_OPERANDS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor layout, float? scaling, int? window, float? softcap"
+)
+
+
+@torch.library.custom_op("holdfast::documents_attention", mutates_args=(), schema=f"({_OPERANDS}) -> Tensor")
+def _operation(  # noqa: PLR0913 - the operands of a formula
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: Tensor, *options: Any
 ) -> Tensor:
-    options = AttentionOptions(scaling, window, softcap, 0.0)
-    return attend_in_documents(query, key, value, sinks, *read_layout(layout), options).contiguous()
+    attended = attend_in_documents(query, key, value, sinks, *read_layout(layout), AttentionOptions(*options, 0.0))
+    return attended.contiguous()
 
 
-@torch.library.custom_op("holdfast::documents_attention_backward", mutates_args=())
-def _backward_operation(  # noqa: PLR0913, PLR0917 - a schema has no records
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layout: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "holdfast::documents_attention_backward", mutates_args=(), schema=f"(Tensor gradient, {_OPERANDS}) -> Tensor[]"
+)
+def _backward_operation(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> list[Tensor]:
+    sinks, layout, *options = others
     lengths, branches = read_layout(layout)
-    options = AttentionOptions(scaling, window, softcap, 0.0)
 
     def attend(*operands: Tensor) -> Tensor:
         query, key, value, *rest = operands
-        return attend_in_documents(query, key, value, rest[0] if rest else None, lengths, branches, options)
+        sinks = rest[0] if rest else None
+        return attend_in_documents(query, key, value, sinks, lengths, branches, AttentionOptions(*options, 0.0))
 
     operands = (query, key, value) if sinks is None else (query, key, value, sinks)
     # Within an operation autograd records nothing; torch.func does.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from holdfast.parallel.apply import compiled_blocks, leave_compiled
 from holdfast.training.run import ShardedModel
@@ -47,8 +46,3 @@ def check_compiled(sharded: ShardedModel, check: Callable[[], list[str]]) -> lis
 
 def _seconds_of_compiling() -> float:
     return float(torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0))
-
-
-def block_form(policy: nn.Module) -> str:
-    """Return how blocks run, as it is recorded."""
-    return "compiled" if compiled_blocks(policy) else "eager"
