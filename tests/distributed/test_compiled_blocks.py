@@ -21,10 +21,10 @@ BLOCKS = {"compile": "blocks"}
 KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "plain": ("llama", {}, 4),
     "lora": ("llama", {"model": {"lora": {"rank": 2}}}, 8),
-    "recomputed": ("llama", {"parallel": {"recompute": "full"}}, 4),
+    "recomputed": ("llama", {"parallel": {"recompute": "full"}}, 5),
     "frozen": ("llama", {"model": {"freeze": ["embed_tokens", r"layers\.0\."]}}, 8),
     "windows and caps": ("gemma2", {}, 8),
-    "sinks": ("gpt_oss", {}, 8),
+    "sinks": ("gpt_oss", {}, 16),
     "padded": ("llama", {"data": {"packing": "none"}}, 8),
 }
 
@@ -42,7 +42,8 @@ def test_compiled_blocks_train_as_eager_ones_by_few_programs(pools: Any, tmp_pat
     found = pools(ranks).run(train_compiled, compiled, ROWS, 30, False)[0]
 
     assert_same(found, expected, 1e-9)
-    assert found["breaks"] == {}
+    # The eager form of gpt-oss's experts, which float64 needs, asks which experts have tokens.
+    assert all("aten.nonzero" in reason for reason in found["breaks"]) if kind == "sinks" else not found["breaks"]
     assert 0 < found["graphs"] <= most_graphs
     (line,) = found["printed"]
     assert line.startswith("blocks: compiled in ")
