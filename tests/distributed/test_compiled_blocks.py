@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "recomputed": ("llama", {"parallel": {"recompute": "full"}}, 5),
     "frozen": ("llama", {"model": {"freeze": ["embed_tokens", r"layers\.0\."]}}, 8),
     "windows and caps": ("gemma2", {}, 8),
-    "sinks": ("gpt_oss", {}, 16),
+    "sinks": ("gpt_oss", {}, 32),
     "padded": ("llama", {"data": {"packing": "none"}}, 8),
 }
 
