@@ -154,13 +154,17 @@ class GRPOConfig(TrainingConfig):
         elif correction.kind == "mask" and not correction.weighted:
             yield "correction.weighted", f"{why}, and tokens that are kept at weight 1 leave that so; use true"
 
+    def not_compiled(self) -> str:
+        """Return what of the run compiled blocks do not do, routing that is replayed included."""
+        if self.rollout.replay_routing:
+            return "rollout.replay_routing says which experts compute, and a compiled block chooses them itself"
+        return super().not_compiled()
+
     def _one_policy(self) -> Iterator[Mistake]:
         """Yield what lets sampling and training differ."""
         if self.model.dropout or (self.model.lora is not None and self.model.lora.dropout > 0):
             key = "model.dropout" if self.model.dropout else "model.lora.dropout"
             yield key, "a ratio compares two forward passes of one policy, which dropout makes differ; turn it off"
-        if self.rollout.replay_routing and self.parallel.compile == "blocks":
-            yield "rollout.replay_routing", "a compiled block chooses its experts itself; use parallel.compile: off"
 
     def _groups(self) -> Iterator[Mistake]:
         groups, labels = self.groups, [reward.label for reward in self.reward]
