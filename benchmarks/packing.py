@@ -64,7 +64,7 @@ def serve(packing: Literal["best_fit", "wrapped"], documents: int, median: float
     )
     ranks = RankGroup()
     reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, ranks)
-    stream = SampleStream(reader, config, ranks, limits=StreamLimits(passes=1))
+    stream = SampleStream(reader, config, limits=StreamLimits(passes=1))
     tokens = step = 0
     fill = 0.0
     resident: list[float] = []

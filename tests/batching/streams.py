@@ -49,7 +49,7 @@ def stream(
         [source.size for source in sources], weights, seed=seed, shuffle=config.shuffle, block=config.shuffle_buffer
     )
     reader = CandidateReader(RowReader(sources, order), tokenise, ranks, accept)
-    return SampleStream(reader, config, ranks, Layout(), limits)
+    return SampleStream(reader, config, Layout(), limits)
 
 
 def held(mini_batch: MiniBatch | None) -> dict[int, list[int]]:

@@ -21,6 +21,7 @@ from holdfast.checkpoint.loading.companions import AheadOfStep, Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.batches.ahead import BatchesAhead
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.heads.policy import PolicyModel
@@ -36,7 +37,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.training.phases import PhaseClock, PhasePeaks
-from holdfast.types import Batch, Example
+from holdfast.types import Batch, Example, MiniBatch
 
 T = TypeVar("T")
 
@@ -241,7 +242,7 @@ class Run:
     trained: Trained
     evaluation: Evaluation
     """Of the trained model."""
-    stream: BatchStream[Any, Any]
+    stream: BatchStream[Any, Any] | BatchesAhead[MiniBatch]
     source_names: tuple[str, ...]
     """Data sources that get a loss of their own in the metrics."""
     observers: Sequence[Observer]

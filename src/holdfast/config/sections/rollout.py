@@ -82,7 +82,7 @@ class EngineConfig(SamplingConfig):
     """Most memory that a rank may take for the weights that it decodes over, in GiB: a copy of them where training has
     shards or another dtype, and on the CPU matrices laid out for decoding; default: what is free at the start. A run
     that would take more is refused."""
-    graphs: GraphsKind = "off"
+    graphs: GraphsKind = "auto"
     """Whether our own decoding records a step as a CUDA graph, once for each number of completions and room of tokens,
     both rounded up, and replays it for every token. `auto`: on CUDA, unless experts are told (`replay_routing`); `off`:
     every operation is called for every token. Speed and memory only."""

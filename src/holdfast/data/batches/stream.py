@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
-from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, NextToken, Ranks, cut_windows
+from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, NextToken, cut_windows
 from holdfast.data.content.counted import lost_rows
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
@@ -87,7 +87,6 @@ class BatchStream(ABC, Generic[S, T]):
     Args:
         rows: Reads candidate rows, distributed over the ranks.
         config: The section `data`.
-        ranks: The ranks.
         limits: How much of the data is served.
         cut: Cuts the candidates of a batch into windows; without it, batches consist of whole rows.
 
@@ -99,15 +98,14 @@ class BatchStream(ABC, Generic[S, T]):
         self,
         rows: CandidateReader[S],
         config: DataConfig,
-        ranks: Ranks,
         limits: StreamLimits | None = None,
         cut: Cut[S] | None = None,
     ) -> None:
         self.cursor = Cursor(0, 0, 0, 0, 0, 0)
-        self._rows: CandidateReader[S] = rows
+        self.rows: CandidateReader[S] = rows
+        """Reads the rows; what it has read ahead is the stream's affair."""
         self._order = rows.reader.order
         self._config = config
-        self._ranks = ranks
         self._limits = limits or StreamLimits()
         self._cut: Cut[S] | None = cut
         self._counts: Counter[str] = Counter()
@@ -131,7 +129,7 @@ class BatchStream(ABC, Generic[S, T]):
     @property
     def sources(self) -> Sequence[Source]:
         """The rows, by source."""
-        return self._rows.reader.sources
+        return self.rows.reader.sources
 
     @property
     def fingerprint(self) -> list[str]:
@@ -141,7 +139,7 @@ class BatchStream(ABC, Generic[S, T]):
     @property
     def rows_tokenised(self) -> int:
         """Rows this rank has turned into tokens."""
-        return self._rows.rows_tokenised
+        return self.rows.rows_tokenised
 
     def state(self) -> dict[str, Any]:
         """Return where the stream stands, as JSON-ready values."""
@@ -154,7 +152,7 @@ class BatchStream(ABC, Generic[S, T]):
         # How far windows look ahead decides when a stream's end is learned.
         self._totals = (state["seen"][0], state["seen"][1])
         # Only streams: the size of other sources is what it is, and whether it may change is the caller's to judge.
-        for index, source in enumerate(self._rows.reader.sources):
+        for index, source in enumerate(self.rows.reader.sources):
             if source.size is None:
                 self._order.sizes[index] = state["sizes"][index]
 
@@ -172,9 +170,9 @@ class BatchStream(ABC, Generic[S, T]):
         draws = self._pass_draws()
         leaves_out = self._config.overlong == "drop" or self._config.on_bad_row == "skip"
         tokens = tokens and (leaves_out or getattr(self._config, "unusable", "") == "drop")
-        if draws is not None and (tokens or self._rows.is_filtered):
+        if draws is not None and (tokens or self.rows.is_filtered):
             self._kept = sum(
-                self._rows.kept(first, min(first + _COUNTED_AT_ONCE, draws), tokens=tokens)
+                self.rows.kept(first, min(first + _COUNTED_AT_ONCE, draws), tokens=tokens)
                 for first in range(0, draws, _COUNTED_AT_ONCE)
             )
 
@@ -294,7 +292,7 @@ class BatchStream(ABC, Generic[S, T]):
         while filled < goal and (end is None or draw < end):
             last = draw + (self._rows_for(goal - filled) if wrapped else goal - filled)
             before, tokens = draw, candidates.tokens
-            draw = self._rows.round(draw, last if end is None else min(last, end), candidates)
+            draw = self.rows.round(draw, last if end is None else min(last, end), candidates)
             self._totals = (self._totals[0] + draw - before, self._totals[1] + candidates.tokens - tokens)
             filled = candidates.tokens - cursor.offset if wrapped else candidates.rows
             end = self._pass_end()  # known as soon as a stream's end is
@@ -318,7 +316,7 @@ class BatchStream(ABC, Generic[S, T]):
         return math.ceil(tokens * rows / tokens_read) if tokens_read else math.ceil(tokens / self._config.max_length)
 
     def _names(self) -> str:
-        return ", ".join(source.name for source in self._rows.reader.sources)
+        return ", ".join(source.name for source in self.rows.reader.sources)
 
     def _refuse_what_cannot_be(self) -> None:
         draws, passes = self._pass_draws(), self._limits.passes
@@ -349,7 +347,7 @@ class BatchStream(ABC, Generic[S, T]):
 
     def _without_rows(self) -> str:
         counted = ", ".join(f"{name}: {number}" for name, number in sorted(self._counts.items()))
-        bad = f"The first bad one: {self._rows.first_bad} " if self._rows.first_bad else ""
+        bad = f"The first bad one: {self.rows.first_bad} " if self.rows.first_bad else ""
         return (
             f"No row of {self._names()} can be trained on (counted: {counted or 'no rows at all'}). {bad}"
             "Look at one with `holdfast data preview RUN.yaml`."
@@ -373,7 +371,7 @@ class SampleStream(BatchStream[Example, MiniBatch]):
     """Mini-batches to train on.
 
     Args:
-        rows, config, ranks, limits: As in `BatchStream`.
+        rows, config, limits: As in `BatchStream`.
         layout: How packs are built.
 
     Raises:
@@ -384,17 +382,16 @@ class SampleStream(BatchStream[Example, MiniBatch]):
         self,
         rows: CandidateReader[Example],
         config: DataConfig,
-        ranks: Ranks,
         layout: Layout | None = None,
         limits: StreamLimits | None = None,
     ) -> None:
-        super().__init__(rows, config, ranks, limits, self._windows if config.packing == "wrapped" else None)
+        super().__init__(rows, config, limits, self._windows if config.packing == "wrapped" else None)
         self._layout = layout or Layout()
 
     def _batch_of(self, candidates: Candidates[Example]) -> MiniBatch:
-        return assemble(candidates, self._ranks, self._config, self._layout)
+        return assemble(candidates, self.rows.ranks, self._config, self._layout)
 
     def _windows(
         self, candidates: Candidates[Example], offset: int, goal: int
     ) -> tuple[Candidates[Example], NextToken | None]:
-        return cut_windows(candidates, self._ranks, offset=offset, goal=goal, window=self._config.max_length)
+        return cut_windows(candidates, self.rows.ranks, offset=offset, goal=goal, window=self._config.max_length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
@@ -293,7 +293,8 @@ def _damage(run: Run) -> None:
         case "rng":
             torch.manual_seed(torch.initial_seed() + 1)
         case "cursor":
-            run.stream.cursor = replace(run.stream.cursor, draw=run.stream.cursor.draw + 1)
+            state = run.stream.state()
+            run.stream.load_state(state | {"cursor": state["cursor"] | {"draw": state["cursor"]["draw"] + 1}})
         case "optimizer":
             tensors = (value for state in run.trained.optimizer.state.values() for value in state.values())
             next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)

@@ -39,9 +39,7 @@ def without_files(config: TrainingConfig, base: Path) -> tuple[TrainingConfig, l
     if getattr(config.optim, "compile", False):
         changed["optim"] = config.optim.model_copy(update={"compile": False})
     if isinstance(config, GRPOConfig):
-        rollout = config.rollout.model_copy(update={"record": False, "show": 0, "graphs": "off", "stop": []})
-        if config.rollout.graphs != "off":
-            notes.append("rollout.graphs: steps are planned as they are without graphs, whose capture needs a GPU")
+        rollout = config.rollout.model_copy(update={"record": False, "show": 0, "stop": []})
         changed |= {"rollout": rollout}
         if config.critic is not None and config.critic.path is not None:
             changed["critic"] = config.critic.model_copy(update={"path": None})

@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -272,7 +272,8 @@ def _set_position(run: Run, checkpoint: ForeignCheckpoint, step: int, options: I
             "anew; rows that were trained on come again. Nothing was written."
         )
     else:
-        run.stream.cursor, note = _cursor(run, checkpoint, checkpoint.position)
+        cursor, note = _cursor(run, checkpoint, checkpoint.position)
+        run.stream.load_state(run.stream.state() | {"cursor": asdict(cursor)})
         notes.append(note)
     return [*notes, *_compare_rates(run, checkpoint, step)]
 
