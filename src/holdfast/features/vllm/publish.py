@@ -33,6 +33,7 @@ from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
@@ -120,6 +121,8 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         """Ranks that sample, once something was pushed; servers that share their GPUs may be asleep between pushes."""
         self._with_base: frozenset[str] = frozenset()
         """Identities of the server processes that have the base of the adapters; on rank 0."""
+        self._base_writes = -1
+        """How often this rank's shards of the base had been written to when it was pushed last."""
         self._prover = prover
         self._identities: frozenset[str] = frozenset()
         """Of the server processes that took the last push; on rank 0."""
@@ -250,6 +253,10 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         states, dead = ranks.on_first_rank(
             lambda: states_of(living_of(self.servers, self._section), sharded, self._section, self._leases)
         )
+        writes = _base_writes(sharded)
+        if any(ranks.gather(writes != self._base_writes)):
+            # The walk before step 1 pushes the base of model.path; a checkpoint that is loaded then may have another.
+            self._base_writes, self._with_base = writes, frozenset()
         new = ranks.agree([url for url, state in states.items() if state.identity not in self._with_base])
         if new:
             plan = outgoing(sharded, merge=False)
@@ -295,6 +302,12 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         if every == "every_push" or self._pushes <= 2:
             return True
         return every != "start" and (self._pushes - 1) % int(every) == 0
+
+
+def _base_writes(sharded: ShardedModel) -> int:
+    """Return how often this rank's shards of frozen parameters were written to; autograd counts that."""
+    frozen = [value for value in sharded_parameters(sharded.model).values() if not value.requires_grad]
+    return sum(local_part(value)._version for value in frozen)
 
 
 @contextmanager

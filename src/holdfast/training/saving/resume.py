@@ -268,7 +268,7 @@ def _exactness(run: Run, loaded: LoadedState, saved_context: int) -> str:
     mesh = {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard}
     context = run.setting.config.parallel.context
     if loaded.rank_state is not None and saved_context == context:
-        return "weights, optimizer, random state and order of rows continue bit for bit"
+        return "weights, optimizer, random state and order of rows are those of the checkpoint, bit for bit"
     if loaded.rank_state is not None:
         return (
             f"the checkpoint was written with parallel.context={saved_context}, this run has {context}: weights, "
