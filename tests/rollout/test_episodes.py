@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from holdfast.rollout.episodes.loop import Episode
 from holdfast.rollout.episodes.proof import proved_parser
 from holdfast.types import Finish
 from tests.rollout.conftest import GUESS, ScriptedEngine
-from tests.rollout.test_episode_tokens import ADD, CHATML, bpe
+from tests.rollout.test_episode_tokens import ADD, CHATML, FORGETFUL, bpe
 
 
 def counting(text: str) -> str:
@@ -146,6 +147,29 @@ def test_an_environment_that_dies_is_made_once_more_and_then_the_episode_is_left
     assert "ended its process (exit code 3)" in lost.fault
     assert (saved.ended, saved.attempts) == ("done", 2)
     assert told(saved) == ["user: play", "assistant: die", "user: no, after 1", "assistant: 1", "user: right"]
+
+
+def test_a_template_that_forgets_thoughts_gives_a_sample_for_each_turn_after_one(
+    play: Callable[..., list[Episode]],
+) -> None:
+    """Each prompt is what the template writes of the turns before it; the second turn has no thought to forget."""
+    tokenizer = copy.deepcopy(bpe())
+    tokenizer.chat_template = FORGETFUL
+    said = ["<think>low</think>1", "2", "<think>high</think>3"]
+    engine = ScriptedEngine(tokenizer, lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(engine, [{"target": said[2]}], splits=True)
+
+    asked = "<|im_start|>user\nplay<|im_end|>\n<|im_start|>assistant\n"
+    again = asked + "1<|im_end|>\n<|im_start|>user\nno, after 1<|im_end|>\n<|im_start|>assistant\n"
+    third = again + "2<|im_end|>\n<|im_start|>user\nno, after 2<|im_end|>\n<|im_start|>assistant\n"
+    texts = [tokenizer.decode(sample.tokens.tolist()) for sample in episode.samples]
+    assert texts == [asked + said[0] + "<|im_end|>", third + said[2] + "<|im_end|>"]
+    chosen = [tokenizer.decode(sample.tokens[sample.sampled].tolist()) for sample in episode.samples]
+    assert chosen == ["<think>low</think>1<|im_end|>", "2<|im_end|><think>high</think>3<|im_end|>"]
+    assert [sample.turn_count for sample in episode.samples] == [1, 2]
+    assert (episode.ended, episode.turn_count, episode.turn_rewards) == ("done", 3, [-0.1, -0.1, 1.0])
+    assert len({seed for requests in engine.asked for request in requests for seed in request.seeds}) == 3
 
 
 def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:
