@@ -58,7 +58,7 @@ def start(warm: WarmPython, place: Path) -> tuple[int, str]:
         "launch": {"ranks": 2, "device": "cpu"},
     }
     write_run(place / "run.yaml", tree)
-    command = [warm.program, "-m", "holdfast.cli.main", "grpo", "run.yaml"]
+    command: list[str | Path] = [warm.program, "-m", "holdfast.cli.main", "grpo", "run.yaml"]
     done = subprocess.run(
         command, cwd=place, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=240
     )

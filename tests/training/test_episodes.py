@@ -58,7 +58,7 @@ def test_an_episode_is_shown_as_a_conversation() -> None:
 
 
 def summary(**values: Any) -> EpisodeSummary:
-    least = {
+    least: dict[str, Any] = {
         "messages": (), "prompt_messages": 1, "turns": 1, "ended": "done", "reward": 0.0, "turn_rewards": (),
         "turn_lengths": (), "called": {}, "failed_calls": 0, "cut_turns": 0, "waited_seconds": 0.0, "info": {},
     }  # fmt: skip

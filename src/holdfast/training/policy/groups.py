@@ -176,7 +176,7 @@ def select(
         )
     else:
         returns = returns_of(eligible, advantage.turn_discount, environment_weight)
-        teaching = (turn_advantages(advantage, returns).any(axis=2) & trained).any(axis=1)
+        teaching = np.asarray((turn_advantages(advantage, returns).any(axis=2) & trained).any(axis=1))
     return [fact for fact, teaches in zip(eligible, teaching, strict=True) if teaches]
 
 
