@@ -33,6 +33,10 @@ class Lake:
     "plain.jinja": "{% for message in messages %}<bos>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant:{% endif %}",
 }
+FILES["quoting.jinja"] = FILES["plain.jinja"].replace(
+    "{{ message.content }}",
+    "{% if loop.revindex < 3 %}{{ message.content }}{% else %}({{ message.content }}){% endif %}",
+)
 TOOL = {"tools": "tools.py:add"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tool without types": (
@@ -50,6 +54,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a template without tools": (
         {"environment": TOOL, "data": {"chat_template": "plain.jinja"}},
         "leaves tools out of the prompt, so a policy cannot act by it. Set data.chat_template to a jinja file",
+    ),
+    "a template that rewrites earlier turns": (
+        {"environment": {"path": "world.py:Silent"}, "data": {"chat_template": "quoting.jinja"}},
+        "data.chat_template to a jinja file that writes a conversation turn by turn as it was said, or environment.his",
     ),
     "no messages": (
         {"environment": {"path": "world.py:Silent"}},

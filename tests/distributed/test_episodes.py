@@ -48,12 +48,21 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+QUOTING = (
+    "{% for message in messages %}{% if message.role == 'user' %}<user>{{ message.content }}"
+    "{% elif loop.revindex < 3 %}<assistant>{{ message.content }}<eos>"
+    "{% else %}<assistant>({{ message.content }})<eos>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Writes turns before the last in brackets, so that every turn after the second begins a sample."""
 SPLITS = [
     pytest.param(1, {}, id="1 rank, packed, prompts shared"),
     pytest.param(1, {"rollout": {"shared_prefix": "off"}}, id="1 rank, packed, prompts repeated"),
     pytest.param(1, {"data": {"packing": "none"}}, id="1 rank, padded"),
     pytest.param(2, {"rollout": {"shared_prefix": "on"}}, id="2 ranks, packed, prompts shared"),
     pytest.param(2, {"data": {"packing": "none"}}, id="2 ranks, padded"),
+    pytest.param(1, {"data": {"chat_template": QUOTING}}, id="1 rank, split"),
+    pytest.param(2, {"data": {"chat_template": QUOTING}}, id="2 ranks, split"),
 ]
 
 
@@ -64,7 +73,7 @@ def test_an_episode_is_trained_as_one_row_with_its_mask(
 ) -> None:
     rollout = {"group_size": 4, "max_new_tokens": 6} | changes.get("rollout", {})
     data = {"batch_size": 4, "max_length": 96} | changes.get("data", {})
-    environment = {"path": "world.py:WORLDS", "max_turns": 3, "on_cut": "continue"}
+    environment = {"path": "world.py:WORLDS", "max_turns": 3, "on_cut": "continue", "history": "split"}
     tree = settings(str(gpt2), steps=2, rollout=rollout, data=data, environment=environment)
 
     trained = pools(ranks).run(train_on_episodes, tree, ROWS, str(gpt2), 2)[0]
@@ -72,7 +81,10 @@ def test_an_episode_is_trained_as_one_row_with_its_mask(
 
     rows = [row for step in trained["episodes"] for row in step]
     assert {row[4] for row in rows} == {1, 2, 3}
-    assert any(not chosen for row in rows for chosen in row[2][row[2].index(True) :]), "something was observed"
+    if "chat_template" in data:
+        assert len(rows) > 2 * 4 * 4, "an episode is several samples"
+    else:
+        assert any(not chosen for row in rows for chosen in row[2][row[2].index(True) :]), "something was observed"
     losses, norms = ([line[name] for line in trained["lines"]] for name in ("loss", "grad_norm"))
     np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-10)
     np.testing.assert_allclose(norms, expected["norms"], rtol=1e-10)

@@ -39,6 +39,38 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert lines[-1] == "identical"
 
 
+WORLD = """
+from holdfast.environments.base import Observation
+class World:
+    replayable = True
+    def begin(self, row): ...
+    def step(self, turn):
+        odd = sum(ord(character) % 2 for character in turn.text)
+        return Observation(f"turn {turn.number}: {odd}", odd / 8, turn.number == 1)
+"""
+
+
+def test_a_run_with_an_environment_is_proved_by_sampling_its_episodes_again(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    """Killed while it samples; its environment promises to be replayable."""
+    (tmp_path / "world.py").write_text(WORLD)
+    tree["model"]["config"]["max_position_embeddings"] = 96
+    tree["data"] |= {"max_length": 96, "tokens_per_micro_batch": 256}
+    tree |= {
+        "environment": {"path": "world.py:World", "on_cut": "continue"},
+        "reward": "environment",
+        "rollout": {"group_size": 2, "max_new_tokens": 8, "show": 0},
+    }
+
+    done = prove(warm, tmp_path, tree, "--steps", "3", "--kill-at", "3", "--seed", "7")
+
+    assert done.code == 0, done.out + done.err
+    assert re.search(r"killed: SIGKILL to rank [01] in phase rollout of step 3", done.out)
+    assert "steps 1 to 3: loss, gradient norm, learning rate and sequences are identical" in done.out
+    assert done.out.splitlines()[-1] == "identical"
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:

@@ -34,6 +34,9 @@ class EnvironmentConfig(Section):
     """Seconds after which no further turn begins; null: no limit."""
     on_cut: Literal["end", "continue"] = "end"
     """Whether a turn that was cut at `rollout.max_new_tokens` ends its episode, or is answered as any other one."""
+    history: Literal["refuse", "split"] = "refuse"
+    """What becomes of a chat template that writes earlier turns otherwise once another one follows: the run is refused,
+    or an episode is trained as several samples, of which each has what the template wrote before its turns."""
     timeout_seconds: Positive = 30.0
     """Longest time for one answer of the environment."""
     memory_mib: PositiveInt = 4096

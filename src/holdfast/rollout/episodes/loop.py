@@ -74,7 +74,11 @@ class Episode:
 
     request: EpisodeRequest
     tokens: EpisodeTokens | None = None
-    """None before its environment has begun."""
+    """Of its last sample; None before its environment has begun."""
+    earlier: list[EpisodeTokens] = field(default_factory=list)
+    """Its samples before that, where the template writes earlier turns otherwise once another one follows."""
+    written: list[Message] = field(default_factory=list)
+    """Its messages as the template is given them: with the special tokens of what the policy said."""
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
     """Of these, those that it began with."""
@@ -95,6 +99,16 @@ class Episode:
     last_token: int | None = None
     last_text: str = ""
     """What the policy said last, whatever its environment said after it."""
+
+    @property
+    def samples(self) -> list[EpisodeTokens]:
+        """All samples, in order; none before its environment has begun."""
+        return [] if self.tokens is None else [*self.earlier, self.tokens]
+
+    @property
+    def turn_count(self) -> int:
+        """Turns that the policy took."""
+        return sum(sample.turn_count for sample in self.samples)
 
     @property
     def finish(self) -> Finish:
@@ -184,9 +198,11 @@ class EpisodeLoop:
             if is_cut and self._limits.ends_when_cut:
                 self._end(index, "cut")
                 continue
-            parse, is_ended = episode.request.parse, bool(said) and episode.request.writer.is_end(said[-1])
-            calls = () if parse is None else parse(self._decode(said[:-1] if is_ended else said, False))
-            turn = Turn(episode.tokens.turn_count - 1, text, calls, completion.finish.value)
+            written = self._decode(said[:-1] if said and episode.request.writer.is_end(said[-1]) else said, False)
+            episode.written.append({"role": "assistant", "content": written})
+            parse = episode.request.parse
+            calls = () if parse is None else parse(written)
+            turn = Turn(episode.turn_count - 1, text, calls, completion.finish.value)
             self._environments.take(self._first + index, turn)
             self._asked.add(index)
 
@@ -231,8 +247,7 @@ class EpisodeLoop:
     def _seed_of_turn(self, index: int) -> int:
         """Return the seed of an episode's next turn; that of the first is the episode's."""
         episode = self.episodes[index]
-        assert episode.tokens is not None
-        turn = episode.tokens.turn_count
+        turn = episode.turn_count
         return mixed(episode.request.seed, turn) if turn else episode.request.seed
 
     def _hear(self, answer: Answer) -> None:
@@ -272,21 +287,20 @@ class EpisodeLoop:
         episode.called.update(result.called)
         episode.failed_calls += result.failed_calls
         episode.messages += result.messages
+        episode.written += result.messages
         if episode.ended is not None or result.done:
             episode.ended = episode.ended or "done"
             self._leave(index)
-        elif episode.tokens.turn_count >= self._limits.max_turns:
+        elif episode.turn_count >= self._limits.max_turns:
             self._end(index, "turns")
         else:
-            observed = episode.request.writer.observation(result.messages, last_token=episode.last_token)
-            tokens = episode.tokens.with_observation(np.asarray(observed, np.int64))
-            self._go_on(index, tokens)
+            self._go_on(index, _observed(episode, episode.tokens, result.messages))
 
     def _start(self, index: int, messages: Sequence[Message]) -> None:
         episode = self.episodes[index]
         episode.began_at = time.monotonic()
         episode.messages = with_begun(episode.request.messages, messages)
-        episode.prompt_messages = len(episode.messages)
+        episode.prompt_messages, episode.written = len(episode.messages), [*episode.messages]
         prompt = episode.request.prompt
         if messages:
             prompt = np.asarray(episode.request.writer.opening(episode.messages), np.int64)
@@ -301,6 +315,8 @@ class EpisodeLoop:
         elif limits.max_seconds is not None and time.monotonic() - episode.began_at > limits.max_seconds:
             self._end(index, "seconds")
         else:
+            if episode.tokens is not None and tokens.turn_count < episode.tokens.turn_count:
+                episode.earlier.append(episode.tokens)
             episode.tokens = tokens
             self._able.append(index)
 
@@ -318,6 +334,18 @@ class EpisodeLoop:
             self._environments.leave(self._first + index)
         self._active.discard(index)
         self._asked.discard(index)
+
+
+def _observed(episode: Episode, tokens: EpisodeTokens, messages: Sequence[Message]) -> EpisodeTokens:
+    """Return what another turn follows: the sample with what was observed, or the prompt of a new one."""
+    writer = episode.request.writer
+    if not writer.splits:
+        observed = writer.observation(messages, last_token=episode.last_token)
+        return tokens.with_observation(np.asarray(observed, np.int64))
+    whole = np.asarray(writer.opening(episode.written), np.int64)
+    if np.array_equal(whole[: tokens.tokens.size], tokens.tokens):
+        return tokens.with_observation(whole[tokens.tokens.size :])
+    return EpisodeTokens.of_prompt(whole)
 
 
 def with_begun(prompt: Sequence[Message], begun: Sequence[Message]) -> list[Message]:

@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.rollout.engine import converse
 from holdfast.rollout.episodes.calls import Parse
-from holdfast.rollout.episodes.history import TurnTemplate, classify
+from holdfast.rollout.episodes.history import History, TurnTemplate, classify
 from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
 from holdfast.rollout.episodes.proof import proved_parser, unwritable_name
 from holdfast.rollout.episodes.tokens import EpisodeTokens
@@ -187,11 +187,14 @@ def episodes_of(
     if pool is None:
         raise ConfigError("environment: nothing has started it. Run the file by `holdfast grpo` or `holdfast eval`.")
     ends = stops_of(sharded).tokens
-    syntaxes = {name: _proved_syntax(rows.template, tools, ends) for name, tools in pool.tools.items()}
+    splits = config.environment.history == "split"
+    syntaxes = {name: _proved_syntax(rows.template, tools, ends, splits=splits) for name, tools in pool.tools.items()}
     return LocalEpisodes(pool, config.environment, rows, syntaxes, config.data.max_length)
 
 
-def _proved_syntax(template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ends: Collection[int]) -> Syntax:
+def _proved_syntax(
+    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ends: Collection[int], *, splits: bool
+) -> Syntax:
     if (name := unwritable_name(template, tools)) is not None:
         raise ConfigError(
             f"environment: the tokenizer writes {name!r}, the name of a tool, as {template.as_tokenised(name)!r}, and "
@@ -199,10 +202,13 @@ def _proved_syntax(template: ChatTemplate, tools: Sequence[Mapping[str, Any]], e
         )
     try:
         template.check()
-        writer = TurnTemplate(template, tools, ends)
-        _refuse_history(template, tools)
+        history = classify(template, tools)
+        if history.kind == "refused" or (history.kind == "split" and not splits):
+            raise _history_mistake(template, history, with_tools=bool(tools))
+        writer = TurnTemplate(template, tools, ends, splits=history.kind == "split")
         parse = proved_parser(template, writer, tools)
-        _refuse_unproved(template, writer)
+        if not writer.splits:  # what is split is written anew for every sample
+            _refuse_unproved(template, writer)
     except TemplateRefuses as refusal:
         raise ConfigError(
             f"environment: {template.name} cannot write an episode: {refusal}. Set data.chat_template to one that can."
@@ -210,18 +216,16 @@ def _proved_syntax(template: ChatTemplate, tools: Sequence[Mapping[str, Any]], e
     return Syntax(writer, parse)
 
 
-def _refuse_history(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> None:
-    history = classify(template, tools)
-    if history.kind == "prefix":
-        return
+def _history_mistake(template: ChatTemplate, history: History, *, with_tools: bool) -> ConfigError:
     if history.kind == "refused":
-        raise ConfigError(
+        return ConfigError(
             f"environment: {template.name} {history.reason}, so a policy cannot act by it. Set data.chat_template to a "
-            "jinja file that writes " + ("tools, calls and messages of role tool." if tools else "several turns.")
+            "jinja file that writes " + ("tools, calls and messages of role tool." if with_tools else "several turns.")
         )
-    raise ConfigError(
+    return ConfigError(
         f"environment: {template.name} {history.reason}, so the tokens of an episode would not be those that a server "
-        "reads later. Set data.chat_template to a jinja file that writes a conversation turn by turn as it was said."
+        "reads later. Set data.chat_template to a jinja file that writes a conversation turn by turn as it was said, "
+        "or environment.history: split, which trains an episode as several samples."
     )
 
 
@@ -253,8 +257,10 @@ def _groups(
 
 def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConfig, tokenizer: Any) -> Group:
     """Return the episodes of a prompt; their group's prompt is what all of them begin with."""
-    lines = [episode.tokens or EpisodeTokens.of_prompt(prompt.tokens) for episode in episodes]
-    heads = [line.tokens[: int(np.argmax(line.turns >= 0)) or line.tokens.size] for line in lines]
+    lines = [episode.samples or [EpisodeTokens.of_prompt(prompt.tokens)] for episode in episodes]
+    heads = [
+        sample.tokens[: int(np.argmax(sample.turns >= 0)) or sample.tokens.size] for line in lines for sample in line
+    ]
     shared = heads[0][: min(head.size for head in heads)]
     for head in heads:
         differs = np.flatnonzero(head[: shared.size] != shared)
@@ -266,32 +272,33 @@ def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConf
     return Group(prompt, tuple(_trajectory(episode, line, sampling) for episode, line in pairs))
 
 
-def _trajectory(episode: Episode, line: EpisodeTokens, sampling: SamplingConfig) -> Trajectory:
+def _trajectory(episode: Episode, line: Sequence[EpisodeTokens], sampling: SamplingConfig) -> Trajectory:
     request = episode.request
     summary = EpisodeSummary(
         messages=tuple(episode.messages),
         prompt_messages=episode.prompt_messages,
-        turns=line.turn_count,
+        turns=sum(sample.turn_count for sample in line),
         ended=str(episode.ended),
         reward=episode.reward,
         turn_rewards=tuple(episode.turn_rewards),
-        turn_lengths=line.turn_lengths,
+        turn_lengths=tuple(length for sample in line for length in sample.turn_lengths),
         called=dict(episode.called),
         failed_calls=episode.failed_calls,
         cut_turns=episode.cut_turns,
         waited_seconds=episode.waited_seconds,
         info=episode.info,
         fault=episode.fault,
+        samples=tuple((sample.tokens.size, int(sample.sampled.sum())) for sample in line),
     )
     return Trajectory(
         prompt_id=request.prompt_id,
         sample_id=request.prompt_id * 2**20 + request.place,
         seed=request.seed,
         temperature=sampling.temperature,
-        tokens=line.tokens,
-        loss_mask=line.sampled,
-        sampler_logprobs=line.logprobs,
-        weights_versions=line.weights_versions,
+        tokens=np.concatenate([sample.tokens for sample in line]),
+        loss_mask=np.concatenate([sample.sampled for sample in line]),
+        sampler_logprobs=np.concatenate([sample.logprobs for sample in line]),
+        weights_versions=np.concatenate([sample.weights_versions for sample in line]),
         finish=episode.finish,
         completion=episode.last_text,
         episode=summary,

@@ -193,6 +193,14 @@ def trained_tokens(fact: CompletionSummary, config: GroupsConfig) -> int:
     return 0 if _is_cut(fact.finish, config) or math.isnan(fact.reward) else fact.length
 
 
+def sample_sizes(fact: CompletionSummary, config: GroupsConfig) -> list[tuple[int, int]]:
+    """Return (tokens, trained tokens) of each sequence that a completion is trained as."""
+    trained = trained_tokens(fact, config)
+    if fact.episode is None or len(fact.episode.samples) < 2:
+        return [(fact.tokens, trained)]
+    return [(tokens, chosen if trained else 0) for tokens, chosen in fact.episode.samples]
+
+
 def _is_cut(finish: Finish, config: GroupsConfig) -> bool:
     return finish is Finish.LENGTH and config.truncated != "keep"
 
