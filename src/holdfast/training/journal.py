@@ -151,7 +151,7 @@ class Journal:
 
     def _note_changes(self, head: FormRecord | None, blocks: str) -> None:
         """Say what adds numbers up in another order than in the start before this one."""
-        starts = directory.events(self._run.setting.directory, "start")
+        starts = list(directory.events(self._run.setting.directory, "start"))
         heads = [event["head"] for event in starts if "head" in event]
         until, changes = f"until step {self._first_step}", []
         if head is not None and heads and heads[-1] != head:

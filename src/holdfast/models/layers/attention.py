@@ -107,7 +107,8 @@ def _attend(  # noqa: PLR0913 - the operands of a formula
         return _flash(query, key, value, documents.runs, options)
     if torch.compiler.is_compiling() and not options.dropout:
         return attend_as_operation(query, key, value, sinks, documents.layout, options)
-    return _document_by_document(query, key, value, sinks, documents, options)
+    attended: Tensor = _document_by_document(query, key, value, sinks, documents, options)
+    return attended
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's; lengths of documents decide what runs

@@ -149,25 +149,27 @@ _OPERANDS = (
 def _operation(  # noqa: PLR0913 - the operands of a formula
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: Tensor, *options: Any
 ) -> Tensor:
-    attended = attend_in_documents(query, key, value, sinks, *read_layout(layout), AttentionOptions(*options, 0.0))
-    return attended.contiguous()
+    scaling, window, softcap = options
+    asked = AttentionOptions(scaling, window, softcap, 0.0)
+    return attend_in_documents(query, key, value, sinks, *read_layout(layout), asked).contiguous()
 
 
 @torch.library.custom_op(
     "holdfast::documents_attention_backward", mutates_args=(), schema=f"(Tensor gradient, {_OPERANDS}) -> Tensor[]"
 )
 def _backward_operation(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> list[Tensor]:
-    sinks, layout, *options = others
+    sinks, layout, scaling, window, softcap = others
     lengths, branches = read_layout(layout)
+    asked = AttentionOptions(scaling, window, softcap, 0.0)
 
     def attend(*operands: Tensor) -> Tensor:
         query, key, value, *rest = operands
         sinks = rest[0] if rest else None
-        return attend_in_documents(query, key, value, sinks, lengths, branches, AttentionOptions(*options, 0.0))
+        return attend_in_documents(query, key, value, sinks, lengths, branches, asked)
 
     operands = (query, key, value) if sinks is None else (query, key, value, sinks)
     # Within an operation autograd records nothing; torch.func does.
-    _, backward = torch.func.vjp(attend, *operands)
+    _, backward, *_ = torch.func.vjp(attend, *operands)
     return [slope.contiguous() for slope in backward(gradient)]
 
 
