@@ -67,7 +67,7 @@ def summary(**values: Any) -> EpisodeSummary:
 
 def test_metrics_count_turns_calls_failures_ends_and_waits() -> None:
     episodes = [
-        summary(turns=3, called={"add": 2, "unknown": 1}, failed_calls=1, waited_seconds=0.5, info={"depth": 2.0}),
+        summary(turns=3, called={"add": 2, "unknown": 1}, failed_calls=2, waited_seconds=0.5, info={"depth": 2.0}),
         summary(turns=1, ended="turns", cut_turns=1, called={"add": 1}, waited_seconds=1.5, info={"depth": 5.0}),
         summary(turns=2, ended="turns"),
         summary(turns=2, ended="fault"),
@@ -80,7 +80,7 @@ def test_metrics_count_turns_calls_failures_ends_and_waits() -> None:
         "environment/turns/mean": 2.0,
         "environment/turns/max": 3.0,
         "environment/cut_turns": 1.0,
-        "environment/failed_calls": 1.0,
+        "environment/failed_calls": 2.0,
         "environment/waited_seconds": 0.5,
         "environment/ended/done": 0.25,
         "environment/ended/fault": 0.25,
