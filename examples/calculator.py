@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 
-def add(a: int, b: int) -> int:
+# The type that a tool returns would be told to the policy too; a model as small as the example's learns from less.
+def add(a: int, b: int):  # type: ignore[no-untyped-def]
     """Add two numbers."""
     return a + b
