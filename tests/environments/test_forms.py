@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from holdfast.config.sections.environment import EnvironmentConfig
 from holdfast.environments.base import StepResult, ToolCall, Turn
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError, DataError
+from tests.environments.conftest import Start
 
-Start = Callable[..., EnvironmentPool]
 OF_TRL = '''
     import asyncio
     class Counter:
@@ -49,24 +43,8 @@ OF_TRL = '''
             return 0.25
     def counting():
         return Counter(5)
-    WORLDS = {"count": counting, "slow": Slow}
+    World = {"count": counting, "slow": Slow}
 '''
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    pools: list[EnvironmentPool] = []
-
-    def begin(source: str, **options: Any) -> EnvironmentPool:
-        (tmp_path / "world.py").write_text(textwrap.dedent(source))
-        config = EnvironmentConfig.model_validate({"path": "world.py:WORLDS", **options})
-        pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
-        pools[-1].start()
-        return pools[-1]
-
-    yield begin
-    for pool in pools:
-        pool.close()
 
 
 def result(pool: EnvironmentPool) -> StepResult:
@@ -184,7 +162,7 @@ def test_a_map_in_text_is_what_the_policy_reads(start: Start) -> None:
 
 
 def test_what_cannot_be_adapted_is_refused(start: Start) -> None:
-    with pytest.raises(ConfigError, match="WORLDS in .* has no reset and step, and action is of environments of gym"):
-        start(GYM.replace("import gymnasium", "") + "\n    class WORLDS: ...", action="world.py:parse")
+    with pytest.raises(ConfigError, match="World in .* has no reset and step, and action is of environments of gym"):
+        start(GYM.replace("import gymnasium", "") + "\n    class World: ...", action="world.py:parse")
     with pytest.raises(ConfigError, match="is an environment of gymnasium, which takes actions, and a turn is text"):
-        start("class WORLDS:\n    action_space = None\n    def reset(self, seed): ...\n    def step(self, action): ...")
+        start("class World:\n    action_space = None\n    def reset(self, seed): ...\n    def step(self, action): ...")

@@ -8,7 +8,6 @@ import signal
 import socket
 import textwrap
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from holdfast.environments.supervisor import Supervisor
 from holdfast.environments.workers import Worker
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.rewards.processes import framing
+from tests.environments.conftest import Start
 from tests.rewards.conftest import is_alive, wait_for
-
-Start = Callable[..., EnvironmentPool]
 
 GAME = '''
     import random
@@ -51,22 +49,6 @@ GAME = '''
             """
             return a + b
 '''
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    pools: list[EnvironmentPool] = []
-
-    def begin(source: str, **options: Any) -> EnvironmentPool:
-        (tmp_path / "world.py").write_text(textwrap.dedent(source))
-        config = EnvironmentConfig.model_validate({"path": "world.py:World", **options})
-        pools.append(EnvironmentPool(config, tmp_path, tmp_path / "logs"))
-        pools[-1].start()
-        return pools[-1]
-
-    yield begin
-    for pool in pools:
-        pool.close()
 
 
 def answer(pool: EnvironmentPool) -> Answer:
@@ -258,11 +240,13 @@ def test_a_gigabyte_of_print_fills_no_disk(start: Start) -> None:
 
 
 def test_an_environment_that_dies_between_turns_is_told_at_the_next(start: Start) -> None:
-    body = "import os, threading\nthreading.Timer(0.05, lambda: os._exit(4)).start()\nreturn 'ready'"
+    body = "import os, threading\nthreading.Timer(0.05, lambda: os._exit(4)).start()\nreturn str(os.getpid())"
     pool = start(in_begin(body))
 
-    assert after(pool).result is not None
-    time.sleep(0.3)
+    begun = after(pool).result
+    assert begun is not None
+    pid = int(begun.messages[0]["content"])
+    assert wait_for(lambda: not is_alive(pid), 30)
     pool.take(0, Turn(0, "hello"))
 
     assert answer(pool).fault == "died"
@@ -289,9 +273,10 @@ def test_half_of_a_surrogate_pair_reaches_no_tokenizer(start: Start) -> None:
 
 
 def test_a_worker_that_ended_when_its_time_did_gives_one_answer(tmp_path: Path) -> None:
+    # Before the sockets: the kernel closes a new program's files a moment after it lets this process go on.
+    pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setpgroup=0)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setpgroup=0)
     theirs.close()
     (requests, _), (replies, replying) = os.pipe(), os.pipe()
     settings = {"timeout_seconds": 1.0, "memory_mib": 64}

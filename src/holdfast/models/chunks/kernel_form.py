@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ def _read_logits(  # noqa: PLR0913, PLR0917 - the operands of a formula
     targets: Tensor,
     inner: float | None,
     factor: float,
-    entropy: bool,  # noqa: FBT001, UP045 - torch reads this signature
+    entropy: bool,  # noqa: FBT001 - torch reads this signature
 ) -> Tensor:
     from holdfast.models.chunks.kernels import read_rows
 
@@ -49,10 +48,10 @@ def _(products, bias, targets, inner, factor, entropy):  # type: ignore[no-untyp
 @torch.library.custom_op("holdfast::write_slopes", mutates_args={"products"})
 def _write_slopes(  # noqa: PLR0913, PLR0917 - the operands of a formula
     products: Tensor,
-    bias: Optional[Tensor],  # noqa: UP045
+    bias: Tensor | None,
     targets: Tensor,
     numbers: Tensor,
-    inner: Optional[float],  # noqa: UP045
+    inner: float | None,
     factor: float,
     entropy: bool,  # noqa: FBT001
 ) -> None:
