@@ -72,7 +72,7 @@ def test_a_run_with_an_environment_is_proved_by_sampling_its_episodes_again(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     with serving(ServedModel()) as url:

@@ -32,6 +32,7 @@ from holdfast.features.plan.devices import Device, device_named
 from holdfast.features.plan.execution.execute import execute, import_first
 from holdfast.features.plan.execution.origin import without_files
 from holdfast.features.plan.execution.saved import (
+    ahead_bytes,
     checkpoint_bytes,
     export_bytes,
     host_random_state,
@@ -201,7 +202,7 @@ def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str
         loaded=peaks,
         steady=peaks,
         resumed=peaks if is_full else {},
-        checkpoint_bytes=checkpoint_bytes(saved, spec.ranks, host_random_state()) + small,
+        checkpoint_bytes=checkpoint_bytes(saved, spec.ranks, host_random_state()) + small + ahead_bytes(shapes),
         export_bytes=export_bytes(shapes, policy, origin, notes) + small,
         tokens=tokens,
         parameters=plan.parameters,

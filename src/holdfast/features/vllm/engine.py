@@ -75,6 +75,13 @@ class VLLMFlight:
         """By address."""
         self._before_push: list[Sampled] | None = None
         self._given_up = threading.Event()
+        self._interruptions = 0
+        """How often completions were broken off, to be sampled again from newer weights."""
+        self._request_names: dict[str, str] = {}
+        """Of each completion, the name of the request that is on its way: what was broken off is asked by another."""
+        self._may_ask = threading.Event()
+        """Set unless weights are being pushed and what was broken off waits for them."""
+        self._may_ask.set()
         parameters = sampling_words(sampling, sorted(stops.tokens))
         self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
         self._futures = {
@@ -90,10 +97,15 @@ class VLLMFlight:
     def hold(self) -> None:
         """Count nothing as finished from here on: what comes may be of weights that fail their proof."""
         self._before_push = self._finished()
+        if self._section.interrupt == "abandon":
+            self._may_ask.clear()
+            self._interruptions += 1
+            self._break_off([future for future in self._futures if not future.done()])
 
     def release(self) -> None:
         """Count again what comes: the weights are proved."""
         self._before_push = None
+        self._may_ask.set()
 
     def _finished(self) -> list[Sampled]:
         done = {
@@ -135,6 +147,7 @@ class VLLMFlight:
         if pending:
             self._give_up(pending)
         self._given_up.set()  # those that no thread has begun end at once
+        self._may_ask.set()
 
     def end(self) -> None:
         """Give up, and see the threads end."""
@@ -157,11 +170,8 @@ class VLLMFlight:
     def _give_up(self, pending: Collection[Future[Sampled]]) -> None:
         """End requests, and wait a moment for their threads; a server that does not answer is hung up on."""
         self._given_up.set()
-        names = [self._futures[future].name for future in pending]
-        living = [server for server in self._fleet.servers if server.url not in self._fleet.dead]
-        if living:
-            with ThreadPoolExecutor(len(living)) as threads:
-                list(threads.map(lambda server: server.abort(names), living))
+        self._may_ask.set()
+        self._break_off(pending)
         deadline = time.monotonic() + _GRACE_SECONDS + _THREADS_SECONDS
         pending = wait(pending, timeout=_GRACE_SECONDS).not_done
         while pending and time.monotonic() < deadline:
@@ -169,17 +179,29 @@ class VLLMFlight:
                 server.hang_up()  # one that was about to ask again has a connection by the next round
             pending = wait(pending, timeout=_LOOK_SECONDS).not_done
 
+    def _break_off(self, pending: Collection[Future[Sampled]]) -> None:
+        items = [self._futures[future] for future in pending]
+        names = [self._request_names[item.name] for item in items if item.name in self._request_names]
+        living = [server for server in self._fleet.servers if server.url not in self._fleet.dead]
+        if living and names:
+            with ThreadPoolExecutor(len(living)) as threads:
+                list(threads.map(lambda server: server.abort(names), living))
+
     def _completed(self, item: _PendingCompletion, parameters: dict[str, Any]) -> Sampled:
         """Return one completion, from whichever server gives it."""
         sampling = parameters | {"seed": item.request.seeds[item.seed_index] & _LARGEST_SEED}
         prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
         while not self._given_up.is_set():
-            server = self._fleet.take(avoided)
+            self._may_ask.wait()
+            server, interruptions = self._fleet.take(avoided), self._interruptions
             self._asked[server.url], adapter = server, self._fleet.adapter
+            name = self._request_names[item.name] = f"{item.name}-{interruptions}"
             try:
-                reply = server.complete(item.name, prompt, sampling, adapter)
+                reply = server.complete(name, prompt, sampling, adapter)
                 if self._given_up.is_set() or reply.finish is not Finish.ABORT:
                     return self._sampled(item, reply, adapter)
+                if interruptions != self._interruptions:
+                    continue
                 raise EndpointUnwell("ended a completion that nobody had given up")  # noqa: TRY301
             except EndpointUnwell as error:
                 tries += 1
