@@ -21,6 +21,7 @@ from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import acting_entropy_coefficient, next_entropy_coefficient, next_kl_coefficient
 from holdfast.parallel.mesh import World
+from holdfast.training.engines import PublishedEngine
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.critic import stand_still, train_critic, with_values
@@ -71,6 +72,8 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
         if rollout is None:
             return None
         rollout, metrics = learn(run, rollout)
+        if isinstance(run.evaluation.sampler.engine, PublishedEngine):
+            metrics |= run.evaluation.sampler.engine.step_metrics()
         if run.config.rollout.record:
             registry.load(registry.STEP_RECORD)(run, rollout, metrics)
         tell_samples(run, rollout)

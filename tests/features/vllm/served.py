@@ -89,6 +89,8 @@ class ServedModel:
     """Tensors whose layers tell what they compute with; None for all."""
     lost: bool = False
     """Whether the method that asks layers is not there."""
+    counters: Callable[[], str] = lambda: ""
+    """The text of its metrics."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """What happened when, on the monotonic clock."""
     version: str = "none"
@@ -295,6 +297,7 @@ def serving(served: ServedModel) -> Iterator[str]:
             answers: dict[str, Any] = {
                 "/v1/models": {"data": [{"id": "policy", "parent": None}, *adapters]},
                 "/health": {},
+                "/metrics": served.counters().encode() if self.path == "/metrics" else b"",
                 "/openapi.json": {"paths": {route: {} for route in ROUTES if route != "/reset_prefix_cache"}},
             }
             told, known = answers.get(self.path, {}), self.path in answers and self.path not in served.refused

@@ -30,6 +30,7 @@ from holdfast.features.vllm.lora import why_merged
 from holdfast.features.vllm.nccl import NCCLPublisher, refuse_nccl
 from holdfast.features.vllm.proof import Proof, Prover, Suspects
 from holdfast.features.vllm.servers import VLLMServer
+from holdfast.features.vllm.speculation import Acceptance
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.collectives import RankGroup
@@ -128,6 +129,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         """Of the server processes that took the last push; on rank 0."""
         self._proved: frozenset[str] = frozenset()
         """Of those of which a push was proved; on rank 0."""
+        self._acceptance = Acceptance()
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
 
@@ -191,6 +193,11 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         finally:
             for _ in tensors:  # the other ranks are gathering
                 pass
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return the share of drafted tokens that servers accepted, where they decode by speculation."""
+        assert self._ranks is not None  # something was pushed
+        return self._ranks.on_first_rank(lambda: self._acceptance.since_last(self.servers))
 
     def sleep(self) -> bool:
         """Have servers on the ranks' GPUs give their memory back until the next push; return whether they do.
