@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from holdfast import registry
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.optim import AdamW8bitConfig, AdamWConfig
 from holdfast.config.sections.parallel import FullRecompute, NoRecompute, SelectiveRecompute
@@ -67,6 +68,7 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     spec = RankSpec(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
     base = Path(request["base"])
     plan = plain_plan(_made(config, base, spec, no_guard), device, request["memory"])
+    plan["servers"] = registry.load(registry.SERVER_COMMANDS)(config, spec.ranks, on_cpu=on_cpu)
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
         plan["turns"] = list(_turns(config, base, spec, device, no_guard))
     return plan
