@@ -69,6 +69,8 @@ class ServedModel:
     slow: Callable[[int], float] = lambda seed: 0.0
     """Seconds of a completion besides, by its seed; of those after the first `slow_after`."""
     slow_after: int = 0
+    before_token: Callable[[str, int], None] = lambda name, number: None
+    """Called with the name of a sample's request and the number of its next token."""
     answer: Callable[[str, Any], Any] = lambda path, told: told
     """Spoils answers."""
     garble: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
@@ -222,6 +224,8 @@ class ServedModel:
             seconds += self.slow(sampling["seed"]) if self.count > self.slow_after else 0.0
         draw = np.random.default_rng(sampling.get("seed", 0))
         for number in range(count):
+            if is_sample:
+                self.before_token(asked["request_id"], number)
             with self.lock:
                 self.lock.wait_for(lambda: not self.alive or self.aborted & {name}, seconds / count)
                 self.lock.wait_for(lambda: not self.paused or self.aborted & {"", name} or not self.alive)

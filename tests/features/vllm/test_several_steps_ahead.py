@@ -95,7 +95,7 @@ def test_a_resume_takes_finished_completions_of_every_step_ahead(tmp_path: Path)
 
     assert {one["step"] for one in saved} == {2, 3, 4}
     most = ahead_bytes(from_mapping(tree, GRPOConfig))
-    assert 0.7 * most <= len(json.dumps(saved)) <= most, "as the plan counts them"
+    assert 0.5 * most <= len(json.dumps(saved)) <= most, "as the plan counts them"
     assert len(saved) == 3 * OF_A_STEP
     # Of six steps two were trained and three are in the checkpoint.
     assert len([what for _, what in again.events if what.startswith("asked")]) == OF_THE_WALK + OF_A_STEP
@@ -125,18 +125,21 @@ def test_completions_of_a_checkpoint_from_one_step_ahead_are_taken(tmp_path: Pat
 
 @pytest.mark.parametrize("interrupt", ["continue", "abandon"])
 def test_a_push_meets_completions_that_go_on_or_are_sampled_again(tmp_path: Path, interrupt: str) -> None:
-    """One completion of the third step is told to be slow until the second push has come."""
+    """A completion of the third step waits before its fourth token for the next push."""
     claimed = threading.Lock()
 
     def pushes() -> int:
         return sum(what == "pushed" for _, what in served.events)
 
-    def slow(_: int) -> float:
-        if served.count > OF_THE_WALK + 2 * OF_A_STEP and claimed.acquire(blocking=False):
-            return 3.0
-        return 0.0
+    def before_token(name: str, number: int) -> None:
+        if number != 3 or claimed.locked():
+            return
+        order = [what for _, what in served.events if what.startswith("asked")].index(f"asked {name}")
+        if order >= OF_THE_WALK + 2 * OF_A_STEP and claimed.acquire(blocking=False):
+            before = pushes()
+            wait_for(lambda: pushes() > before)
 
-    served = ServedModel(slow=slow)
+    served = ServedModel(before_token=before_token)
     with serving(served) as url:
         tree = ahead_tree([url], str(tmp_path))
         tree["rollout"]["engine"]["interrupt"] = interrupt

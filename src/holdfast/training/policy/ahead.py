@@ -22,6 +22,9 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.rollout.engine import AheadEngine, Flight, Request, Sampled
 from holdfast.types import Finish
 
+_LARGEST_NUMBER = 10**9
+"""Above which steps, updates and prompts of a run are not counted on."""
+
 
 class CompletionsAhead:
     """Completions of the next steps that are being sampled; implements `AheadOfStep` of `training/run.py`."""
@@ -112,9 +115,11 @@ class CompletionsAhead:
 def largest_ahead(config: GRPOConfig) -> list[dict[str, Any]]:
     """Return as many bytes as a checkpoint of a run may have of completions of the next steps, over all ranks."""
     rollout, size = config.rollout, config.rollout.max_new_tokens
-    longest = Sampled(0, 0, np.zeros(size, np.int64), np.zeros(size, np.float32), Finish.LENGTH, 0)
+    tokens, logprobs, number = np.zeros(size, np.int64), np.zeros(size, np.float32), _LARGEST_NUMBER
+    segments = ((size, number),) * (rollout.max_staleness + 1)
+    longest = Sampled(number, rollout.group_size, tokens, logprobs, Finish.LENGTH, number, None, segments)
     count = config.data.batch_size * rollout.group_size * rollout.max_staleness
-    return [_as_plain(_StepCompletion("0" * 32, 0, longest), _mark_of(config))] * count
+    return [_as_plain(_StepCompletion("0" * 32, number, longest), _mark_of(config))] * count
 
 
 def _mark_of(config: GRPOConfig) -> str:
