@@ -112,7 +112,7 @@ def test_a_filter_that_hangs_is_named_and_the_last_whole_step_is_saved(  # two s
 
     assert hung.code == 3, hung.err
     assert (
-        "The batch of step 4 was not ready after 0.05 minutes (launch.timeout_minutes): rank 0 reads rows row 13."
+        "The batch of step 4 was not ready after 0.05 minutes (launch.timeout_minutes): rank 1 reads rows row 13."
         in (hung.err)
     )
     assert "checkpoint of step 3 is on disk, saved before the error" in hung.out
