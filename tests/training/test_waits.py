@@ -20,7 +20,7 @@ from tests.training.cases import tree
 
 
 def steps_at_the_wait(world: World, values: dict[str, Any]) -> dict[str, Any]:
-    """Make three updates, the second without numbers; return how many steps the optimizer had made when their sums were asked for."""
+    """Make three updates, the second without numbers; return how many the optimizer had made at each wait."""
     run = build_run(from_mapping(values, SFTConfig), Path.cwd(), world)
     optimizer, made = run.trained.optimizer, []
 
