@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.batches.prompts import PromptBatch
+from holdfast.data.batches.prompts import PromptBatch, PromptStream
 from holdfast.errors import RunStopped
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rewards.base import Scored
@@ -91,12 +91,17 @@ def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
     if total is not None and step >= total:
         return
     with run.setting.phase("data"):
-        batch: PromptBatch | None = run.common.stream.read_ahead(step, _rows(run, 0))
+        batch = _prompts(run).read_ahead(step, _rows(run, 0))
     if batch is not None:
         with run.setting.phase("rollout"):
             run.evaluation.sampler.publish(run.trained)
             requests = _requests(batch.own_prompts, _seeds_of(run, batch, step))
             run.setting.ranks.on_all_ranks(lambda: ahead.begin(requests))
+
+
+def _prompts(run: PolicyRun) -> PromptStream:
+    assert isinstance(run.common.stream, PromptStream)
+    return run.common.stream
 
 
 def _rows(run: PolicyRun, group_count: int) -> int:
@@ -115,7 +120,7 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
         for number in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
             rows = _rows(run, group_count)
             with run.setting.phase("data"):
-                batch: PromptBatch | None = run.common.stream.next(run.trained.state.step, rows)
+                batch = _prompts(run).next(run.trained.state.step, rows)
             if batch is None:
                 break
             rollouts.append(_one_round(run, batch, run.ahead if number == 0 else None))
