@@ -2,7 +2,7 @@
 
 The loss of an update is sum(token loss * weight) / sum(count) over all ranks and micro-batches. The denominator is
 known before the first forward pass, so that the contribution of each micro-batch is final and nothing is averaged
-afterwards. The global gradient norm over shards, and clipping by it, are at the end of the file.
+afterwards. The global gradient norm over shards is at the end of the file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.layers.routers import global_loads
 from holdfast.objectives.base import Objective, ratio
+from holdfast.optim.clipping import clip_factor, scale, step_unless_skipped, takes_tensors
 from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
@@ -109,16 +110,21 @@ def _update(
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
     squares = squared_norm(gradients, device) / trained.plan.replicate
     reduced = reduce_sums({**sums, "grad_norm": ratio(squares, 0.0)}, device)
+    state, was_updating, clip_norm = trained.state, trained.updating, trained.setting.config.optim.clip_norm
+    on_device = takes_tensors(trained.optimizer, parameters, device)
+    if on_device:
+        trained.updating = True
+        step_unless_skipped(trained.optimizer, reduced["grad_norm"][0].sqrt(), clip_norm)
     totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
     numbers = dict(zip(reduced, totals.tolist(), strict=True))
     norm = math.sqrt(numbers.pop("grad_norm")[0])
-    state = trained.state
+    trained.updating = was_updating or (norm > 0.0 and math.isfinite(norm))
     if norm == 0.0:
         state.skipped_in_a_row = 0  # nothing was learned, and momentum alone must not move the weights
     elif math.isfinite(norm):
-        scale(gradients, clip_factor(norm, trained.setting.config.optim.clip_norm))
-        trained.updating = True
-        trained.optimizer.step()
+        if not on_device:
+            scale(gradients, clip_factor(norm, clip_norm))
+            trained.optimizer.step()
         if trained.averages is not None:
             trained.averages.update(trained.parameters, state.step)
         state.skipped_in_a_row = 0
@@ -248,14 +254,3 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     # tensor.
     norms = torch._foreach_norm(wide)
     return torch.stack([norm.to(device=device, dtype=torch.float64) for norm in norms]).square().sum()
-
-
-def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply gradients in place."""
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(list(gradients), factor)
-
-
-def clip_factor(norm: float, largest: float | None) -> float:
-    """Return the factor that scales a norm to `largest` (Pascanu et al., arXiv:1211.5063); 1 if it is smaller."""
-    return 1.0 if largest is None or norm <= largest else largest / norm
