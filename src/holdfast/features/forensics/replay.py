@@ -163,10 +163,11 @@ class _Rebuilt:
 def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
     storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as folder:
-        # Nothing is sampled here, so nothing need rest meanwhile, no server need live, and no step comes early.
+        # Nothing is sampled here: nothing need rest meanwhile, no server or environment need live, no step comes early.
         changed = {
             "run": config.run.model_copy(update={"dir": folder}),
             "residency": ResidencyConfig(),
+            "environment": None,
             "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig(), "max_staleness": 0}),
         }
         apart = _as_recorded(config, record).model_copy(update=changed)

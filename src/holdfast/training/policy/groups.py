@@ -88,7 +88,7 @@ def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:
         scored.drop,
         dict(scored.metrics),
         -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
-        None if trajectory.episode is None else replace(trajectory.episode, messages=()),
+        None if trajectory.episode is None else replace(trajectory.episode, messages=(), tools=()),
     )
 
 
