@@ -75,10 +75,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": {"path": "world.py:Lake"}},
         "is an environment of gymnasium, which takes actions, and a turn is text. Set environment.action to a function",
     ),
-    "a recorded rollout": (
-        {"environment": TOOL, "rollout": {"record": True}},
-        "rollout.record: what is recorded of a step is single answers; leave it out with an environment",
-    ),
     "servers": (
         {"environment": TOOL, "rollout": {"engine": {"kind": "vllm", "url": "http://127.0.0.1:8000"}}},
         "rollout.engine.kind: vllm samples single answers, and an environment wants turns; use auto",

@@ -268,13 +268,11 @@ class GRPOConfig(TrainingConfig):
                 "objective.kind",
                 "gspo is one term per sequence, and turns: discounted is one per turn; use gspo_token",
             )
-        if not isinstance(self.rollout.engine, LocalEngineConfig):
+        if not isinstance(self.rollout.engine, LocalEngineConfig | RecordedEngineConfig):
             yield (
                 "rollout.engine.kind",
                 f"{self.rollout.engine.kind} samples single answers, and an environment wants turns; use auto",
             )
-        if self.rollout.record:
-            yield "rollout.record", "what is recorded of a step is single answers; leave it out with an environment"
         if self.rollout.replay_routing:
             yield "rollout.replay_routing", "experts are told of single answers; leave it out with an environment"
         if self.critic is not None:

@@ -39,6 +39,7 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.episodes import open_environments
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.saving.resume import resume
 
@@ -170,9 +171,10 @@ def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) 
             "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig(), "max_staleness": 0}),
         }
         apart = _as_recorded(config, record).model_copy(update=changed)
-        run = build_policy_run(apart, record.base, world, lambda _: [])
-        yield _Rebuilt(run, storage)
-        run.setting.ranks.close()
+        with open_environments(apart, record.base, world) as environments:  # their tools are part of prompts
+            run = build_policy_run(apart, record.base, world, lambda _: [], environments=environments)
+            yield _Rebuilt(run, storage)
+            run.setting.ranks.close()
 
 
 def _as_recorded(config: GRPOConfig, record: Record) -> GRPOConfig:

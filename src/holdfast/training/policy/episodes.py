@@ -18,7 +18,7 @@ from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
-from holdfast.rollout.engine import converse
+from holdfast.rollout.engine import EpisodeRecords, converse
 from holdfast.rollout.episodes.calls import Parse
 from holdfast.rollout.episodes.history import History, TurnTemplate, classify
 from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
@@ -86,11 +86,17 @@ class LocalEpisodes:
 
         Raises:
             StepAbandoned: A rank was asked to stop; the same on all ranks.
-            RunStopped: The environments' processes died, or logits are NaN; the same on all ranks.
+            RunStopped: The environments' processes died, logits are NaN, or what should be recorded is not; the same
+                on all ranks.
         """
         setting, tokenizer, sampler = policy.setting, policy.sharded.origin.tokenizer, policy.sampler
         with setting.phase("rollout"):
             sampler.publish(policy.sharded)
+            if isinstance(engine := sampler.engine, EpisodeRecords):
+                groups = setting.ranks.on_all_ranks(
+                    lambda: [engine.episodes(prompt, seeds[prompt.prompt_id], sampling) for prompt in prompts]
+                )
+                return [_with_text(group, tokenizer) for group in groups]
             self.pool.before_step()
             loop = EpisodeLoop(
                 [request for prompt in prompts for request in self._requests(prompt, seeds[prompt.prompt_id])],
@@ -265,11 +271,17 @@ def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConf
     for head in heads:
         differs = np.flatnonzero(head[: shared.size] != shared)
         shared = shared[: int(differs[0])] if differs.size else shared
-    if not np.array_equal(shared, prompt.tokens):
-        text = tokenizer.decode(shared.tolist(), skip_special_tokens=False)
-        prompt = replace(prompt, tokens=shared, text=text)
     pairs = zip(episodes, lines, strict=True)
-    return Group(prompt, tuple(_trajectory(episode, line, sampling) for episode, line in pairs))
+    group = Group(
+        replace(prompt, tokens=shared), tuple(_trajectory(episode, line, sampling) for episode, line in pairs)
+    )
+    return group if np.array_equal(shared, prompt.tokens) else _with_text(group, tokenizer)
+
+
+def _with_text(group: Group, tokenizer: Any) -> Group:
+    """Return the group with the text of its prompt's tokens."""
+    text = tokenizer.decode(group.prompt.tokens.tolist(), skip_special_tokens=False)
+    return replace(group, prompt=replace(group.prompt, text=text))
 
 
 def _trajectory(episode: Episode, line: Sequence[EpisodeTokens], sampling: SamplingConfig) -> Trajectory:
@@ -289,6 +301,7 @@ def _trajectory(episode: Episode, line: Sequence[EpisodeTokens], sampling: Sampl
         info=episode.info,
         fault=episode.fault,
         samples=tuple((sample.tokens.size, int(sample.sampled.sum())) for sample in line),
+        tools=request.writer.tools,
     )
     return Trajectory(
         prompt_id=request.prompt_id,

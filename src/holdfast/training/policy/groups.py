@@ -90,7 +90,7 @@ def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:
         scored.drop,
         dict(scored.metrics),
         -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
-        None if trajectory.episode is None else replace(trajectory.episode, messages=()),
+        None if trajectory.episode is None else replace(trajectory.episode, messages=(), tools=()),
         int(min(trajectory.weights_versions[trajectory.loss_mask], default=-1)),
     )
 
