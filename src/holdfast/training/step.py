@@ -118,30 +118,15 @@ def _update(
     totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
     numbers = dict(zip(reduced, totals.tolist(), strict=True))
     norm = math.sqrt(numbers.pop("grad_norm")[0])
-    trained.updating = was_updating or (norm > 0.0 and math.isfinite(norm))
-    if norm == 0.0:
-        state.skipped_in_a_row = 0  # nothing was learned, and momentum alone must not move the weights
-    elif math.isfinite(norm):
-        if not on_device:
-            scale(gradients, clip_factor(norm, clip_norm))
-            trained.optimizer.step()
-        if trained.averages is not None:
-            trained.averages.update(trained.parameters, state.step)
-        state.skipped_in_a_row = 0
-    else:
-        state.skipped_steps += 1
-        state.skipped_in_a_row += 1
+    is_made = norm > 0.0 and math.isfinite(norm)  # at a norm of zero, momentum alone must not move the weights
+    trained.updating = was_updating or is_made
+    if is_made and not on_device:
+        scale(gradients, clip_factor(norm, clip_norm))
+        trained.optimizer.step()
+    if is_made and trained.averages is not None:
+        trained.averages.update(trained.parameters, state.step)
     trained.optimizer.zero_grad(set_to_none=True)
-    state.updates += 1
-    if ends_step:
-        _end_step(trained)
-    state.tokens += mini_batch.tokens
-    state.samples += mini_batch.samples
-    if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
-        raise RunStopped(
-            f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
-            f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
-        )
+    _count(trained, mini_batch, is_finite=math.isfinite(norm), ends_step=ends_step)
     metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
     metrics |= {
         "grad_norm": norm,
@@ -152,6 +137,27 @@ def _update(
         **mini_batch.metrics,
     }
     return Update(metrics, {name: (total, denominator) for name, (total, denominator) in numbers.items()})
+
+
+def _count(trained: Trained, mini_batch: MiniBatch, *, is_finite: bool, ends_step: bool) -> None:
+    """Count an update that was made or skipped.
+
+    Raises:
+        RunStopped: Too many were skipped in a row.
+    """
+    state = trained.state
+    state.skipped_steps += not is_finite
+    state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
+    state.updates += 1
+    if ends_step:
+        _end_step(trained)
+    state.tokens += mini_batch.tokens
+    state.samples += mini_batch.samples
+    if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
+        raise RunStopped(
+            f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
+            f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
+        )
 
 
 def _end_step(trained: Trained) -> None:
