@@ -123,10 +123,8 @@ def _update(
     if is_made and not on_device:
         scale(gradients, clip_factor(norm, clip_norm))
         trained.optimizer.step()
-    if is_made and trained.averages is not None:
-        trained.averages.update(trained.parameters, state.step)
     trained.optimizer.zero_grad(set_to_none=True)
-    _count(trained, mini_batch, is_finite=math.isfinite(norm), ends_step=ends_step)
+    _conclude(trained, mini_batch, norm, ends_step=ends_step)
     metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
     metrics |= {
         "grad_norm": norm,
@@ -139,13 +137,15 @@ def _update(
     return Update(metrics, {name: (total, denominator) for name, (total, denominator) in numbers.items()})
 
 
-def _count(trained: Trained, mini_batch: MiniBatch, *, is_finite: bool, ends_step: bool) -> None:
-    """Count an update that was made or skipped.
+def _conclude(trained: Trained, mini_batch: MiniBatch, norm: float, *, ends_step: bool) -> None:
+    """Let averages follow an update that was made, and count it, or one that was skipped.
 
     Raises:
         RunStopped: Too many were skipped in a row.
     """
-    state = trained.state
+    state, is_finite = trained.state, math.isfinite(norm)
+    if trained.averages is not None and is_finite and norm > 0.0:
+        trained.averages.update(trained.parameters, state.step)
     state.skipped_steps += not is_finite
     state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
     state.updates += 1
