@@ -232,7 +232,7 @@ def test_calls_of_tools_are_read_and_their_results_go_on(run: Run, tmp_path: Pat
     assert episode.request.writer.tools[0]["function"]["name"] == "add_numbers"
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "stream=True is nothing that this endpoint does, but for False: the answer comes whole; leave it out": {
         "stream": True
     },

@@ -62,18 +62,21 @@ def chat_call(body: Any, sampling: SamplingConfig) -> ChatCall:
         raise CallRefused("the body is no JSON object")
     for name, value in body.items():
         _refuse_field(name, value, sampling)
-    messages = body.get("messages")
+    messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not messages:
         raise CallRefused("messages is missing, or no list with something in it")
     names: dict[str, str] = {}
     read = tuple(_message(message, number, names) for number, message in enumerate(messages))
-    tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise CallRefused("tools is no list of {'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
+    return ChatCall(read, tuple(map(_tool, tools)), _most_tokens(body), bool(body.get("logprobs")))
+
+
+def _most_tokens(body: Mapping[str, Any]) -> int | None:
     limits = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
     if not all(type(limit) is int and limit > 0 for limit in limits):
         raise CallRefused("max_tokens is no positive integer")
-    return ChatCall(read, tuple(map(_tool, tools)), min(limits, default=None), bool(body.get("logprobs")))
+    return min(limits, default=None)
 
 
 def _refuse_field(name: str, value: Any, sampling: SamplingConfig) -> None:
