@@ -11,7 +11,7 @@ from holdfast.config.base import Mistake, OneOrSeveral
 from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConfig, GRPOAdvantageConfig
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.config.sections.engine import LocalEngineConfig, RecordedEngineConfig
-from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.config.sections.environment import AgentConfig, EnvironmentSection
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
     ByCovariance,
@@ -50,8 +50,9 @@ class GRPOConfig(TrainingConfig):
     reward: Annotated[list[Reward], Field(min_length=1, examples=["my_reward.py:score"]), OneOrSeveral()]
     """One reward or several; several are summed by their weights."""
     rewards: RewardPoolConfig = RewardPoolConfig()
-    environment: EnvironmentConfig | None = None
-    """What the policy acts in over several turns; null: every completion is one answer."""
+    environment: EnvironmentSection | None = None
+    """What the policy acts in over several turns, or an agent that asks it (`endpoint`); null: a completion is one
+    answer."""
     advantage: AdvantageConfig = GRPOAdvantageConfig()
     critic: CriticConfig | None = None
     """The value model of `advantage: gae`; null: none."""
@@ -263,6 +264,8 @@ class GRPOConfig(TrainingConfig):
             if self.advantage.turn_discount is not None:
                 yield "advantage.turns", "a single answer has no turns; set environment, or leave it out"
             return
+        if self.advantage.turn_discount is not None and isinstance(self.environment, AgentConfig):
+            yield "advantage.turns", "an agent may ask several things at once, which have no order; use episode"
         if self.advantage.turn_discount is not None and self.objective.kind == "gspo":
             yield (
                 "objective.kind",

@@ -29,7 +29,10 @@ Ended = Literal["done", "turns", "room", "seconds", "cut", "fault", "aborted"]
 """By its environment, at `max_turns`, at `data.max_length`, at `max_seconds`, by a turn that was cut, by an environment
 that failed twice, or since nobody wanted it any more."""
 
-_ATTEMPTS = 2
+Decode = Callable[[list[int], bool], str]
+"""Tokens to text; with True, special ones are left out."""
+
+ATTEMPTS = 2
 """An environment that fails is made once more: what ended it may not be its episode's doing."""
 _LOOK_SECONDS = 0.2
 """Between two looks whether the step is abandoned, where an environment is waited for."""
@@ -139,7 +142,7 @@ class EpisodeLoop:
         self,
         requests: Sequence[EpisodeRequest],
         environments: EnvironmentPool,
-        decode: Callable[[list[int], bool], str],
+        decode: Decode,
         limits: Limits,
         interrupted: Interrupted,
     ) -> None:
@@ -270,7 +273,7 @@ class EpisodeLoop:
     def _failed(self, index: int, answer: Answer) -> None:
         episode = self.episodes[index]
         self._leave(index)
-        if episode.attempts < _ATTEMPTS:
+        if episode.attempts < ATTEMPTS:
             self._begin(index)
             return
         episode.fault, episode.ended = answer.message, "fault"
