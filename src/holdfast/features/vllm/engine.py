@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,12 +24,14 @@ from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import Reply
 from holdfast.features.vllm.servers import Fleet, UnexpectedWeights, VLLMServer, sampling_words
 from holdfast.http import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
-from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.engine import Interrupted, Request, Sampled, TurnSource
 from holdfast.rollout.sampling import Stops
 from holdfast.types import Finish
 
 _LOOK_SECONDS = 0.2
 """Between two looks whether anybody still wants the completions."""
+_TURN_SECONDS = 0.01
+"""Longest wait for a turn before it is seen whether an environment has answered."""
 _GRACE_SECONDS = 0.5
 """For requests that were ended to answer with what they have, before they are hung up on."""
 _THREADS_SECONDS = 1.0
@@ -73,15 +75,37 @@ class VLLMFlight:
         self._done = {(sampled.request_id, sampled.place): sampled for sampled in done}
         self._asked: dict[str, VLLMServer] = {}
         """By address."""
+        self._returned: set[Future[Sampled]] = set()
+        """Those that `next_finished` has returned."""
         self._before_push: list[Sampled] | None = None
         self._given_up = threading.Event()
-        parameters = sampling_words(sampling, sorted(stops.tokens))
+        self._parameters = sampling_words(sampling, sorted(stops.tokens))
         self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
-        self._futures = {
-            self._threads.submit(self._completed, item, parameters): item
-            for item in items
-            if (item.request.request_id, item.seed_index) not in self._done
-        }
+        self._futures: dict[Future[Sampled], _PendingCompletion] = {}
+        self._ask([item for item in items if (item.request.request_id, item.seed_index) not in self._done])
+
+    def add(self, items: Sequence[_PendingCompletion]) -> None:
+        """Ask for further completions."""
+        self._items += items
+        self._ask(items)
+
+    def _ask(self, items: Sequence[_PendingCompletion]) -> None:
+        self._futures |= {self._threads.submit(self._completed, item, self._parameters): item for item in items}
+
+    def next_finished(self, interrupted: Interrupted) -> list[Sampled]:
+        """Return completions that have come since the last call, after a moment's wait for one; all once interrupted.
+
+        Raises:
+            RunStopped: As `collect`.
+        """
+        pending = self._futures.keys() - self._returned
+        done, left = wait(pending, _TURN_SECONDS, FIRST_COMPLETED)
+        if left and interrupted():
+            self._give_up(left)
+            done = pending
+        self._returned |= done
+        finished = [future.result() if future.done() else _aborted(self._futures[future]) for future in done]
+        return sorted(finished, key=lambda sampled: (sampled.request_id, sampled.place))
 
     def finished(self) -> list[Sampled]:
         """Return those that are done; while weights are pushed and not yet proved, those that were done before."""
@@ -103,6 +127,11 @@ class VLLMFlight:
         }
         complete = {key: sampled for key, sampled in done.items() if sampled.finish is not Finish.ABORT}
         return self._in_order(self._done | complete)
+
+    @property
+    def has_returned_all(self) -> bool:
+        """Whether `next_finished` has returned every completion that was asked for."""
+        return self._returned == self._futures.keys()
 
     @property
     def is_done(self) -> bool:
@@ -245,7 +274,7 @@ class VLLMFlight:
 
 
 class VLLMEngine:
-    """Samples from servers; implements `RolloutEngine` and `AheadEngine` of `rollout/engine.py`.
+    """Samples from servers; implements `RolloutEngine`, `AheadEngine` and `EpisodeEngine` of `rollout/engine.py`.
 
     Args:
         section: The `rollout.engine` section of the run.
@@ -311,14 +340,34 @@ class VLLMEngine:
 
     def begin(self, requests: Sequence[Request], sampling: SamplingConfig, done: Sequence[Sampled] = ()) -> VLLMFlight:
         """Start to sample."""
+        flight = VLLMFlight(self._fleet, self._section, self._items(requests), sampling, self._stops, done)
+        self._flights.append(flight)
+        return flight
+
+    def _items(self, requests: Sequence[Request]) -> list[_PendingCompletion]:
         items = []
         for request in requests:
             for index in range(len(request.seeds)):
                 self._count += 1
                 items.append(_PendingCompletion(f"{self._mark}-{self._count}", request, index))
-        flight = VLLMFlight(self._fleet, self._section, items, sampling, self._stops, done)
-        self._flights.append(flight)
-        return flight
+        return items
+
+    def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
+        """Sample until a source has no more turns; none waits for another one.
+
+        Raises:
+            RunStopped: As `collect`.
+        """
+        flight = self.begin((), sampling)
+        try:
+            while True:
+                requests = source.ready(wait=flight.has_returned_all)
+                flight.add(self._items(requests))
+                if flight.has_returned_all:
+                    return
+                source.finished(flight.next_finished(interrupted))
+        finally:
+            flight.end()
 
     def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Accept requests, and ask for them at once."""

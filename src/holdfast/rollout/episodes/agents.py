@@ -101,7 +101,7 @@ class AgentLoop:
         for index in sorted({*self._keys, *self._waiting}):
             self._sessions[index].episode.ended = "aborted"
             self._leave(index)
-        for call, *_ in [*self._sampling.values(), *self._able]:
+        for call in [call for call, *_ in self._sampling.values()] + [call for call, *_ in self._able]:
             call.refuse(session_ended())
         self._waiting.clear()
         self._able.clear()
