@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 import threading
 import time
@@ -463,3 +464,51 @@ def test_a_call_under_way_when_the_endpoint_closes_is_refused() -> None:
     thread.join(10)
 
     assert statuses == [401]
+
+
+OPENAI = os.environ.get("HOLDFAST_OPENAI_PYTHON", "")
+"""The Python of an environment that has `openai`."""
+
+
+@pytest.mark.skipif(not OPENAI, reason="HOLDFAST_OPENAI_PYTHON names no Python with the openai package")
+def test_openai_s_own_client_asks_and_goes_on_from_its_answers(run: Run, tmp_path: Path) -> None:
+    script = ['<tool_call>\n{"name": "add_numbers", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "it is 3."]
+    engine = ScriptedEngine(bpe(), lambda text: script[text.count("<|im_start|>assistant") - 1])
+    source = f"""
+    import asyncio, sys
+    import openai
+    row = json.load(sys.stdin)
+    client = openai.AsyncOpenAI(max_retries=0)
+    async def main():
+        messages, kept = [user("1 + 2?")], []
+        while len(messages) < 4:
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, tools=[{ADD!r}], logprobs=True, max_completion_tokens=200
+            )
+            choice = answer.choices[0]
+            kept.append([choice.finish_reason, choice.token_ids, [item.logprob for item in choice.logprobs.content]])
+            messages.append(choice.message)
+            for call in choice.message.tool_calls or ():
+                result = sum(json.loads(call.function.arguments).values())
+                messages.append({{"role": "tool", "tool_call_id": call.id, "content": str(result)}})
+        kept.append([model.id async for model in client.models.list()])
+        for refused in (client, openai.AsyncOpenAI(api_key="none", max_retries=0)):
+            try:
+                await refused.chat.completions.create(model="policy", messages=[user("a")], stream=True)
+            except (openai.BadRequestError, openai.AuthenticationError) as error:
+                kept.append(error.body["message"])
+        json.dump(kept, open({str(tmp_path / "kept.json")!r}, "w"))
+    asyncio.run(main())
+    """
+
+    (episode,) = run(engine, source, command=[OPENAI, "agent.py"], max_length=800, timeout_seconds=60.0)
+
+    assert (episode.ended, episode.fault) == ("done", "")
+    (tokens,) = episode.samples
+    first, second, models, streamed, keyless = json.loads((tmp_path / "kept.json").read_text())
+    assert [first[0], second[0]] == ["tool_calls", "stop"]
+    assert [*first[1], *second[1]] == tokens.tokens[tokens.sampled].tolist()
+    assert [*first[2], *second[2]] == tokens.logprobs[tokens.sampled].tolist()
+    assert models == ["policy"]
+    assert streamed.startswith("stream=True is nothing that this endpoint does")
+    assert keyless.startswith("there is no such session")

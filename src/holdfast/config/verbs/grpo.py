@@ -10,7 +10,7 @@ from pydantic import Field
 from holdfast.config.base import Mistake, OneOrSeveral
 from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConfig, GRPOAdvantageConfig
 from holdfast.config.sections.data import PromptDataConfig
-from holdfast.config.sections.engine import LocalEngineConfig, RecordedEngineConfig
+from holdfast.config.sections.engine import RecordedEngineConfig
 from holdfast.config.sections.environment import AgentConfig, EnvironmentSection
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
@@ -86,6 +86,17 @@ class GRPOConfig(TrainingConfig):
         """Tokens a prompt may have."""
         room = self.data.max_length - self.rollout.max_new_tokens
         return min(room, self.data.max_prompt_length or room)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that a completion may follow: a prompt's, or those of an episode before its last turn."""
+        return self.longest_prompt if self.environment is None else self.data.max_length - self.rollout.max_new_tokens
+
+    @property
+    def most_trained_tokens(self) -> int:
+        """Tokens of a completion, or of an episode, that may be trained."""
+        turns = 1 if self.environment is None else self.environment.max_turns
+        return min(turns * self.rollout.max_new_tokens, self.data.max_length)
 
     @property
     def environment_weight(self) -> float:
@@ -271,11 +282,8 @@ class GRPOConfig(TrainingConfig):
                 "objective.kind",
                 "gspo is one term per sequence, and turns: discounted is one per turn; use gspo_token",
             )
-        if not isinstance(self.rollout.engine, LocalEngineConfig | RecordedEngineConfig):
-            yield (
-                "rollout.engine.kind",
-                f"{self.rollout.engine.kind} samples single answers, and an environment wants turns; use auto",
-            )
+        if self.rollout.max_staleness:
+            yield "rollout.max_staleness", "episodes are not sampled ahead of their step; use 0 with an environment"
         if self.rollout.replay_routing:
             yield "rollout.replay_routing", "experts are told of single answers; leave it out with an environment"
         if self.critic is not None:

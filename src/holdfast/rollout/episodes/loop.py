@@ -1,7 +1,8 @@
 """The loop of turns: what is sampled goes to environments, and what they answer to the engine, episode by episode.
 
-No episode waits for another one's turn. Where environments are replayable, an answer is waited for before the next
-token is sampled: then what is decoded together follows from tokens alone, and a step that is made again is the same.
+No episode waits for another one's turn. Where environments are replayable and this process samples, an answer is
+waited for before the next token is sampled: then what is decoded together follows from tokens alone, and a step that is
+made again is the same.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class EpisodeLoop:
         decode: Tokens to text; with True, special ones are left out.
         limits: Of an episode.
         interrupted: Asked while an environment is waited for.
+        in_order: Whether an answer is waited for before anything else is sampled, where environments are replayable.
     """
 
     def __init__(
@@ -145,7 +147,10 @@ class EpisodeLoop:
         decode: Decode,
         limits: Limits,
         interrupted: Interrupted,
+        *,
+        in_order: bool = True,
     ) -> None:
+        self._in_order = in_order and environments.replayable
         self.episodes = [Episode(request) for request in requests]
         self._environments, self._decode = environments, decode
         self._limits, self._interrupted = limits, interrupted
@@ -169,7 +174,7 @@ class EpisodeLoop:
         """
         self._begin_waiting()
         while self._asked and not self._interrupted():
-            must_wait = self._environments.replayable or (wait and not self._able)
+            must_wait = self._in_order or (wait and not self._able)
             answers = self._environments.answers(_LOOK_SECONDS if must_wait else 0.0)
             for answer in sorted(answers, key=lambda answer: answer.episode):
                 self._hear(answer)

@@ -19,7 +19,7 @@ from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
-from holdfast.rollout.engine import EpisodeRecords, TurnSource, converse
+from holdfast.rollout.engine import AheadEngine, EpisodeRecords, TurnSource, converse
 from holdfast.rollout.episodes.agents import AgentLoop
 from holdfast.rollout.episodes.chat_calls import CallRefused
 from holdfast.rollout.episodes.endpoint import Endpoint
@@ -117,8 +117,8 @@ class LocalEpisodes:
         self, requests: Sequence[EpisodeRequest], sampling: SamplingConfig, policy: PolicyEvaluation
     ) -> Iterator[Loop]:
         """Open what hands out turns of these episodes; all ranks call this together."""
-        limits = self._limits(sampling)
-        yield EpisodeLoop(requests, self.pool, decoder(policy), limits, policy.setting.interrupted)
+        limits, in_order = self._limits(sampling), not isinstance(policy.sampler.engine, AheadEngine)
+        yield EpisodeLoop(requests, self.pool, decoder(policy), limits, policy.setting.interrupted, in_order=in_order)
 
     def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
         row_name = f"Row of prompt {prompt.prompt_id}"
