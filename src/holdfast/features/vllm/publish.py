@@ -163,6 +163,11 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         self.follow(servers)
         adapter = label if self._adapters is not None else ""
         if has_new or self._is_proved():
+            if self._adapters is not None and self._section.interrupt == "continue":
+                # vLLM 0.32 on a CPU dies of log-probabilities of a prompt, which a proof asks for, where it decodes
+                # other requests with an adapter at the same time.
+                self.settle(sharded.setting.interrupted)
+                ranks.gather(None)
             present = [server for server in self.servers if server.url in servers]
             self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong), adapter)
             self._proved |= self._identities
