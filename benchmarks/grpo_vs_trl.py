@@ -12,7 +12,7 @@ and completion tokens that its loss was handed, digests the prompts and counts f
 differ in what they trained on. On a GPU the model is shaped like a 0.5B one and a step has 8 prompts x 8 x 512 tokens;
 both trainers compute in bfloat16 (TRL under autocast, as its option `bf16` does). `decode_ms` is what a step spends
 outside its update, per token of a completion; `update_mfu` is ours, a shared prompt counted once. Ours asks for CUDA
-graphs, which are off by default.
+graphs, which are the default there.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from measure import Meter, alternate, heading, resident_mib
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import plan_packs
 from holdfast.data.batches.candidates import CandidateReader
-from holdfast.data.batches.stream import SampleStream, StreamLimits
+from holdfast.data.batches.cursor import StreamLimits
+from holdfast.data.batches.stream import SampleStream
 from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.chat import Tokenised
@@ -64,7 +65,7 @@ def serve(packing: Literal["best_fit", "wrapped"], documents: int, median: float
     )
     ranks = RankGroup()
     reader = CandidateReader(RowReader([source], DrawOrder([source.size])), tokenise, ranks)
-    stream = SampleStream(reader, config, ranks, limits=StreamLimits(passes=1))
+    stream = SampleStream(reader, config, limits=StreamLimits(passes=1))
     tokens = step = 0
     fill = 0.0
     resident: list[float] = []

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise
+from holdfast.data.batches.cursor import StreamLimits
 from holdfast.data.batches.packing import unpack
-from holdfast.data.batches.stream import SampleStream, StreamLimits
+from holdfast.data.batches.stream import SampleStream
 from holdfast.data.rows.reading import DrawOrder, RowReader
 from holdfast.data.rows.rows import Row, Source
 from holdfast.types import MiniBatch
@@ -49,7 +50,7 @@ def stream(
         [source.size for source in sources], weights, seed=seed, shuffle=config.shuffle, block=config.shuffle_buffer
     )
     reader = CandidateReader(RowReader(sources, order), tokenise, ranks, accept)
-    return SampleStream(reader, config, ranks, Layout(), limits)
+    return SampleStream(reader, config, Layout(), limits)
 
 
 def held(mini_batch: MiniBatch | None) -> dict[int, list[int]]:

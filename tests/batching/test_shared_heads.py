@@ -17,13 +17,8 @@ from holdfast.data.batches.packing import CommonStart, pack, unpack
 from holdfast.data.batches.weights import Share
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.heads.spans import predictors
-from holdfast.models.layers.attention import (
-    PACKED,
-    Documents,
-    key_places,
-    packed_attention,
-    register_attention,
-)
+from holdfast.models.layers.attention import PACKED, packed_attention, register_attention
+from holdfast.models.layers.documents import Documents, key_places
 from holdfast.models.layers.family import family_of
 from holdfast.models.layers.routers import RouterLoss
 from holdfast.objectives.supervised import NegativeLogLikelihood
@@ -143,7 +138,7 @@ def test_the_flash_kernel_is_given_the_head_before_each_branch() -> None:
     documents = Documents.of(batch.lengths[0], torch.device("cpu"), batch.branches)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 35, 4, generator=generator, dtype=torch.float64) for _ in range(3))
-    places, queries, keys = key_places(documents)
+    places, queries, keys = key_places(documents.lengths, documents.branches)
 
     parts, start, first = [], 0, 0
     for count, seen in zip(queries, keys, strict=True):

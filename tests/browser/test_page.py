@@ -14,6 +14,7 @@ from holdfast.features.report.page import write_page
 from holdfast.metrics.sink import read_metrics
 from tests.browser.driver import AXE, Browser, driving, missing
 from tests.features.report.cases import RunFolder, killed_run, long_run
+from tests.features.report.test_samples import saved_image
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
@@ -199,6 +200,22 @@ def test_two_runs_are_drawn_in_two_colours(quiet: Browser, tmp_path: Path) -> No
     assert len({colour for _, colour in names}) == 2
     assert {name.partition(",")[0] for name, _ in names} == {"one", "two"}
     assert quiet.run(OVERLAPS) == []
+
+
+def test_a_group_shows_the_images_of_its_prompt(quiet: Browser, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.steps(1, 3)
+    run.samples(2, "see", ["a", "b"], images=saved_image(run, 1))
+    write_page([run.place], None)
+    open_page(quiet, run)
+
+    quiet.run("document.querySelector('#list details').open = true")
+    quiet.wait_for("return document.querySelector('#list .images img')?.complete")
+
+    shown = (
+        "const image = document.querySelector('#list .images img'); return [image.naturalWidth, image.naturalHeight]"
+    )
+    assert quiet.run(shown) == [24, 16]
 
 
 def test_a_run_of_100_000_steps_opens_in_three_seconds(quiet: Browser, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.crash.runs import log_of, values_of
 from tests.distributed.toys import Toy, shard
 from tests.training.cases import run
 
-EXACT = "weights, optimizer, random state and order of rows continue bit for bit"
+EXACT = "weights, optimizer, random state and order of rows are those of the checkpoint, bit for bit"
 MOVED = (
     "the checkpoint was written by replicate=1 x shard=2, this run is replicate=2 x shard=1: weights, optimizer and "
     "order of rows continue exactly; sums over ranks are added in another order, and dropout draws new numbers"

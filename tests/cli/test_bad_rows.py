@@ -85,3 +85,37 @@ def test_rows_that_are_all_bad_are_refused_with_the_first_reason(
     assert done.code == 2
     assert "No row of rows can be trained on (counted: bad_rows: 12). The first bad one: rows row 0: " in done.err
     assert not (tmp_path / "runs").exists()
+
+
+HANGS = """
+import time
+
+def take(row):
+    while row["prompt"] == "add 13=":
+        time.sleep(1)
+    return True
+"""
+
+
+def test_a_filter_that_hangs_is_named_and_the_last_whole_step_is_saved(  # two starts, and a wait of three seconds
+    warm: WarmPython, tmp_path: Path, unshuffled: dict[str, Any]
+) -> None:
+    write_lines(tmp_path / "rows.jsonl", {})
+    (tmp_path / "hangs.py").write_text(HANGS)
+    unshuffled["data"]["filter"] = "hangs.py:take"
+    write_run(tmp_path / "run.yaml", unshuffled)
+
+    hung = train(warm, tmp_path, "run.name=hung", "launch.timeout_minutes=0.05")
+    (tmp_path / "hangs.py").write_text("def take(row):\n    return True\n")
+    rest = train(warm, tmp_path, "run.name=hung", "checkpoint.resume.changed=[data, files]")
+    straight = train(warm, tmp_path, "run.name=straight")
+
+    assert hung.code == 3, hung.err
+    assert (
+        "The batch of step 4 was not ready after 0.05 minutes (launch.timeout_minutes): rank 1 reads rows row 13."
+        in (hung.err)
+    )
+    assert "checkpoint of step 3 is on disk, saved before the error" in hung.out
+    assert (rest.code, straight.code) == (0, 0), rest.err + straight.err
+    losses = [[line["loss"] for line in lines_of(tmp_path, name)] for name in ("hung", "straight")]
+    assert losses[0] == losses[1]

@@ -33,6 +33,10 @@ class Lake:
     "plain.jinja": "{% for message in messages %}<bos>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bos>assistant:{% endif %}",
 }
+FILES["quoting.jinja"] = FILES["plain.jinja"].replace(
+    "{{ message.content }}",
+    "{% if loop.revindex < 3 %}{{ message.content }}{% else %}({{ message.content }}){% endif %}",
+)
 TOOL = {"tools": "tools.py:add"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a tool without types": (
@@ -51,6 +55,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": TOOL, "data": {"chat_template": "plain.jinja"}},
         "leaves tools out of the prompt, so a policy cannot act by it. Set data.chat_template to a jinja file",
     ),
+    "a template that rewrites earlier turns": (
+        {"environment": {"path": "world.py:Silent"}, "data": {"chat_template": "quoting.jinja"}},
+        "data.chat_template to a jinja file that writes a conversation turn by turn as it was said, or environment.his",
+    ),
     "no messages": (
         {"environment": {"path": "world.py:Silent"}},
         "it returned a int (7), which is neither text nor a list of messages (role and content). The row's columns are",
@@ -67,13 +75,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": {"path": "world.py:Lake"}},
         "is an environment of gymnasium, which takes actions, and a turn is text. Set environment.action to a function",
     ),
-    "a recorded rollout": (
-        {"environment": TOOL, "rollout": {"record": True}},
-        "rollout.record: what is recorded of a step is single answers; leave it out with an environment",
+    "an agent that is not there": (
+        {"environment": {"kind": "endpoint", "run": "world.py:agent"}},
+        "world.py has no function agent. It has Silent, Asks, Lake.",
     ),
-    "servers": (
-        {"environment": TOOL, "rollout": {"engine": {"kind": "vllm", "url": "http://127.0.0.1:8000"}}},
-        "rollout.engine.kind: vllm samples single answers, and an environment wants turns; use auto",
+    "an agent that takes a row alone": (
+        {"environment": {"kind": "endpoint", "run": "more.py:add"}},
+        " cannot be called with (row, base_url, api_key): too many positional arguments. Write `def agent(row, base",
+    ),
+    "an agent and turns with returns of their own": (
+        {"environment": {"kind": "endpoint", "command": ["agent"]}, "advantage": {"turns": "discounted"}},
+        "advantage.turns: an agent may ask several things at once, which have no order; use episode",
+    ),
+    "sampling ahead": (
+        {
+            "environment": TOOL,
+            "rollout": {"max_staleness": 1, "engine": {"kind": "vllm", "url": "http://127.0.0.1:8"}},
+            "correction": {"kind": "truncate"},
+        },
+        "rollout.max_staleness: episodes are not sampled ahead of their step; use 0 with an environment",
     ),
 }
 

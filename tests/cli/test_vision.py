@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from holdfast.config.sections.data import SyntheticConfig
@@ -92,6 +93,11 @@ def test_a_policy_that_sees_goes_on_on_one_rank_as_it_would_have_on_two(warm: Wa
     assert sorted(found) == [1, 2, 3, 4]
     for step, numbers in expected.items():
         assert found[step] == pytest.approx(numbers, rel=1e-7), step
+    samples = [json.loads(line) for line in (straight / "runs/run/samples.jsonl").read_text().splitlines()]
+    for name in {sample["images"] for sample in samples}:
+        with Image.open(straight / "runs/run/sample_images" / name) as image:
+            assert (image.format, image.height) == ("JPEG", 16)
+    assert len({sample["images"] for sample in samples}) > 1
     completions = json.loads((straight / "runs/run/completions/step-00000004.held.jsonl").read_text().splitlines()[0])
     assert completions["prompt"].count("<|image_pad|>") == 1
     assert (straight / "runs/run/exports/final/preprocessor_config.json").exists()
@@ -130,11 +136,12 @@ def test_prompts_and_pairs_with_images_are_shown(warm: WarmPython, tmp_path: Pat
     )
 
     assert (policy.code, policy.err, pair.code, pair.err) == (0, "", 0, "")
-    asked, tokens, columns = policy.out.splitlines()
+    image, asked, tokens, columns = policy.out.splitlines()
     assert asked.count("<|image_pad|>") == 1
     assert asked.endswith("shapes:")
     # Pictures are 16 pixels high, and a token stands for 8 x 8 of them; two more tokens stand around an image.
     width = 16 * len(SyntheticSource(SyntheticConfig.model_validate(SHAPES | {"rows": 64})).row(0)["shapes"])
     assert tokens.startswith(f"{len('shapes:') + 2 + 2 * width // 8} tokens;")
     assert "images" in columns
-    assert [line.count("<|image_pad|>") for line in pair.out.splitlines()] == [2 * width // 8, 0] * 2
+    assert image.endswith(f" row 0, image 0: {width}x16 pixels, {2 * width // 8} tokens")
+    assert [line.count("<|image_pad|>") for line in pair.out.splitlines()] == [0, *[2 * width // 8, 0] * 2]

@@ -87,7 +87,7 @@ def test_a_key_in_the_wrong_place_is_sent_to_the_right_one(mistakes: Mistakes, l
                                   "my_file.py:my_function"),
         ("launch: {ranks: two}", "launch.ranks: 'two' should be a whole number or 'auto'"),
         ("launch: {ranks: 0}", "launch.ranks: 0 should be greater than or equal to 1 or 'auto'"),
-        ("parallel: {compile: hed}", "parallel.compile: 'hed' should be 'off', 'head' or 'blocks'"),
+        ("parallel: {compile: hed}", "parallel.compile: 'hed' should be 'auto', 'blocks', 'off' or 'head'"),
         ("metrics: {sinks: [csv, csv]}", "metrics.sinks.1: csv is there already; every tracker has a name of its own"),
         ("checkpoint: {export_dtype: float64}", "checkpoint.export_dtype: 'float64' should be 'same', 'float32' or "
                                                 "'bfloat16'"),

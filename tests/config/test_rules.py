@@ -130,7 +130,7 @@ MODEL = "model: {path: some-model}\n"
         (
             WHOLE.replace("path: some-model", "path: m, lora: {quantize: nf4}") + "parallel: {compile: blocks}\n",
             "run.yaml:4: parallel.compile: blocks, but model.lora.quantize computes with matrices that are made anew "
-            "in every forward pass, which is not built for compiled blocks; use off",
+            "in every forward pass, which is not built for compiled blocks; use auto",
         ),
         (
             "steps: 1\n" + ROWS + "model: {path: m, dropout: true, router_loss: global}\n",

@@ -20,11 +20,12 @@ from holdfast.recipes.grpo import learn
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.episodes import check_environments, open_environments
+from holdfast.training.policy.experience import samples_of
 from holdfast.training.policy.rollouts import next_rollout
 from holdfast.training.setup.begin import Live
 
 Row = tuple[int, list[int], list[bool], float, int]
-"""Sample id, tokens and mask of an episode as one row, its reward, its turns."""
+"""Sample id, tokens and mask of an episode, or of a sample of it, as one row; its reward, its turns."""
 
 
 def train_on_episodes(world: World, tree: dict[str, Any], rows: Any, base: str, steps: int) -> dict[str, Any]:
@@ -76,9 +77,10 @@ def _score(samples: Sequence[Sample]) -> list[Scored]:
 
 def _rows(groups: Sequence[Any]) -> list[Row]:
     return [
-        (t.sample_id, t.tokens.tolist(), t.loss_mask.tolist(), float(t.reward), t.episode.turns)
+        (t.sample_id, s.tokens.tolist(), s.loss_mask.tolist(), float(t.reward), t.episode.turns)
         for group in groups
         for t in group.trajectories
+        for s in samples_of(t)
     ]
 
 
@@ -88,8 +90,8 @@ def update_by_hand(model: Any, episodes: list[list[Row]], lr: float) -> dict[str
     for step in episodes:
         total: Any = 0.0
         for sample_id, tokens, mask, reward, _ in step:
-            rewards = [row[3] for row in step if row[0] // 2**20 == sample_id // 2**20]
-            group = torch.tensor(rewards, dtype=torch.float64)
+            rewards = {row[0]: row[3] for row in step if row[0] // 2**20 == sample_id // 2**20}
+            group = torch.tensor(list(rewards.values()), dtype=torch.float64)
             advantage = float((reward - group.mean()) / (group.std() + 1e-6)) if group.std() > 0 else 0.0
             row = torch.tensor([tokens])
             chosen = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)

@@ -156,7 +156,7 @@ def test_a_reference_is_routed_by_its_own_routers(pools: Any, directory: str, ki
         (
             "mixtral",
             {"parallel": {"compile": "blocks"}},
-            r"replay_routing: a compiled block chooses its experts itself",
+            r"parallel\.compile: blocks, but rollout\.replay_routing says which experts compute",
         ),
     ],
 )

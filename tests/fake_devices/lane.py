@@ -34,7 +34,17 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
     from holdfast.config.verbs.roots import run_from_mapping
     from holdfast.features.plan.execution.execute import execute
     from holdfast.features.plan.records import RankSpec
+    from holdfast.rollout.local import graphs
+    from holdfast.training import engines
 
+    recorders: list[object] = []
+
+    class CountedRecorder(graphs.CudaRecorder):
+        def __init__(self, device: Any) -> None:
+            super().__init__(device)
+            recorders.append(self)
+
+    setattr(engines, "CudaRecorder", CountedRecorder)  # noqa: B010 - the name that the module imported
     made = execute(run_from_mapping(values), folder, RankSpec(ranks, rank))
     return {
         "peaks": {f"{phase} {device}": [peak.total, peak.by_kind] for (phase, device), peak in made.steady.items()},
@@ -46,6 +56,7 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
         "micro_batches": made.micro_batches,
         "sharded": made.plan.sharded,
         "notes": made.notes,
+        "recorders": len(recorders),
     }
 
 

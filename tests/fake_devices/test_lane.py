@@ -145,3 +145,11 @@ def test_what_rests_in_host_memory_is_not_on_the_device_while_completions_are_sa
     assert stays["optimizer"] > 0
     assert rests.get("optimizer", 0) == 0
     assert rests["parameters"] < stays["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("name", "recorders"),
+    [("grpo", 1), ("grpo experts", 1), ("distill on own texts", 1), ("grpo experts replayed", 0), ("sft", 0)],
+)
+def test_decoding_on_devices_records_its_steps_by_default(lane: Lane, name: str, recorders: int) -> None:
+    assert of(lane, name, (8, 0))["recorders"] == recorders

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from holdfast.models.layers.attention import Documents, flash_call, flash_takes, packed_attention
+from holdfast.models.layers.attention import flash_call, flash_takes, packed_attention
+from holdfast.models.layers.document_attention import AttentionOptions
+from holdfast.models.layers.documents import Documents
 
 LENGTHS = (4, 4, 7)
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
@@ -56,7 +58,9 @@ def documents() -> Documents:
 
 
 def bound(kernel: Callable[..., Any], groups: bool, window: int | None, key_heads: int = KEY_HEADS) -> dict[str, Any]:
-    arguments, options = flash_call(*inputs(key_heads), documents(), 0.7, window, groups=groups)
+    arguments, options = flash_call(
+        *inputs(key_heads), documents().runs, AttentionOptions(0.7, window, None, 0.0), groups=groups
+    )
     call = inspect.signature(kernel).bind(*arguments, **options)
     call.apply_defaults()
     return dict(call.arguments)

@@ -78,7 +78,13 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
     pools: list[EnvironmentPool] = []
 
     def run(
-        engine: ScriptedEngine, rows: Sequence[dict[str, Any]], *, source: str = GUESS, seed: int = 5, **options: Any
+        engine: ScriptedEngine,
+        rows: Sequence[dict[str, Any]],
+        *,
+        source: str = GUESS,
+        splits: bool = False,
+        seed: int = 5,
+        **options: Any,
     ) -> list[Episode]:
         (tmp_path / "world.py").write_text(textwrap.dedent(source))
         (tmp_path / "tools.py").write_text(TOOLS)
@@ -91,7 +97,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         pools[-1].start()
         template = ChatTemplate(engine.tokenizer, engine.tokenizer.chat_template or CHATML, {}, "it")
         writers = {
-            name: TurnTemplate(template, tools, [engine.tokenizer.eos_token_id])
+            name: TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits=splits)
             for name, tools in pools[-1].tools.items()
         }
         parsers = {name: proved_parser(template, writer, writer.tools) for name, writer in writers.items()}

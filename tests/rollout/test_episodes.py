@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from holdfast.rollout.episodes.proof import proved_parser
 from holdfast.training.policy.episodes import group_of
 from holdfast.types import Finish, Prompt
 from tests.rollout.conftest import GUESS, ScriptedEngine
-from tests.rollout.test_episode_tokens import ADD, CHATML, bpe
+from tests.rollout.test_episode_tokens import ADD, CHATML, FORGETFUL, bpe
 
 
 def counting(text: str) -> str:
@@ -191,6 +192,29 @@ def test_an_episode_that_is_abandoned_before_its_final_reward_is_aborted(play: C
     (episode,) = play(engine, [{}], source=source, max_turns=1, interrupted=interrupted)
 
     assert (episode.ended, episode.finish) == ("aborted", Finish.ABORT)
+
+
+def test_a_template_that_forgets_thoughts_gives_a_sample_for_each_turn_after_one(
+    play: Callable[..., list[Episode]],
+) -> None:
+    """Each prompt is what the template writes of the turns before it; the second turn has no thought to forget."""
+    tokenizer = copy.deepcopy(bpe())
+    tokenizer.chat_template = FORGETFUL
+    said = ["<think>low</think>1", "2", "<think>high</think>3"]
+    engine = ScriptedEngine(tokenizer, lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(engine, [{"target": said[2]}], splits=True)
+
+    asked = "<|im_start|>user\nplay<|im_end|>\n<|im_start|>assistant\n"
+    again = asked + "1<|im_end|>\n<|im_start|>user\nno, after 1<|im_end|>\n<|im_start|>assistant\n"
+    third = again + "2<|im_end|>\n<|im_start|>user\nno, after 2<|im_end|>\n<|im_start|>assistant\n"
+    texts = [tokenizer.decode(sample.tokens.tolist()) for sample in episode.samples]
+    assert texts == [asked + said[0] + "<|im_end|>", third + said[2] + "<|im_end|>"]
+    chosen = [tokenizer.decode(sample.tokens[sample.sampled].tolist()) for sample in episode.samples]
+    assert chosen == ["<think>low</think>1<|im_end|>", "2<|im_end|><think>high</think>3<|im_end|>"]
+    assert [sample.turn_count for sample in episode.samples] == [1, 2]
+    assert (episode.ended, episode.turn_count, episode.turn_rewards) == ("done", 3, [-0.1, -0.1, 1.0])
+    assert len({seed for requests in engine.asked for request in requests for seed in request.seeds}) == 3
 
 
 def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:

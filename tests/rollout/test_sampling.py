@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.rollout.sampling import draw
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.rollout.sampling import draw, most_probable, restrict
 
 ALMOST_ONE = 1 - 2.0**-53
 
@@ -41,3 +45,33 @@ def test_no_number_draws_a_token_without_probability() -> None:
 
     assert bool(((tokens - 5) % 3 == 0).all())
     assert bool(logprobs.isfinite().all())
+
+
+class LargestWide(TorchDispatchMode):
+    """Notes the most float64 numbers that an operation returned for one row."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.most = rows, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
+                self.most = max(self.most, tensor.numel() // self.rows)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("options", "wide"), [({}, False), ({"top_k": 50}, False), ({"min_p": 0.1}, False), ({"top_p": 0.9}, True)]
+)
+def test_only_top_p_makes_a_pass_over_the_vocabulary_in_float64(options: dict[str, float], wide: bool) -> None:
+    logits = torch.randn(3, 151_936, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+
+    with LargestWide(rows=3) as seen:
+        draw(restrict(logits.clone(), SamplingConfig(**options)), uniforms)
+        most_probable(logits)
+
+    assert seen.most >= 512, "sums of blocks are float64"
+    assert (seen.most >= 151_936) is wide

@@ -303,7 +303,8 @@ def test_a_row_is_previewed_with_the_tokens_of_its_image(place: Path, capsys: py
     preview(place / "run.yaml", [], 0)
 
     with Image.open(place / "pictures/0-0.png") as image:
-        made = ours_of(place / "model").prepare(image, "")
+        made, size = ours_of(place / "model").prepare(image, ""), f"{image.width}x{image.height}"
     printed = capsys.readouterr().out
     assert printed.count("<|image_pad|>") == len(made.tokens) > 1
     assert "<|image_pad|><|vision_end|>see " in printed
+    assert f"rows row 0, image 0: {size} pixels, {len(made.tokens)} tokens\n" in printed

@@ -36,8 +36,9 @@ class ImageCounts:
     largest: tuple[int, str] = (0, "")
     """Tokens of the image with the most, and its name."""
 
-    def add(self, size: tuple[int, int], tokens: int, name: str) -> None:
-        """Count one image of a width and a height."""
+    def add(self, image: Any, tokens: int, name: str) -> None:
+        """Count one image, in PIL."""
+        size = (image.width, image.height)
         self.images += 1
         self.tokens += tokens
         self.sizes[size] += 1

@@ -138,8 +138,8 @@ def main() -> None:
         code = work(verb, config, Path(base))
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: there is nothing to tell
         code = RunStopped.exit_code
-    if any(thread.name == "holdfast-save" for thread in threading.enumerate()):
-        # It was given up because it hangs in a file system; Python would wait for it.
+    if any(thread.name in {"holdfast-save", "holdfast-rows"} for thread in threading.enumerate()):
+        # It was given up because it hangs in a file system or in a filter; Python would wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -138,6 +139,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 SAMPLE_FOLDER = "samples"
+SAMPLE_IMAGES = "sample_images"
+"""Folder of the images of prompts, small, which lines of completions name in `images`."""
 
 _NAME = re.compile(r"\.?step-(\d+)\.parquet")
 _WHOLE = {"step", "sample_id"}
@@ -166,6 +169,19 @@ class SampleFiles:
         data = _as_parquet(samples)
         path = self._folder / f"step-{samples[0]['step']:08d}.parquet"
         again(lambda: _replace(path, data))
+
+
+def write_sample_images(folder: Path, images: Mapping[str, bytes]) -> None:
+    """Write files of images by their names, which follow from what they hold.
+
+    Raises:
+        OSError: The disk is full or in trouble; the file is named.
+    """
+    for name, data in images.items():
+        path = folder / name
+        if not path.exists():
+            folder.mkdir(exist_ok=True)
+            again(partial(_replace, path, data))
 
 
 def _replace(path: Path, data: bytes) -> None:

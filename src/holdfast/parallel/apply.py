@@ -45,6 +45,7 @@ _KEPT_OPERATIONS = [
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_varlen_attn",
+    "documents_attention",
     "_grouped_mm",
 ]
 """What selective recomputation keeps: matrix products and attention cost the most to run again."""
@@ -61,6 +62,10 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
     for path, kind in plan.recompute.items():
         # The order that torch prescribes: what is compiled contains the checkpoint wrapper, and FSDP2 wraps both.
         _replace(policy, path, _recomputed(_module(policy, path), kind))
+    if plan.compile_blocks:
+        # Blocks with and without gradients, adapters and branches are programs of their own; beyond this number dynamo
+        # runs a block uncompiled. Its default is 8.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for path in plan.compile_blocks:
         # `Module.compile` compiles the call in place; `torch.compile(module)` would insert a wrapper with
         # "_orig_mod" in the names of parameters.
@@ -93,6 +98,23 @@ def _shard(policy: nn.Module, unit: ShardUnit, options: Mapping[str, Any]) -> No
             modules[0].set_unshard_in_backward(unshard_in_backward=False)  # type: ignore[operator]  # FSDP2's
         case "as_the_loss_says":
             _gather_as_asked(modules[0])
+
+
+def compiled_blocks(policy: nn.Module) -> list[nn.Module]:
+    """Return the modules whose calls are compiled."""
+    # `_compiled_call_impl` is what `Module.compile` sets; a module has no public reader of it.
+    return [module for module in policy.modules() if getattr(module, "_compiled_call_impl", None) is not None]
+
+
+def block_form(policy: nn.Module) -> str:
+    """Return how blocks run, as it is recorded: compiled or eager."""
+    return "compiled" if compiled_blocks(policy) else "eager"
+
+
+def leave_compiled(policy: nn.Module) -> None:
+    """Let all modules run uncompiled from now on."""
+    for module in compiled_blocks(policy):
+        module._compiled_call_impl = None
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:

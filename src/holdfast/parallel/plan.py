@@ -156,6 +156,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     device: str,
     towers: Sequence[str] = (),
     ends: ModelEnds = ModelEnds(),  # noqa: B008 - frozen
+    compiled: bool = False,
 ) -> ShardPlan:
     """Plan how parameters are split.
 
@@ -168,6 +169,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         device: cpu or cuda.
         towers: Canonical paths of modules that only some batches run; each is a unit, its blocks aside.
         ends: Embedding and head. Where they are tied they stay with the root, gathered to the end of a backward pass.
+        compiled: Whether blocks are compiled.
 
     Raises:
         PlanError: A pattern matches nothing, or a parameter cannot be placed; parameters are named.
@@ -188,7 +190,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         units=_units(parameters, groups, ends, config),
         replicated=tuple(parameter.name for parameter in parameters if not parameter.shape),
         recompute=_recompute(blocks, config),
-        compile_blocks=tuple(blocks) if config.compile == "blocks" else (),
+        compile_blocks=tuple(blocks) if compiled else (),
         replicate=config.replicate,
         shard=shard,
         compute_dtype=compute,

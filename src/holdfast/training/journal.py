@@ -17,9 +17,20 @@ from holdfast.errors import HoldfastError
 from holdfast.files import append_text, size_words
 from holdfast.metrics.health import SPIKES, Health, cut_rows
 from holdfast.metrics.progress import End, Lines, LoggedDisplay, ProgressDisplay, open_progress
-from holdfast.metrics.sink import METRICS, SAMPLE_FOLDER, SAMPLES, JsonlSink, SampleFiles, Sink, TrackerProcesses
+from holdfast.metrics.sink import (
+    METRICS,
+    SAMPLE_FOLDER,
+    SAMPLE_IMAGES,
+    SAMPLES,
+    JsonlSink,
+    SampleFiles,
+    Sink,
+    TrackerProcesses,
+    write_sample_images,
+)
 from holdfast.models.heads.form import FormRecord, described, form_record
 from holdfast.optim.randomness import private_randomness
+from holdfast.parallel.apply import block_form
 from holdfast.parallel.failure.reports import Failure
 from holdfast.rewards.base import FAULTS
 from holdfast.text.escaping import escaped, escaped_paragraph
@@ -130,21 +141,26 @@ class Journal:
         """Note a start that has something to do: when, and on how many of which devices."""
         world = self._run.setting.world
         head = form_record(self._run.trained.model, world.device)
-        if world.is_first and head is not None:
-            self._note_head_change(head)
-        form: dict[str, Any] = {} if head is None else {"head": head}
+        blocks = block_form(self._run.trained.model)
+        if world.is_first:
+            self._note_changes(head, blocks)
+        form: dict[str, Any] = {"blocks": blocks} | ({} if head is None else {"head": head})
         if self._run.image_rules:
             form["images"] = dict(self._run.image_rules)
         self.event("start", time=time.time(), ranks=world.size, device=world.device.type, **form)
 
-    def _note_head_change(self, head: FormRecord) -> None:
-        """Say that the head's sums are formed in another order than by the start before this one, if they are."""
-        starts = [event["head"] for event in directory.events(self._run.setting.directory, "start") if "head" in event]
-        if starts and starts[-1] != head:
-            self.say(
-                f"note: the head runs by {described(head)}; until step {self._first_step} it was "
-                f"{described(starts[-1])}. Its sums are added up in another order, so numbers may differ by rounding"
-            )
+    def _note_changes(self, head: FormRecord | None, blocks: str) -> None:
+        """Say what adds numbers up in another order than in the start before this one."""
+        starts = list(directory.events(self._run.setting.directory, "start"))
+        heads = [event["head"] for event in starts if "head" in event]
+        until, changes = f"until step {self._first_step}", []
+        if head is not None and heads and heads[-1] != head:
+            changes.append(f"the head runs by {described(head)}; {until} it was {described(heads[-1])}")
+        before = starts[-1].get("blocks", "eager") if starts else blocks
+        if before != blocks:
+            changes.append(f"blocks run {blocks}; {until} they were {before}")
+        for change in changes:
+            self.say(f"note: {change}. Sums are added up in another order, so numbers may differ by rounding")
 
     def report(self, line: Mapping[str, float]) -> None:
         """Take a step's numbers, or an evaluation's; one over no sets has none."""
@@ -230,9 +246,12 @@ class Journal:
             self.say(text)
         run.setting.log.messages.clear()
         run.setting.log.samples.clear()
+        run.setting.log.sample_images.clear()
 
     def _write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write the completions of a step as the configuration says."""
+        """Write the completions of a step as the configuration says, and the images of their prompts."""
+        setting = self._run.setting
+        write_sample_images(setting.directory / SAMPLE_IMAGES, setting.log.sample_images)
         if self._run.setting.config.metrics.samples == "parquet":
             if self._sample_files is None:
                 self._sample_files = SampleFiles(self._run.setting.directory / SAMPLE_FOLDER, self._first_step)

@@ -21,6 +21,7 @@ from holdfast.checkpoint.loading.companions import AheadOfStep, Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
+from holdfast.data.batches.ahead import BatchesAhead
 from holdfast.data.batches.stream import BatchStream, SampleStream
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.heads.policy import PolicyModel
@@ -36,7 +37,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.training.phases import PhaseClock, PhasePeaks
-from holdfast.types import Batch, Example
+from holdfast.types import Batch, Example, MiniBatch
 
 T = TypeVar("T")
 
@@ -50,6 +51,8 @@ class Logbook:
     """Messages for the user, printed by rank 0."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of a step; rank 0 writes them to samples.jsonl."""
+    sample_images: dict[str, bytes] = field(default_factory=dict)
+    """Small files of their prompts' images, by name."""
     batches: list[Batch] = field(default_factory=list)
     """Batches that this rank trained on in this step, to be recorded if it is a spike."""
     resumed_metrics: dict[str, float] = field(default_factory=dict)
@@ -239,7 +242,7 @@ class Run:
     trained: Trained
     evaluation: Evaluation
     """Of the trained model."""
-    stream: BatchStream[Any, Any]
+    stream: BatchStream[Any, Any] | BatchesAhead[MiniBatch]
     source_names: tuple[str, ...]
     """Data sources that get a loss of their own in the metrics."""
     observers: Sequence[Observer]

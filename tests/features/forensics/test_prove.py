@@ -39,8 +39,108 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert lines[-1] == "identical"
 
 
+READING = """
+import os, threading, time
+from pathlib import Path
+
+OWN = Path(f"rows-{os.environ['RANK']}-{os.getpid()}.txt")
+FIRST = []
+
+def is_taken(row):
+    if threading.current_thread().name == "holdfast-rows":
+        with OWN.open("a") as file:
+            file.write(row["prompt"] + "\\n")
+    return True
+
+def returns_when_the_next_batch_is_read(event):
+    FIRST.append(event.step)
+    deadline = time.monotonic() + 60
+    while event.step < 6 and time.monotonic() < deadline:
+        if len(OWN.read_text().splitlines()) == 2 * (event.step - FIRST[0] + 2):
+            return
+        time.sleep(0.01)
+"""
+"""A filter that writes the rows that a rank reads, and an observer that waits until those of the next step are read."""
+
+
+def test_a_run_that_is_killed_when_its_next_batch_is_read_and_not_trained_is_identical(
+    warm: WarmPython, tmp_path: Path, dropping: dict[str, Any]
+) -> None:
+    (tmp_path / "reading.py").write_text(READING)
+    dropping["data"] |= {"filter": "reading.py:is_taken"}
+    dropping["observers"] = ["reading.py:returns_when_the_next_batch_is_read"]
+
+    done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5", "--seed", "2")
+
+    assert done.code == 0, done.out + done.err
+    assert "killed: SIGKILL to rank 0 in phase data of step 5" in done.out
+    assert done.out.splitlines()[-1] == "identical"
+    resumed = re.search(r"from step (\d);", done.out)
+    assert resumed is not None
+    read = sorted(len(file.read_text().splitlines()) for file in tmp_path.glob("rows-0-*.txt"))
+    # Rank 0 reads two rows of a batch: straight, in the run that died before it trained step 5, and in the rest.
+    assert read == sorted([2 * 6, 2 * 5, 2 * (6 - int(resumed[1]))])
+
+
+WORLD = """
+from holdfast.environments.base import Observation
+class World:
+    replayable = True
+    def begin(self, row): ...
+    def step(self, turn):
+        odd = sum(ord(character) % 2 for character in turn.text)
+        return Observation(f"turn {turn.number}: {odd}", odd / 8, turn.number == 1)
+"""
+
+
+def test_a_run_with_an_environment_is_proved_by_sampling_its_episodes_again(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    """Killed while it samples; its environment promises to be replayable."""
+    (tmp_path / "world.py").write_text(WORLD)
+    tree["model"]["config"]["max_position_embeddings"] = 96
+    tree["data"] |= {"max_length": 96, "tokens_per_micro_batch": 256}
+    tree |= {
+        "environment": {"path": "world.py:World", "on_cut": "continue"},
+        "reward": "environment",
+        "rollout": {"group_size": 2, "max_new_tokens": 8, "show": 0},
+    }
+
+    done = prove(warm, tmp_path, tree, "--steps", "3", "--kill-at", "3", "--seed", "7")
+
+    assert done.code == 0, done.out + done.err
+    assert re.search(r"killed: SIGKILL to rank [01] in phase rollout of step 3", done.out)
+    assert "steps 1 to 3: loss, gradient norm, learning rate and sequences are identical" in done.out
+    assert done.out.splitlines()[-1] == "identical"
+
+
+def test_a_run_whose_environment_keeps_time_is_proved_from_what_it_recorded(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    """Its environment answers by the clock: no rollout can be sampled again, and each turn has a return of its own."""
+    world = WORLD.replace("    replayable = True\n", "").replace("odd / 8", "odd / 8 + time.time() % 1")
+    (tmp_path / "world.py").write_text("import time\n" + world)
+    tree["model"]["config"]["max_position_embeddings"] = 96
+    tree["data"] |= {"max_length": 96, "tokens_per_micro_batch": 256}
+    tree |= {
+        "environment": {"path": "world.py:World", "on_cut": "continue"},
+        "reward": "environment",
+        "rollout": {"group_size": 2, "max_new_tokens": 8, "show": 0},
+        "advantage": {"kind": "grpo", "turns": "discounted"},
+        "groups": {"truncated": "keep"},
+    }
+    tree["launch"]["ranks"] = 1
+
+    done = prove(warm, tmp_path, tree, "--steps", "3", "--kill-at", "3", "--seed", "7")
+
+    assert done.code == 0, done.out + done.err
+    assert "sampling is outside of this proof: what is decoded together while environments are at work" in done.out
+    assert "steps 1 to 3: loss, gradient norm, learning rate and sequences are identical" in done.out
+    assert done.out.splitlines()[-1] == "identical"
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     with serving(ServedModel()) as url:
@@ -82,6 +182,24 @@ def test_what_nothing_records_is_refused_before_anything_runs(
     assert done.code == 2
     assert done.err.startswith("A proof of a run that samples from servers (rollout.engine) trains on recorded")
     assert f"{why}. Prove the run with rollout.engine=auto." in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_advantage_that_nothing_records_is_refused_where_an_environment_keeps_time(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    (tmp_path / "world.py").write_text(WORLD.replace("replayable = True", ""))
+    tree |= {
+        "environment": {"path": "world.py:World"},
+        "reward": "environment",
+        "rollout": {"max_new_tokens": 8},
+        "advantage": "remax",
+    }
+
+    done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "3")
+
+    assert done.code == 2
+    assert "A proof of a run whose environment is not replayable trains on recorded episodes, and advantage" in done.err
     assert not (tmp_path / "runs").exists()
 
 

@@ -35,7 +35,7 @@ def adapters_of(served: ServedModel) -> tuple[list[str], list[str]]:
     return tuple([words[1] for words in events if words[0] == verb] for verb in ("loaded", "unloaded"))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 3])
 def test_a_push_of_adapters_moves_their_bytes_alone(tmp_path: Path, staleness: int) -> None:
     served = ServedModel(adapter_rank=32)
     with serving(served) as url:
@@ -159,6 +159,22 @@ def test_an_adapter_that_one_server_refuses_is_unloaded_from_the_others(tmp_path
     loaded, unloaded = adapters_of(taking)
     assert [label.rpartition("-")[2] for label in loaded] == ["1", "2"]
     assert sorted(unloaded) == sorted(loaded)
+
+
+def test_a_run_from_another_checkpoint_pushes_the_base_of_that_one(tmp_path: Path) -> None:
+    served = ServedModel(adapter_rank=8)
+    with serving(served) as url:
+        run(tmp_path, lora_tree([url], str(tmp_path), steps=1))
+        tree = lora_tree([url], str(tmp_path), steps=2)
+        tree["run"]["name"], tree["seed"] = "other", 7
+        tree["checkpoint"]["init_from"] = str(tmp_path / "r/checkpoints/step-00000001")
+        pushes = [what for _, what in served.events].count("pushed")
+        run(tmp_path, tree)
+
+    # One of the model that the run was built with, for the step before step 1, and one of the checkpoint.
+    assert [what for _, what in served.events].count("pushed") == pushes + 2
+    metrics = [line for line in read_metrics(tmp_path / "other" / METRICS) if "loss" in line]
+    assert [line["sampling/sampling_logp_difference/max"] < 1e-4 for line in metrics] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,9 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def tensors_of(model_parts: LiveTensors) -> dict[str, Tensor]:
     """Return the tensors of a model's parts under DCP names."""
-    tensors: dict[str, Tensor] = {MODEL + name: parameter.data for name, parameter in model_parts.parameters.items()}
-    tensors |= {MODEL + name: buffer for name, buffer in model_parts.buffers.items()}
+    # Detached and not `.data`: autograd counts writes to them as writes to the parameters, which engines look at.
+    parameters = {MODEL + name: parameter.detach() for name, parameter in model_parts.parameters.items()}
+    tensors: dict[str, Tensor] = parameters | {MODEL + name: buffer for name, buffer in model_parts.buffers.items()}
     return tensors | {AVERAGE + name: average for name, average in model_parts.averages.items()}
 
 

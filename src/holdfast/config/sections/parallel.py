@@ -81,9 +81,10 @@ class ParallelConfig(Section):
     `model.dtype` on the CPU."""
     recompute: Recompute = NoRecompute()
     """Activation checkpointing; always the non-reentrant form with its random state restored."""
-    compile: Literal["off", "head", "blocks"] = "off"
-    """Regional torch.compile of each block. `head` is read as `off`: on a GPU, Triton kernels do what was compiled for
-    it."""
+    compile: Literal["auto", "blocks", "off", "head"] = "auto"
+    """torch.compile of each transformer block, attention included; one program serves all blocks of a kind and
+    documents of any lengths. `auto`: on a GPU, where the model's parts can be compiled. Blocks that do not compile, or
+    that fail the check before step 1, run uncompiled, which is printed. `head` is read as `auto`."""
     reduce: Literal["auto", "each_micro_batch", "last_micro_batch"] = "auto"
     """When gradients are reduced over ranks. `auto`: every micro-batch for float32 storage; the last one for
     bfloat16 storage, where adding reduced gradients would round away small ones."""

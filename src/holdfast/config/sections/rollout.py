@@ -82,7 +82,7 @@ class EngineConfig(SamplingConfig):
     """Most memory that a rank may take for the weights that it decodes over, in GiB: a copy of them where training has
     shards or another dtype, and on the CPU matrices laid out for decoding; default: what is free at the start. A run
     that would take more is refused."""
-    graphs: GraphsKind = "off"
+    graphs: GraphsKind = "auto"
     """Whether our own decoding records a step as a CUDA graph, once for each number of completions and room of tokens,
     both rounded up, and replays it for every token. `auto`: on CUDA, unless experts are told (`replay_routing`); `off`:
     every operation is called for every token. Speed and memory only."""
@@ -95,9 +95,10 @@ class RolloutConfig(EngineConfig):
     """Completions per prompt."""
     seed: Seed | None = None
     """Seed of the sampling; default: the run's seed."""
-    max_staleness: Literal[0, 1] = 0
-    """Steps by which the weights that sample may be older than those that learn. 0: a step samples, then learns. 1: the
-    completions of the next step are sampled by servers while this one updates."""
+    max_staleness: Annotated[int, Field(ge=0, le=16)] = 0
+    """Steps by which the weights that sample may be older than those that learn. 0: a step samples, then learns. Above:
+    servers sample the completions of so many next steps while this one updates, so that one of many tokens delays no
+    other step's."""
     renormalise: bool = False
     """Train on log-probabilities over the tokens that top_k, top_p and min_p leave, as the trainer's own logits have
     them, and not over the whole vocabulary: then these options bias no update."""
@@ -134,8 +135,8 @@ class RolloutConfig(EngineConfig):
         if self.max_staleness and not isinstance(self.engine, VLLMEngineConfig | RecordedEngineConfig):
             yield (
                 "max_staleness",
-                f"1 samples while training goes on, and engine: {self.engine.kind} samples in the ranks' own "
-                "processes; use 0, or servers (engine: {kind: vllm, ...})",
+                f"{self.max_staleness} samples while training goes on, and engine: {self.engine.kind} samples in the "
+                "ranks' own processes; use 0, or servers (engine: {kind: vllm, ...})",
             )
 
 

@@ -118,7 +118,7 @@ class TrainingConfig(_Root):
         yield from self._metrics()
         yield from self._measured_meanwhile()
         yield from self._routers()
-        yield from self._compiled_adapters()
+        yield from self._compiled_blocks()
         yield from self._shared_rows()
         if not self.evaluation.sets and self.data.validation_split == 0:
             for name in ("every_steps", "every_epochs", "every_minutes", "completions"):
@@ -204,15 +204,25 @@ class TrainingConfig(_Root):
                 "Use sequence or global, which do not, or accept it: router_loss: {kind: batch, allow_split: true}",
             )
 
-    def _compiled_adapters(self) -> Iterator[Mistake]:
+    def compiles_blocks(self, device: str) -> bool:
+        """Whether blocks are compiled on a device of this type, "cuda" or "cpu"."""
+        choice = self.parallel.compile
+        return choice == "blocks" or (choice != "off" and device == "cuda" and not self.not_compiled())
+
+    def not_compiled(self) -> str:
+        """Return what of the run compiled blocks do not do, as a sentence without its end; "" if they do all of it."""
         lora = self.model.lora
         key = "" if lora is None else "experts" if lora.experts else "quantize" if lora.quantize else ""
-        if key and self.parallel.compile == "blocks":
-            yield (
-                "parallel.compile",
-                f"blocks, but model.lora.{key} computes with matrices that are made anew in every forward pass, which "
-                "is not built for compiled blocks; use off",
-            )
+        if not key:
+            return ""
+        return (
+            f"model.lora.{key} computes with matrices that are made anew in every forward pass, which is not built for "
+            "compiled blocks"
+        )
+
+    def _compiled_blocks(self) -> Iterator[Mistake]:
+        if self.parallel.compile == "blocks" and (reason := self.not_compiled()):
+            yield "parallel.compile", f"blocks, but {reason}; use auto"
 
     def _splits(self) -> str:
         """Return why an update may take more than one forward pass; "" if it cannot."""

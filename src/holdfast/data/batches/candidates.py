@@ -127,11 +127,15 @@ class CandidateReader(Generic[S]):
         self.rows_tokenised = 0
         """Rows that this rank has tokenised."""
         self._tokenise: Tokenise[S] = tokenise
-        self._ranks = ranks
+        self.ranks = ranks
         self._accept = accept
         self._skip = skip
         self.first_bad = ""
         """What was wrong with the first bad row."""
+        self.reads = ""
+        """What this rank reads at the moment, for messages."""
+        self.notes: list[str] = []
+        """What reading has to tell the user."""
 
     def round(self, first: int, last: int, candidates: Candidates[S]) -> int:
         """Add draws first..last-1 to `candidates`, and return the draw after them.
@@ -142,9 +146,10 @@ class CandidateReader(Generic[S]):
         Raises:
             UserError: A row is malformed; the same error on all ranks.
         """
-        size, rank = self._ranks.size, self._ranks.rank
+        size, rank = self.ranks.size, self.ranks.rank
         outcomes: dict[int, _Outcome] = {draw: self._read(draw, candidates) for draw in range(first + rank, last, size)}
-        everyone = self._ranks.gather(outcomes)
+        self.reads = ""
+        everyone = self.ranks.gather(outcomes)
         for draw in range(first, last):
             owner = (draw - first) % size
             match everyone[owner][draw]:
@@ -185,13 +190,13 @@ class CandidateReader(Generic[S]):
             self.round(first, last, candidates)
             self.rows_tokenised = tokenised
             return candidates.rows
-        draws = range(first + self._ranks.rank, last, self._ranks.size)
+        draws = range(first + self.ranks.rank, last, self.ranks.size)
         try:
             own_count: int | UserError = sum(self._takes(draw) for draw in draws)
         except UserError as error:
             own_count = error
         total = 0
-        for count in self._ranks.gather(own_count):
+        for count in self.ranks.gather(own_count):
             if isinstance(count, UserError):
                 raise count
             total += count
@@ -210,10 +215,12 @@ class CandidateReader(Generic[S]):
     def _read(self, draw: int, candidates: Candidates[S]) -> _Outcome:
         left_out = () if self._skip is None else DataError
         try:
+            self.reads = f"draw {draw}"
             try:
                 source, name, row = self.reader.read(draw)
             except left_out as error:
                 return _RowSummary([], {BAD_ROWS: 1}, bad=str(error))
+            self.reads = name
             if self._accept is not None and not self._accept(row):
                 return _RowSummary([], {"filtered": 1})
             self.rows_tokenised += 1

@@ -7,7 +7,7 @@ everything else gathers by it. `unpack` is the exact inverse of `pack`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.data.batches.transfer import with_tensors
 from holdfast.data.batches.weights import Share
 from holdfast.types import Batch, Example
 
@@ -312,14 +313,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on a device."""
     if batch.tokens.device == device:
         return batch
-    moved: dict[str, Any] = {
-        field.name: value.to(device, non_blocking=True)
-        for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-    }
-    for name in ("per_token", "model_inputs"):
-        moved[name] = {key: value.to(device, non_blocking=True) for key, value in getattr(batch, name).items()}
-    return replace(batch, **moved)
+    return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)

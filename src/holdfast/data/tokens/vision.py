@@ -84,8 +84,8 @@ class ImageSide:
         self._videos = videos or VideoOptions()
         self.video_id = _video_id(self.family, tokenizer, config)
         self.marks = [token for token in (self.image_id, video_token(config)) if token is not None]
-        self.on_image: Callable[[tuple[int, int], int, str], None] | None = None
-        """Called with width and height, tokens and name of every image of a row."""
+        self.on_image: Callable[[Any, int, str], None] | None = None
+        """Called with every image of a row, in PIL, its number of tokens and its name."""
         self._asked = asked
         self._compare_made_up()
         if min_pixels is not None or max_pixels is not None:
@@ -131,7 +131,7 @@ class ImageSide:
                     "row."
                 )
         if self.on_image is not None:
-            self.on_image((image.width, image.height), len(made.tokens), image_name)
+            self.on_image(image, len(made.tokens), image_name)
         return made
 
     def _prepared(self, image: Any, image_name: str) -> PreparedImage:

@@ -17,7 +17,7 @@ from holdfast.features.report.metrics import (
     metric_label,
 )
 from holdfast.features.report.reading import RunRecord
-from holdfast.features.report.samples import ShownSample
+from holdfast.features.report.samples import Samples
 from holdfast.features.report.story import ENTRY_KINDS
 from holdfast.features.report.thinning import bucket_means, drawn_indices
 from holdfast.text.escaping import escaped
@@ -83,7 +83,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "rewinds": [[rewind.to, rewind.last] for rewind in curves.rewinds],
         "marks": marks,
         "phases": _phases(run),
-        "samples": samples_data(run.samples.items),
+        "samples": samples_data(run.samples),
     }
 
 
@@ -126,16 +126,17 @@ def _at(steps: Sequence[int], column: Column) -> list[float]:
     return [value if math.isfinite(value) else 0.0 for value in values]
 
 
-def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
-    """Return completions in few bytes: prompts once, rows as lists."""
-    prompts: dict[str, int] = {}
+def samples_data(samples: Samples) -> dict[str, Any]:
+    """Return completions in few bytes: prompts and images once, rows as lists."""
+    items = samples.items
+    prompts: dict[tuple[str, tuple[str, ...]], int] = {}
     finishes: dict[str, int] = {}
     reward_names = list(dict.fromkeys(name for sample in items for name in sample.function_rewards))
     rows = [
         [
             sample.step,
             sample.sample_id,
-            prompts.setdefault(sample.prompt, len(prompts)),
+            prompts.setdefault((sample.prompt, sample.images), len(prompts)),
             sample.completion,
             rounded(sample.reward, _OF_SAMPLES),
             rounded(sample.advantage, _OF_SAMPLES) if sample.trained else None,
@@ -149,7 +150,13 @@ def samples_data(items: Sequence[ShownSample]) -> dict[str, Any]:
     ]
     full_texts = {str(index): _full_text(sample.full) for index, sample in enumerate(items) if sample.full is not None}
     return {
-        "prompts": list(prompts),
+        "prompts": [prompt for prompt, _ in prompts],
+        "images": {
+            index: [name for name in names if name in samples.images]
+            for index, (_, names) in enumerate(prompts)
+            if names
+        },
+        "files": samples.images,
         "finishes": list(finishes),
         "parts": [escaped(name) for name in reward_names],
         "rows": rows,
@@ -162,4 +169,5 @@ def _full_text(values: Mapping[str, Any]) -> dict[str, Any]:
         [text, rounded(logprob, _OF_SAMPLES), rounded(advantage, _OF_SAMPLES)]
         for text, logprob, advantage in values["tokens"]
     ]
-    return {"prompt": values["prompt"], "completion": values["completion"], "tokens": tokens}
+    full = {"prompt": values["prompt"], "completion": values["completion"], "tokens": tokens}
+    return full | ({"turns": values["turns"]} if values["turns"] else {})

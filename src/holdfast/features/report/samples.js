@@ -52,11 +52,35 @@ function tokensOf(whole) {
   const column = by === "advantage" ? 2 : 1;
   const largest = by === "advantage" ? Math.max(...whole.tokens.map((token) => Math.abs(token[2] || 0)), 1e-9) : 4;
   return whole.tokens.map((token) => {
-    const span = element("span", "token", token[0]);
+    const span = element("span", token[1] === null ? "token observed" : "token", token[0]);
     if (by !== "none") span.style.backgroundColor = tint(token[column], largest);
     span.title = "log-probability " + decimal(token[1]) + ", advantage " + decimal(token[2]);
     return span;
   });
+}
+
+// An episode as a conversation: what the policy said, the calls among it, and what came of them.
+function conversation(turns) {
+  const box = element("div", "turns");
+  turns.forEach(([role, name, text], place) => {
+    const calls = role === "assistant" && (turns[place + 1] || [])[0] === "tool";
+    const kind = calls ? "calls" : role === "assistant" || role === "tool" ? role : "other";
+    const turn = element("div", "turn " + kind);
+    turn.append(element("span", "role", calls ? "assistant calls" : role + (name ? " " + name : "")), element("pre", "", text || "(nothing)"));
+    box.append(turn);
+  });
+  return box;
+}
+
+function imagesOf(samples, prompt) {
+  const box = element("div", "images");
+  for (const name of samples.images[prompt] || []) {
+    const image = element("img");
+    image.src = "data:image/jpeg;base64," + samples.files[name];
+    image.alt = "image of the prompt";
+    box.append(image);
+  }
+  return box;
 }
 
 function article(samples, place, withPrompt) {
@@ -70,11 +94,12 @@ function article(samples, place, withPrompt) {
   numbers.append(...facts.filter(Boolean).map((fact) => element("span", "", fact)));
   box.append(numbers);
   const prompt = element("pre", "prompt", samples.prompts[row[PROMPT]]);
-  if (withPrompt) box.append(prompt);
+  if (withPrompt) box.append(imagesOf(samples, row[PROMPT]), prompt);
   const text = element("pre", "completion", row[TEXT] || "(nothing)");
   const bare = !whole || !whole.tokens.length;
   if (!bare && whole.tokens.map((token) => token[0]).join("").length <= 300) text.replaceChildren(...tokensOf(whole));
   box.append(text);
+  if (whole && whole.turns) box.append(conversation(whole.turns));
   const longer = whole && (whole.completion.length > 300 || whole.prompt.length > 300);
   if (longer) {
     const button = element("button", "", "Show all of it");
@@ -106,6 +131,7 @@ function groupBox(samples, places) {
     if (!box.open || box.dataset.filled) return;
     box.dataset.filled = "yes";
     const prompt = samples.prompts[first[PROMPT]];
+    box.append(imagesOf(samples, first[PROMPT]));
     if (prompt.length > 60 || prompt.includes("\n")) {
       const outer = element("article");
       outer.append(element("pre", "prompt", prompt));

@@ -6,14 +6,17 @@ the texts that are shown whole are read a second time, so that no run is too lon
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.features.report.curves import LineReader, parsed
-from holdfast.files import RegularFile
-from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLES
+from holdfast.files import RegularFile, read_bytes
+from holdfast.metrics.sink import SAMPLE_FOLDER, SAMPLE_IMAGES, SAMPLES
 from holdfast.text.escaping import escaped_paragraph
 
 SHOWN_CHARACTERS = 300
@@ -21,6 +24,11 @@ WHOLE = 500
 """Completions that are there whole, with their tokens where the run recorded some."""
 _WHOLE_CHARACTERS = 8_000
 _WHOLE_TOKENS = 2_000
+_WHOLE_TURNS = 200
+_IMAGE = re.compile(r"\b[0-9a-f]{16}\.jpg\b")
+_JPEG = b"\xff\xd8"
+_MOST_IMAGES, _MOST_BYTES = 500, 1 << 16
+"""Images of a page, and bytes of each."""
 MOST_SAMPLES = 20_000
 SAMPLE_RULE = (
     f"The first {SHOWN_CHARACTERS} characters of each are here. {WHOLE} are here whole: of up to {WHOLE // 4} steps "
@@ -48,8 +56,11 @@ class ShownSample:
     has_tokens: bool = False
     is_cut: bool = False
     """Whether the text is longer than what is here."""
+    images: tuple[str, ...] = ()
+    """Names of the files of its prompt's images."""
     full: dict[str, Any] | None = None
-    """Prompt, completion, and tokens as [text, log-probability, advantage], where all of it is shown."""
+    """Prompt, completion, tokens as [text, log-probability, advantage], and messages of an episode as [role, name of a
+    tool, text], where all of it is shown."""
 
 
 @dataclass
@@ -60,6 +71,8 @@ class Samples:
     total: int = 0
     """Completions that were written and count."""
     unread: int = 0
+    images: dict[str, str] = field(default_factory=dict)
+    """Files of images in base64, by name."""
 
     @property
     def rule(self) -> str:
@@ -96,6 +109,7 @@ def read_samples(directory: Path, between: Callable[[], None], most: int = MOST_
         thinner.take(sample)
     samples.items, samples.total = thinner.selection()
     _read_full(path, choose_full(samples.items))
+    samples.images = _read_images(directory / SAMPLE_IMAGES, samples.items)
     return samples
 
 
@@ -123,6 +137,7 @@ def sample_of(line: Any, offset: int) -> ShownSample | None:
         trained=line.get("trained") is not False,
         offset=offset,
         has_tokens=bool(line.get("tokens")),
+        images=tuple(_IMAGE.findall(str(line.get("images") or ""))),
         is_cut=len(prompt) > SHOWN_CHARACTERS or len(completion) > SHOWN_CHARACTERS,
     )
 
@@ -213,6 +228,19 @@ def _read_full(path: Path, samples: Sequence[ShownSample]) -> None:
                 sample.full = full_sample(line)
 
 
+def _read_images(folder: Path, samples: Sequence[ShownSample]) -> dict[str, str]:
+    """Return files of images in base64, those of the newest completions first; none that is not there."""
+    images: dict[str, str] = {}
+    for name in dict.fromkeys(name for sample in reversed(samples) for name in sample.images):
+        if len(images) == _MOST_IMAGES:
+            break
+        with suppress(OSError, ValueError):
+            data = read_bytes(folder / name, _MOST_BYTES)
+            if data.startswith(_JPEG):
+                images[name] = base64.b64encode(data).decode()
+    return images
+
+
 def _line_of(file: RegularFile) -> bytes:
     data = b""
     while b"\n" not in data and (block := file.read(1 << 14)):
@@ -231,13 +259,26 @@ def full_sample(line: Mapping[str, Any]) -> dict[str, Any]:
             for token in (tokens[:_WHOLE_TOKENS] if isinstance(tokens, list) else ())
             if isinstance(token, list) and len(token) == 3
         ],
+        "turns": _turns(line.get("messages")),
     }
 
 
-def _cut(text: str) -> str:
-    excess = len(text) - _WHOLE_CHARACTERS
+def _turns(messages: Any) -> list[list[str]]:
+    """Return the conversation of an episode, cut beyond reason; [] of a single answer."""
+    turns: list[list[str]] = []
+    left = _WHOLE_CHARACTERS
+    for message in messages[:_WHOLE_TURNS] if isinstance(messages, list) else ():
+        if isinstance(message, dict) and left > 0:
+            role, name, text = (str(message.get(key) or "") for key in ("role", "name", "content"))
+            turns.append([escaped_paragraph(role[:40]), escaped_paragraph(name[:80]), _cut(text, left)])
+            left -= len(text)
+    return turns
+
+
+def _cut(text: str, most: int = _WHOLE_CHARACTERS) -> str:
+    excess = len(text) - most
     suffix = f"\n… and {excess:,} characters more" if excess > 0 else ""
-    return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + suffix
+    return escaped_paragraph(text[:most]) + suffix
 
 
 def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
@@ -259,5 +300,5 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSampl
             }
             sample = sample_of({**row, "rewards": rewards}, -1)
             if sample is not None:
-                sample.full = full_sample(row) if sample.is_cut else None
+                sample.full = full_sample(row) if sample.is_cut or row.get("messages") else None
                 yield sample

@@ -30,9 +30,11 @@ from holdfast.features.vllm.lora import why_merged
 from holdfast.features.vllm.nccl import NCCLPublisher, refuse_nccl
 from holdfast.features.vllm.proof import Proof, Prover, Suspects
 from holdfast.features.vllm.servers import VLLMServer
+from holdfast.features.vllm.speculation import Acceptance
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
@@ -120,11 +122,14 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         """Ranks that sample, once something was pushed; servers that share their GPUs may be asleep between pushes."""
         self._with_base: frozenset[str] = frozenset()
         """Identities of the server processes that have the base of the adapters; on rank 0."""
+        self._base_writes = -1
+        """How often this rank's shards of the base had been written to when it was pushed last."""
         self._prover = prover
         self._identities: frozenset[str] = frozenset()
         """Of the server processes that took the last push; on rank 0."""
         self._proved: frozenset[str] = frozenset()
         """Of those of which a push was proved; on rank 0."""
+        self._acceptance = Acceptance()
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
 
@@ -158,6 +163,11 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         self.follow(servers)
         adapter = label if self._adapters is not None else ""
         if has_new or self._is_proved():
+            if self._adapters is not None and self._section.interrupt == "continue":
+                # vLLM 0.32 on a CPU dies of log-probabilities of a prompt, which a proof asks for, where it decodes
+                # other requests with an adapter at the same time.
+                self.settle(sharded.setting.interrupted)
+                ranks.gather(None)
             present = [server for server in self.servers if server.url in servers]
             self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong), adapter)
             self._proved |= self._identities
@@ -188,6 +198,11 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         finally:
             for _ in tensors:  # the other ranks are gathering
                 pass
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return the share of drafted tokens that servers accepted, where they decode by speculation."""
+        assert self._ranks is not None  # something was pushed
+        return self._ranks.on_first_rank(lambda: self._acceptance.since_last(self.servers))
 
     def sleep(self) -> bool:
         """Have servers on the ranks' GPUs give their memory back until the next push; return whether they do.
@@ -250,6 +265,10 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         states, dead = ranks.on_first_rank(
             lambda: states_of(living_of(self.servers, self._section), sharded, self._section, self._leases)
         )
+        writes = _base_writes(sharded)
+        if any(ranks.gather(writes != self._base_writes)):
+            # The walk before step 1 pushes the base of model.path; a checkpoint that is loaded then may have another.
+            self._base_writes, self._with_base = writes, frozenset()
         new = ranks.agree([url for url, state in states.items() if state.identity not in self._with_base])
         if new:
             plan = outgoing(sharded, merge=False)
@@ -295,6 +314,12 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         if every == "every_push" or self._pushes <= 2:
             return True
         return every != "start" and (self._pushes - 1) % int(every) == 0
+
+
+def _base_writes(sharded: ShardedModel) -> int:
+    """Return how often this rank's shards of frozen parameters were written to; autograd counts that."""
+    frozen = [value for value in sharded_parameters(sharded.model).values() if not value.requires_grad]
+    return sum(local_part(value)._version for value in frozen)
 
 
 @contextmanager

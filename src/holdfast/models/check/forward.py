@@ -184,7 +184,7 @@ def _measure(sides: Sides, spread: float | None, *, head_seen: bool) -> CheckRes
     dtype = sides.dtype
     if spread is None:  # scores may be large, and are rounded in proportion
         spread = max(SMALLEST_SPREAD, float(torch.cat(theirs).abs().mean()))
-    difference, leak = _change(torch.cat(ours), torch.cat(theirs), dtype), _change(ours[1], after[1], dtype)
+    difference, leak = change(torch.cat(ours), torch.cat(theirs), dtype), change(ours[1], after[1], dtype)
     lengths = lengths_to_see(sides.policy.language_model, sides.device)
     beyond = _beyond(sides, lengths) if lengths.checked else 0.0
     return CheckResult(difference / spread, leak / spread, spread, beyond, lengths, head_seen)
@@ -244,14 +244,15 @@ def _beyond(sides: Sides, lengths: LengthBoundaries) -> float:
             with as_files_say(policy.language_model, sides.witness, sides.device):
                 theirs = policy.upstream_hidden(torch.as_tensor(example.tokens, device=sides.device))[:-1]
             size = float(theirs.double().square().mean().sqrt())
-            largest = max(largest, _change(states, theirs, sides.dtype) / max(size, 1e-6))
+            largest = max(largest, change(states, theirs, sides.dtype) / max(size, 1e-6))
     return largest
 
 
-def _change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
-    change = (ours - theirs).abs()
+def change(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
+    """Return the largest difference of two tensors, the mean one where the computation is in bfloat16."""
+    differences = (ours - theirs).abs()
     # Rounding to bfloat16 sends a token or two to other experts; a rule we do not know moves all of them.
-    return float(change.mean() if dtype == torch.bfloat16 else change.max())
+    return float(differences.mean() if dtype == torch.bfloat16 else differences.max())
 
 
 def _batch(sides: Sides, examples: Sequence[Example]) -> Batch:

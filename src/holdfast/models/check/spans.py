@@ -12,7 +12,7 @@ from holdfast.data.batches.context import split_row
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.errors import ModelError
-from holdfast.models.check.forward import LEAK_TOLERANCE, Sides, documents
+from holdfast.models.check.forward import LEAK_TOLERANCE, Sides, change, documents
 from holdfast.types import Batch, Scores
 
 
@@ -36,7 +36,7 @@ def check_spans(sides: Sides, spread: float) -> None:
     expected = _logprobs(sides, whole)
     found = _logprobs(sides, split_row(whole, group.rank, group.size))
     policy.train(training)
-    difference = float((found - expected).abs().max()) / spread
+    difference = change(found, expected, sides.dtype) / spread
     if not difference <= LEAK_TOLERANCE[sides.dtype]:  # a comparison with NaN is False
         raise ModelError(
             f"parallel.context: {group.size}, but log-probabilities of {policy.family.name} change by "

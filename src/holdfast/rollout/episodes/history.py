@@ -113,10 +113,18 @@ class TurnTemplate:
         template: The policy's chat template.
         tools: Schemas of what may be called.
         stops: Tokens that end a completion.
+        splits: Whether it writes earlier turns otherwise once another one follows.
     """
 
-    def __init__(self, template: ChatTemplate, tools: Sequence[Mapping[str, Any]], stops: Collection[int]) -> None:
-        self._template, self.tools = template, tuple(tools)
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tools: Sequence[Mapping[str, Any]],
+        stops: Collection[int],
+        *,
+        splits: bool = False,
+    ) -> None:
+        self._template, self.tools, self.splits = template, tuple(tools), splits
         self._stops = {template.decode([token]): token for token in sorted(stops)}
         self._written: dict[str, tuple[int, list[int]]] = {}
 

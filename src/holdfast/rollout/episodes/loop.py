@@ -1,7 +1,8 @@
 """The loop of turns: what is sampled goes to environments, and what they answer to the engine, episode by episode.
 
-No episode waits for another one's turn. Where environments are replayable, an answer is waited for before the next
-token is sampled: then what is decoded together follows from tokens alone, and a step that is made again is the same.
+No episode waits for another one's turn. Where environments are replayable and this process samples, an answer is
+waited for before the next token is sampled: then what is decoded together follows from tokens alone, and a step that is
+made again is the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Ended = Literal["done", "turns", "room", "seconds", "cut", "fault", "aborted"]
 """By its environment, at `max_turns`, at `data.max_length`, at `max_seconds`, by a turn that was cut, by an environment
 that failed twice, or since nobody wanted it any more."""
 
-_ATTEMPTS = 2
+Decode = Callable[[list[int], bool], str]
+"""Tokens to text; with True, special ones are left out."""
+
+ATTEMPTS = 2
 """An environment that fails is made once more: what ended it may not be its episode's doing."""
 _LOOK_SECONDS = 0.2
 """Between two looks whether the step is abandoned, where an environment is waited for."""
@@ -74,7 +78,11 @@ class Episode:
 
     request: EpisodeRequest
     tokens: EpisodeTokens | None = None
-    """None before its environment has begun."""
+    """Of its last sample; None before its environment has begun."""
+    earlier: list[EpisodeTokens] = field(default_factory=list)
+    """Its samples before that, where the template writes earlier turns otherwise once another one follows."""
+    written: list[Message] = field(default_factory=list)
+    """Its messages as the template is given them: with the special tokens of what the policy said."""
     messages: list[Message] = field(default_factory=list)
     prompt_messages: int = 0
     """Of these, those that it began with."""
@@ -95,6 +103,16 @@ class Episode:
     last_token: int | None = None
     last_text: str = ""
     """What the policy said last, whatever its environment said after it."""
+
+    @property
+    def samples(self) -> list[EpisodeTokens]:
+        """All samples, in order; none before its environment has begun."""
+        return [] if self.tokens is None else [*self.earlier, self.tokens]
+
+    @property
+    def turn_count(self) -> int:
+        """Turns that the policy took."""
+        return sum(sample.turn_count for sample in self.samples)
 
     @property
     def finish(self) -> Finish:
@@ -119,16 +137,20 @@ class EpisodeLoop:
         decode: Tokens to text; with True, special ones are left out.
         limits: Of an episode.
         interrupted: Asked while an environment is waited for.
+        in_order: Whether an answer is waited for before anything else is sampled, where environments are replayable.
     """
 
     def __init__(
         self,
         requests: Sequence[EpisodeRequest],
         environments: EnvironmentPool,
-        decode: Callable[[list[int], bool], str],
+        decode: Decode,
         limits: Limits,
         interrupted: Interrupted,
+        *,
+        in_order: bool = True,
     ) -> None:
+        self._in_order = in_order and environments.replayable
         self.episodes = [Episode(request) for request in requests]
         self._environments, self._decode = environments, decode
         self._limits, self._interrupted = limits, interrupted
@@ -152,7 +174,7 @@ class EpisodeLoop:
         """
         self._begin_waiting()
         while self._asked and not self._interrupted():
-            must_wait = self._environments.replayable or (wait and not self._able)
+            must_wait = self._in_order or (wait and not self._able)
             answers = self._environments.answers(_LOOK_SECONDS if must_wait else 0.0)
             for answer in sorted(answers, key=lambda answer: answer.episode):
                 self._hear(answer)
@@ -184,9 +206,11 @@ class EpisodeLoop:
             if is_cut and self._limits.ends_when_cut:
                 self._end(index, "cut")
                 continue
-            parse, is_ended = episode.request.parse, bool(said) and episode.request.writer.is_end(said[-1])
-            calls = () if parse is None else parse(self._decode(said[:-1] if is_ended else said, False))
-            turn = Turn(episode.tokens.turn_count - 1, text, calls, completion.finish.value)
+            written = self._decode(said[:-1] if said and episode.request.writer.is_end(said[-1]) else said, False)
+            episode.written.append({"role": "assistant", "content": written})
+            parse = episode.request.parse
+            calls = () if parse is None else parse(written)
+            turn = Turn(episode.turn_count - 1, text, calls, completion.finish.value)
             self._environments.take(self._first + index, turn)
             self._asked.add(index)
 
@@ -231,8 +255,7 @@ class EpisodeLoop:
     def _seed_of_turn(self, index: int) -> int:
         """Return the seed of an episode's next turn; that of the first is the episode's."""
         episode = self.episodes[index]
-        assert episode.tokens is not None
-        turn = episode.tokens.turn_count
+        turn = episode.turn_count
         return mixed(episode.request.seed, turn) if turn else episode.request.seed
 
     def _hear(self, answer: Answer) -> None:
@@ -255,7 +278,7 @@ class EpisodeLoop:
     def _failed(self, index: int, answer: Answer) -> None:
         episode = self.episodes[index]
         self._leave(index)
-        if episode.attempts < _ATTEMPTS:
+        if episode.attempts < ATTEMPTS:
             self._begin(index)
             return
         episode.fault, episode.ended = answer.message, "fault"
@@ -272,21 +295,20 @@ class EpisodeLoop:
         episode.called.update(result.called)
         episode.failed_calls += result.failed_calls
         episode.messages += result.messages
+        episode.written += result.messages
         if episode.ended is not None or result.done:
             episode.ended = episode.ended or "done"
             self._leave(index)
-        elif episode.tokens.turn_count >= self._limits.max_turns:
+        elif episode.turn_count >= self._limits.max_turns:
             self._end(index, "turns")
         else:
-            observed = episode.request.writer.observation(result.messages, last_token=episode.last_token)
-            tokens = episode.tokens.with_observation(np.asarray(observed, np.int64))
-            self._go_on(index, tokens)
+            self._go_on(index, _observed(episode, episode.tokens, result.messages))
 
     def _start(self, index: int, messages: Sequence[Message]) -> None:
         episode = self.episodes[index]
         episode.began_at = time.monotonic()
         episode.messages = with_begun(episode.request.messages, messages)
-        episode.prompt_messages = len(episode.messages)
+        episode.prompt_messages, episode.written = len(episode.messages), [*episode.messages]
         prompt = episode.request.prompt
         if messages:
             prompt = np.asarray(episode.request.writer.opening(episode.messages), np.int64)
@@ -301,6 +323,8 @@ class EpisodeLoop:
         elif limits.max_seconds is not None and time.monotonic() - episode.began_at > limits.max_seconds:
             self._end(index, "seconds")
         else:
+            if episode.tokens is not None and tokens.turn_count < episode.tokens.turn_count:
+                episode.earlier.append(episode.tokens)
             episode.tokens = tokens
             self._able.append(index)
 
@@ -318,6 +342,18 @@ class EpisodeLoop:
             self._environments.leave(self._first + index)
         self._active.discard(index)
         self._asked.discard(index)
+
+
+def _observed(episode: Episode, tokens: EpisodeTokens, messages: Sequence[Message]) -> EpisodeTokens:
+    """Return what another turn follows: the sample with what was observed, or the prompt of a new one."""
+    writer = episode.request.writer
+    if not writer.splits:
+        observed = writer.observation(messages, last_token=episode.last_token)
+        return tokens.with_observation(np.asarray(observed, np.int64))
+    whole = np.asarray(writer.opening(episode.written), np.int64)
+    if np.array_equal(whole[: tokens.tokens.size], tokens.tokens):
+        return tokens.with_observation(whole[tokens.tokens.size :])
+    return EpisodeTokens.of_prompt(whole)
 
 
 def with_begun(prompt: Sequence[Message], begun: Sequence[Message]) -> list[Message]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.chunks.logits import HeadWeights
-from holdfast.models.layers.attention import Documents
+from holdfast.models.layers.documents import Documents
 from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import output_layer_of
 from holdfast.models.setup.model import Blueprint

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -32,7 +33,7 @@ from holdfast.objectives.surrogates import COVARIANCE_MASK
 from holdfast.training.engines import layout_of
 from holdfast.training.other_models.reference import scored
 from holdfast.training.policy.critic import with_rewards
-from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, returns_of, rewards_of, trained_tokens
+from holdfast.training.policy.groups import GroupFact, lengths_of, parts_of, returns_of, rewards_of, sample_sizes
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.run import ShardedModel
@@ -117,7 +118,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     layout = replace(
         layout_of(trained, run.evaluation.images),
         columns=batch_columns(run.config),
-        constant_length=_most_trained_tokens(run.config),
+        constant_length=run.config.most_trained_tokens,
         angles_of=angles_by_length(
             sharded.origin.skeleton.config for sharded in (trained, *run.common.companions.values())
         ),
@@ -132,12 +133,6 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
         ]
 
 
-def _most_trained_tokens(config: GRPOConfig) -> int:
-    """Return how many tokens of a completion, or of an episode, may be trained."""
-    turns = 1 if config.environment is None else config.environment.max_turns
-    return min(turns * config.rollout.max_new_tokens, config.data.max_length)
-
-
 def _pads_branches(policy: ShardedModel) -> bool:
     if policy.model.padded:
         return True
@@ -149,26 +144,47 @@ def _pads_branches(policy: ShardedModel) -> bool:
 def _mini_batch(run: PolicyRun, rollout: Rollout, facts: Sequence[GroupFact], layout: Layout) -> MiniBatch:
     prompt_ids = {fact.prompt_id for fact in facts}
     own_examples = {
-        (group.prompt.prompt_id, index): _example(trajectory, group.prompt, layout.pad_token, run.evaluation.images)
+        (group.prompt.prompt_id, index): _example(sample, group.prompt, layout.pad_token, run.evaluation.images)
         for group in rollout.groups
         if group.prompt.prompt_id in prompt_ids
-        for index, trajectory in enumerate(group.trajectories)
+        for index, sample in enumerate(sample for each in group.trajectories for sample in samples_of(each))
     }
     groups = run.config.groups
     sequences = [
         SequenceInfo(
             fact.prompt_id,
             index,
-            completion.tokens,
-            trained_tokens(completion, groups),
+            tokens,
+            trained,
             fact.owner,
             completion.tokens - completion.length if fact.prompt_tokens is None else fact.prompt_tokens,
             fact.has_inputs,
         )
         for fact in facts
-        for index, completion in enumerate(fact.completions)
+        for index, (completion, (tokens, trained)) in enumerate(
+            (completion, size) for completion in fact.completions for size in sample_sizes(completion, groups)
+        )
     ]
     return assemble(Candidates(own_examples, sequences), run.setting.ranks, run.config.data, layout)
+
+
+def samples_of(trajectory: Trajectory) -> list[Trajectory]:
+    """Return a completion as the sequences that it is trained as: one, unless a template splits its episode."""
+    sizes = () if trajectory.episode is None else trajectory.episode.samples
+    if len(sizes) < 2:
+        return [trajectory]
+    edges = np.cumsum([0, *(tokens for tokens, _ in sizes)]).tolist()
+    return [
+        replace(
+            trajectory,
+            tokens=trajectory.tokens[start:end],
+            loss_mask=trajectory.loss_mask[start:end],
+            sampler_logprobs=trajectory.sampler_logprobs[start:end],
+            weights_versions=trajectory.weights_versions[start:end],
+            advantages=None if trajectory.advantages is None else trajectory.advantages[start:end],
+        )
+        for start, end in pairwise(edges)
+    ]
 
 
 def _example(trajectory: Trajectory, prompt: Prompt, pad_token: int, images: ImageSide | str) -> Example:

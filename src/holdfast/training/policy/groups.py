@@ -38,6 +38,8 @@ class CompletionSummary(NamedTuple):
     """Minus the log-probability of its tokens under the distributions they were drawn from, summed, in nats."""
     episode: EpisodeSummary | None = None
     """Without its messages."""
+    oldest_weights: int = -1
+    """Updates of the oldest weights that sampled a token of it; -1 where no engine said."""
 
 
 class GroupFact(NamedTuple):
@@ -88,7 +90,8 @@ def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:
         scored.drop,
         dict(scored.metrics),
         -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
-        None if trajectory.episode is None else replace(trajectory.episode, messages=()),
+        None if trajectory.episode is None else replace(trajectory.episode, messages=(), tools=()),
+        int(min(trajectory.weights_versions[trajectory.loss_mask], default=-1)),
     )
 
 
@@ -191,6 +194,14 @@ def _eligible(fact: GroupFact, config: GroupsConfig, advantage: AdvantageConfig)
 def trained_tokens(fact: CompletionSummary, config: GroupsConfig) -> int:
     """Return how many tokens of a completion are trained."""
     return 0 if _is_cut(fact.finish, config) or math.isnan(fact.reward) else fact.length
+
+
+def sample_sizes(fact: CompletionSummary, config: GroupsConfig) -> list[tuple[int, int]]:
+    """Return (tokens, trained tokens) of each sequence that a completion is trained as."""
+    trained = trained_tokens(fact, config)
+    if fact.episode is None or len(fact.episode.samples) < 2:
+        return [(fact.tokens, trained)]
+    return [(tokens, chosen if trained else 0) for tokens, chosen in fact.episode.samples]
 
 
 def _is_cut(finish: Finish, config: GroupsConfig) -> bool:

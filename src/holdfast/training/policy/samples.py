@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from holdfast.data.content.images import ImageFiles
 from holdfast.metrics.progress import terminal_width
 from holdfast.text.escaping import escaped
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
+from holdfast.training.policy.sample_images import image_name, small_images
+from holdfast.training.run import Logbook
 from holdfast.types import Finish, Group, Trajectory
 
 _LONGEST = 160
@@ -32,6 +35,10 @@ class SampleRow(NamedTuple):
     messages: list[Any] | None = None
     """The whole conversation of an episode."""
     prompt_messages: int = 0
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of what an episode may call."""
+    images: tuple[bytes, ...] = ()
+    """Files of its prompt's images."""
 
 
 def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
@@ -39,15 +46,22 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
     config, step = run.config.rollout, run.trained.state.step
     if step % config.show_every and step != 1:
         return
-    own_samples = [_sample_rows(step, group, trained=True) for group in rollout.groups]
-    own_samples += [_sample_rows(step, group, trained=False) for group in rollout.left_out]
+    files = ImageFiles(run.config.data.image_dir, run.setting.base)
+    own_samples = [_sample_rows(step, group, files, trained=True) for group in rollout.groups]
+    own_samples += [_sample_rows(step, group, files, trained=False) for group in rollout.left_out]
     everyone = [item for of_rank in run.setting.ranks.gather(own_samples) for of_group in of_rank for item in of_group]
     samples = sorted(everyone, key=lambda item: item.sample_id)
     tokens = _tokens(run, rollout, samples)
     if run.setting.world.is_first and samples:
-        run.setting.log.samples += [_line(item, tokens.get(item.sample_id)) for item in samples]
+        _queue(run.setting.log, samples, tokens)
         if config.show:
             run.setting.log.messages.append(sample_table(choose_samples(samples, config.show), step, terminal_width()))
+
+
+def _queue(log: Logbook, samples: Sequence[SampleRow], tokens: Mapping[int, list[list[Any]]]) -> None:
+    for item in samples:
+        log.samples.append(sample_line(item, tokens.get(item.sample_id)))
+        log.sample_images |= {image_name(image): image for image in item.images}
 
 
 def _tokens(run: PolicyRun, rollout: Rollout, samples: Sequence[SampleRow]) -> dict[int, list[list[Any]]]:
@@ -105,15 +119,19 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, _TOKEN_DIGITS)
 
 
-def _line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, Any]:
+def sample_line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, Any]:
+    """Return a row of samples.jsonl."""
     line = item._asdict()
-    del line["prompt_messages"]
+    del line["prompt_messages"], line["images"]
+    if item.images:
+        line["images"] = " ".join(map(image_name, item.images))
     if item.messages is None:
-        del line["messages"]
+        del line["messages"], line["tools"]
     return line | ({"tokens": tokens} if tokens else {})
 
 
-def _sample_rows(step: int, group: Group, *, trained: bool) -> list[SampleRow]:
+def _sample_rows(step: int, group: Group, files: ImageFiles, *, trained: bool) -> list[SampleRow]:
+    images = small_images(group.prompt, files)
     return [
         SampleRow(
             step,
@@ -127,6 +145,8 @@ def _sample_rows(step: int, group: Group, *, trained: bool) -> list[SampleRow]:
             trained,
             None if trajectory.episode is None else list(trajectory.episode.messages),
             0 if trajectory.episode is None else trajectory.episode.prompt_messages,
+            () if trajectory.episode is None else trajectory.episode.tools,
+            images,
         )
         for trajectory in group.trajectories
     ]

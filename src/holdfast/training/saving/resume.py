@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from holdfast.config.load import EXPORTED_CONFIG
 from holdfast.config.public import portable_configuration
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
-from holdfast.data.batches.stream import StreamState
+from holdfast.data.batches.cursor import StreamState
 from holdfast.optim.state import hyperparameter_words
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import sharded_parameters
@@ -268,7 +268,7 @@ def _exactness(run: Run, loaded: LoadedState, saved_context: int) -> str:
     mesh = {"replicate": run.trained.plan.replicate, "shard": run.trained.plan.shard}
     context = run.setting.config.parallel.context
     if loaded.rank_state is not None and saved_context == context:
-        return "weights, optimizer, random state and order of rows continue bit for bit"
+        return "weights, optimizer, random state and order of rows are those of the checkpoint, bit for bit"
     if loaded.rank_state is not None:
         return (
             f"the checkpoint was written with parallel.context={saved_context}, this run has {context}: weights, "
@@ -293,7 +293,8 @@ def _damage(run: Run) -> None:
         case "rng":
             torch.manual_seed(torch.initial_seed() + 1)
         case "cursor":
-            run.stream.cursor = replace(run.stream.cursor, draw=run.stream.cursor.draw + 1)
+            state = run.stream.state()
+            run.stream.load_state(state | {"cursor": state["cursor"] | {"draw": state["cursor"]["draw"] + 1}})
         case "optimizer":
             tensors = (value for state in run.trained.optimizer.state.values() for value in state.values())
             next(tensor for tensor in tensors if tensor.ndim).mul_(1.5)

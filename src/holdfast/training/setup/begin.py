@@ -10,12 +10,15 @@ from typing import Any
 
 from holdfast import registry
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, end_of_both, planned_steps
+from holdfast.data.batches.ahead import BatchesAhead, ReadAhead
 from holdfast.data.batches.candidates import Tokenise
-from holdfast.data.batches.stream import BatchStream
+from holdfast.data.batches.stream import BatchStream, SampleStream
+from holdfast.data.batches.transfer import pinned
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.setup.model import Blueprint, blueprint, cost_of
 from holdfast.objectives.base import Objective
+from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import check_verb, check_writable
@@ -47,7 +50,7 @@ from holdfast.training.setup.rows import (
     row_tokeniser,
     training_stream,
 )
-from holdfast.types import Example
+from holdfast.types import Example, MiniBatch
 
 
 @dataclass(frozen=True)
@@ -143,12 +146,32 @@ def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any
     return Run(
         trained=trained,
         evaluation=evaluation,
-        stream=stream,
+        stream=_read_ahead(trained, stream),
         source_names=tuple(source.name for source in setup.data.training),
         observers=setup.observers,
         identity=ranks.on_all_ranks(lambda: identity(setting, stream, origin, marks, rules)),
         image_rules=rules,
     )
+
+
+def _read_ahead(trained: Trained, stream: BatchStream[Any, Any]) -> BatchStream[Any, Any] | BatchesAhead[MiniBatch]:
+    """Return the stream, the next of whose batches is read while one is trained; all ranks call this together.
+
+    Prompts stay as they are: what a policy does with them takes longer than reading them.
+    """
+    if not isinstance(stream, SampleStream):
+        return stream
+    setting = trained.setting
+    minutes, device = setting.config.launch.timeout_minutes, setting.world.device
+    options = ReadAhead[MiniBatch](
+        ranks=setting.ranks,
+        own_ranks=RankGroup(2 * minutes),  # the wait for a batch ends first, on all ranks
+        last_step=trained.total_steps,
+        minutes=minutes,
+        tell=setting.log.messages.extend,
+        prepare=partial(pinned, device=device),
+    )
+    return BatchesAhead(stream, options)
 
 
 def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:

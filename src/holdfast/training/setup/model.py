@@ -39,6 +39,7 @@ from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise, place_empty
 from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.setup.compiled import check_compiled
 from holdfast.training.setup.context import join_context
 from holdfast.training.setup.gradient_check import Gradients, check_gradients
 from holdfast.training.setup.head import check_head_form, choose_head_form
@@ -55,7 +56,9 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     mesh = ranks.on_all_ranks(lambda: build_mesh(config.parallel, world))
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     policy, router_note = unplaced_policy(setting, origin, trained=trained)
-    plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), world.device.type))
+    device = world.device.type
+    compiled = setting.without_numbers is None and config.compiles_blocks(device)
+    plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), device, compiled=compiled))
     ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
     no_kernels = choose_head_form(setting, policy, plan)
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
@@ -69,7 +72,7 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
         lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     )
     side = images if isinstance(images, ImageSide) else None
-    checked = check_model(sharded, side)
+    checked = check_compiled(sharded, lambda: check_model(sharded, side))
     head_line = check_head_form(sharded, side, no_kernels)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked, head_line if trained else ""):
@@ -153,8 +156,10 @@ def image_side_of(config: TrainingConfig, origin: Blueprint) -> ImageSide | str:
     return side
 
 
-def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: str) -> ShardPlan:
-    """Plan the shards of a policy on the meta device."""
+def make_plan(
+    config: TrainingConfig, policy: PolicyModel, shard: int, device: str, *, compiled: bool = False
+) -> ShardPlan:
+    """Plan the shards of a policy on the meta device, and whether its blocks are compiled."""
     ties = tied_names(policy)
     packs = {name: layer.in_features * layer.out_features for name, layer in four_bit_layers(policy)}
     parameters = [
@@ -183,6 +188,7 @@ def make_plan(config: TrainingConfig, policy: PolicyModel, shard: int, device: s
         device=device,
         towers=towers_of(model),
         ends=_ends(policy, {id(module): canonical_name(name) for name, module in runs}),
+        compiled=compiled,
     )
 
 

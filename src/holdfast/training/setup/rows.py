@@ -15,8 +15,9 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.data.batches.assembly import Layout
 from holdfast.data.batches.candidates import CandidateReader, Ranks, Tokenise, broken_text_named
+from holdfast.data.batches.cursor import StreamLimits
 from holdfast.data.batches.prompts import PromptStream
-from holdfast.data.batches.stream import SampleStream, StreamLimits
+from holdfast.data.batches.stream import SampleStream
 from holdfast.data.rows.reading import DrawOrder, EndOfStream, HeldOut, RowReader
 from holdfast.data.rows.rows import Row, Source, from_rows, open_source
 from holdfast.data.tasks.synthetic import TaskRows
@@ -26,7 +27,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
 from holdfast.training.evaluate import split_at_answer
 from holdfast.training.observe import load_function
-from holdfast.training.run import ConfiguredRun, EvaluationSet, Logbook, Setting
+from holdfast.training.run import ConfiguredRun, EvaluationSet, Setting
 from holdfast.types import Example, Prompt
 
 _ENDLESS = 2**31 - 1
@@ -199,26 +200,31 @@ def preference_tokeniser(
 def training_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Example], layout: Layout) -> SampleStream:
     """Return the endless stream of training batches."""
     reader, config = _training_rows(setting, data, tokenise), setting.config
-    return SampleStream(reader, config.data, setting.ranks, layout, _training_limits(config))
+    return SampleStream(reader, config.data, layout, _training_limits(config))
 
 
 def prompt_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Prompt]) -> PromptStream:
     """Return the endless stream of prompts."""
-    reader, config = _training_rows(setting, data, tokenise), setting.config
+    reader, config = _training_rows(setting, data, tokenise, setting.log.messages), setting.config
     assert isinstance(config, GRPOConfig)
-    return PromptStream(reader, config.data, setting.ranks, _training_limits(config))
+    return PromptStream(reader, config.data, _training_limits(config))
 
 
-def _training_rows(setting: Setting, data: OpenedData, tokenise: Tokenise[S]) -> CandidateReader[S]:
-    skip = _SkippedRows(setting.log).add if setting.config.data.on_bad_row == "skip" else None
-    return CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting), skip)
+def _training_rows(
+    setting: Setting, data: OpenedData, tokenise: Tokenise[S], notes: list[str] | None = None
+) -> CandidateReader[S]:
+    skipped = _SkippedRows([] if notes is None else notes)
+    skip = skipped.add if setting.config.data.on_bad_row == "skip" else None
+    reader = CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting), skip)
+    reader.notes = skipped.notes
+    return reader
 
 
 @dataclass
 class _SkippedRows:
     """Reports the first rows that are skipped as unreadable, each once."""
 
-    log: Logbook
+    notes: list[str]
     reasons: set[str] = field(default_factory=set)
 
     def add(self, reason: str) -> None:
@@ -230,7 +236,7 @@ class _SkippedRows:
         sentence = (
             "further bad rows are skipped; data/bad_rows counts them" if more else f"a bad row is skipped: {reason}"
         )
-        self.log.messages.append(f"warning: {sentence}")
+        self.notes.append(f"warning: {sentence}")
 
 
 def training_reader(config: TrainingConfig, data: OpenedData) -> RowReader:
@@ -338,7 +344,7 @@ def one_pass(
     section = config.data.model_copy(
         update={"allow_partial": True, "batch_size": size, "batch_size_schedule": {}, "packing": packing}
     )
-    return SampleStream(rows, section, ranks, layout, StreamLimits(passes=1, draws=limit))
+    return SampleStream(rows, section, layout, StreamLimits(passes=1, draws=limit))
 
 
 def in_order(source: Source) -> DrawOrder:

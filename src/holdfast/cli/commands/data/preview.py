@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     tokenizer = load_tokenizer(config.model, loaded.base)
     console = Console(highlight=False, soft_wrap=True)
     images = images_of(config, tokenizer, loaded.base)
+    if not isinstance(images, str):
+        images.on_image = partial(_show_image, console)
     if isinstance(config, GRPOConfig | DistillConfig) and longest_prompt(config) is not None:
         for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
@@ -71,6 +74,15 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
         console.print(f"{name}: {number}", style="yellow")
     if not sequences.examples:
         console.print("this row is not trained on", style="yellow")
+
+
+def _show_image(console: Console, image: Any, tokens: int, name: str) -> None:
+    """Print an image's name, size and tokens, and where there are colours the image."""
+    from holdfast.cli.commands.data.thumbnails import half_blocks
+
+    console.print(f"{name}: {image.width}x{image.height} pixels, {tokens} tokens", style="italic", markup=False)
+    if console.color_system is not None and not console.no_color:
+        console.print(half_blocks(image), end="")
 
 
 def _show(console: Console, example: Example, tokenizer: Any) -> None:

@@ -106,6 +106,7 @@ REPLACED: dict[str, Any] = {
     **_of_cuda(_always(0), "current_device", "memory_reserved", "memory_allocated"),
     **_of_cuda(_always(True), "is_available", "is_bf16_supported"),
     "torch.cuda:stream": lambda _: contextlib.nullcontext(),
+    "torch.cuda:graph_pool_handle": _always((0, 0)),
     "torch.cuda:device_count": _always(8),
     "torch.cuda:get_device_name": _always("a device that computes nothing"),
     "torch.cuda:get_device_capability": _always((9, 0)),

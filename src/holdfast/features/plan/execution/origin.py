@@ -33,15 +33,13 @@ def without_files(config: TrainingConfig, base: Path) -> tuple[TrainingConfig, l
     changed: dict[str, Any] = {"model": model}
     if model.lora is not None and model.lora.path is not None:
         changed["model"] = model.model_copy(update={"lora": model.lora.model_copy(update={"path": None})})
-    if config.parallel.compile != "off":
-        changed["parallel"] = config.parallel.model_copy(update={"compile": "off"})
+    changed["parallel"] = config.parallel.model_copy(update={"compile": "off"})
+    if config.parallel.compile == "blocks":
         notes.append("parallel.compile: planned as if off, which takes no less")
     if getattr(config.optim, "compile", False):
         changed["optim"] = config.optim.model_copy(update={"compile": False})
     if isinstance(config, GRPOConfig):
-        rollout = config.rollout.model_copy(update={"record": False, "show": 0, "graphs": "off", "stop": []})
-        if config.rollout.graphs != "off":
-            notes.append("rollout.graphs: steps are planned as they are without graphs, whose capture needs a GPU")
+        rollout = config.rollout.model_copy(update={"record": False, "show": 0, "stop": []})
         changed |= {"rollout": rollout}
         if config.critic is not None and config.critic.path is not None:
             changed["critic"] = config.critic.model_copy(update={"path": None})

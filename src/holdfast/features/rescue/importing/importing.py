@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from holdfast.checkpoint.saving.agreement import described_optimizers
 from holdfast.checkpoint.saving.writer import commit
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.versions import versions
-from holdfast.data.batches.stream import Cursor
+from holdfast.data.batches.cursor import Cursor
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.export import finite
 from holdfast.features.rescue.importing.configurations import compare_configurations
@@ -272,7 +272,8 @@ def _set_position(run: Run, checkpoint: ForeignCheckpoint, step: int, options: I
             "anew; rows that were trained on come again. Nothing was written."
         )
     else:
-        run.stream.cursor, note = _cursor(run, checkpoint, checkpoint.position)
+        cursor, note = _cursor(run, checkpoint, checkpoint.position)
+        run.stream.load_state(run.stream.state() | {"cursor": asdict(cursor)})
         notes.append(note)
     return [*notes, *_compare_rates(run, checkpoint, step)]
 

@@ -125,4 +125,4 @@ def _rows(setting: Setting, started: RunSetup) -> BatchlessStream:
     reader: Any = CandidateReader(
         training_reader(config, started.data), tokenise, setting.ranks, row_filter(setting), None
     )
-    return BatchlessStream(reader, config.data, setting.ranks)
+    return BatchlessStream(reader, config.data)

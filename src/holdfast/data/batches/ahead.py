@@ -1,0 +1,202 @@
+"""Read the next batch on a thread while the present one is trained.
+
+The thread alone uses the stream, and it alone uses the stream's group of ranks. What everybody else sees of the stream
+is where it stood when the batch that was handed out last was complete, so that a checkpoint knows nothing of what is
+read ahead, and a resumed run reads it again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from holdfast.data.batches.candidates import Ranks
+from holdfast.data.batches.stream import BatchStream
+from holdfast.errors import RunStopped, how_to_go_on
+
+T = TypeVar("T")
+
+THREAD = "holdfast-rows"
+"""Name of the thread; a rank that ends looks for a thread of this name that hangs."""
+_CLOSING_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a stream stands, and what it has counted."""
+
+    state: Mapping[str, Any]
+    epoch: float
+    bad_rows: int
+    rows_tokenised: int
+
+    @classmethod
+    def of(cls, stream: BatchStream[Any, Any]) -> Position:
+        """Return the present position of a stream that nobody reads."""
+        return cls(stream.state(), stream.epoch, stream.bad_rows, stream.rows_tokenised)
+
+
+@dataclass
+class _Reading(Generic[T]):
+    """A batch that is being read, or was."""
+
+    step: int
+    done: threading.Event = field(default_factory=threading.Event)
+    batch: T | None = None
+    after: Position | None = None
+    """Where the stream stands after the batch."""
+    notes: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+class ClosableRanks(Ranks, Protocol):
+    """A group of ranks that only one stream uses."""
+
+    def close(self) -> None:
+        """Give the group up."""
+
+
+@dataclass(frozen=True)
+class ReadAhead(Generic[T]):
+    """How batches are read ahead."""
+
+    ranks: Ranks
+    """The group of the thread that trains."""
+    own_ranks: ClosableRanks
+    """The group of the thread that reads."""
+    last_step: int | None
+    """Steps of the run; no batch is read for a step behind the last one. None: nobody knows."""
+    minutes: float
+    """Longest wait for a batch."""
+    tell: Callable[[list[str]], object]
+    """Takes what reading has to tell, once the batch is asked for."""
+    prepare: Callable[[T], T] = lambda batch: batch
+    """Applied to each batch on the thread."""
+
+
+class BatchesAhead(Generic[T]):
+    """A stream whose next batch is read while the present one is trained.
+
+    Args:
+        stream: The stream; nothing else reads it from now on.
+        options: How.
+    """
+
+    def __init__(self, stream: BatchStream[Any, T], options: ReadAhead[T]) -> None:
+        self._stream, self._options = stream, options
+        stream.rows.ranks = options.own_ranks
+        self._position = Position.of(stream)
+        self._reading: _Reading[T] | None = None
+        self._queue: queue.SimpleQueue[_Reading[T] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Passes done; as `BatchStream.epoch`."""
+        return self._position.epoch
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows left out since this start because they cannot be read."""
+        return self._position.bad_rows
+
+    @property
+    def rows_tokenised(self) -> int:
+        """Rows this rank has turned into tokens, for the batches that were handed out."""
+        return self._position.rows_tokenised
+
+    def state(self) -> dict[str, Any]:
+        """Return where the stream stood after the batch that was handed out last, as JSON-ready values."""
+        return dict(self._position.state)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where another stream of the same data and seed stood; what was read ahead is dropped."""
+        self.settle()
+        self._reading = None
+        self._stream.load_state(state)
+        self._position = Position.of(self._stream)
+
+    def read_ahead(self, step: int) -> T | None:
+        """Return the next batch, which stays the next; as `BatchStream.read_ahead`."""
+        return self._wait(step).batch
+
+    def next(self, step: int) -> T | None:
+        """Return the batch of a step (counted from 0), or None when the passes are done; read the next one meanwhile.
+
+        Raises:
+            DataError: As `BatchStream.next`, in the step whose row is malformed.
+            RunStopped: The batch was not ready in time; the same on all ranks.
+        """
+        reading = self._wait(step)
+        assert reading.after is not None
+        self._position, self._reading = reading.after, None
+        last = self._options.last_step
+        if reading.batch is not None and (last is None or step + 1 < last):
+            self._begin(step + 1)
+        return reading.batch
+
+    def settle(self) -> None:
+        """Wait until nothing is being read: rows and tokenizers are not made for several threads.
+
+        Raises:
+            RunStopped: As `next`.
+        """
+        if self._reading is not None:
+            self._arrive(self._reading)
+
+    def close(self) -> None:
+        """End the thread, unless it hangs."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(_CLOSING_SECONDS)
+        if thread is None or not thread.is_alive():
+            self._options.own_ranks.close()
+
+    def _begin(self, step: int) -> _Reading[T]:
+        if self._thread is None:
+            # A daemon: a process does not wait for rows that nobody trains on.
+            self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
+            self._thread.start()
+        reading = self._reading = _Reading[T](step)
+        self._queue.put(reading)
+        return reading
+
+    def _work(self) -> None:
+        while (reading := self._queue.get()) is not None:
+            try:
+                batch = self._stream.next(reading.step)
+                reading.batch = None if batch is None else self._options.prepare(batch)
+                reading.after = Position.of(self._stream)
+            except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
+                reading.error = error
+            notes = self._stream.rows.notes
+            reading.notes = list(notes)
+            notes.clear()
+            reading.done.set()
+
+    def _wait(self, step: int) -> _Reading[T]:
+        if self._reading is not None and self._reading.step != step:
+            self.load_state(self.state())
+        reading = self._reading or self._begin(step)
+        self._arrive(reading)
+        notes, reading.notes = reading.notes, []
+        self._options.tell(notes)
+        if reading.error is not None:
+            raise reading.error
+        return reading
+
+    def _arrive(self, reading: _Reading[T]) -> None:
+        if reading.done.wait(60 * self._options.minutes):
+            return
+        # Other ranks wait for the late one's rows, and so no rank has the batch: all come here.
+        reads = {rank: what for rank, what in enumerate(self._options.ranks.gather(self._stream.rows.reads)) if what}
+        late = ", ".join(f"rank {rank} reads {what}" for rank, what in reads.items()) or "all ranks have read theirs"
+        raise RunStopped(
+            f"The batch of step {reading.step + 1} was not ready after {self._options.minutes:g} minutes "
+            f"(launch.timeout_minutes): {late}. A filter, a file system or a tokenizer does not answer. "
+            f"{how_to_go_on(reading.step)}"
+        )
