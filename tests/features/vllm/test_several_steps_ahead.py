@@ -75,7 +75,6 @@ def test_a_completion_that_takes_three_steps_delays_none_of_them(tmp_path: Path)
     asked = [when for when, what in served.events if what.startswith("asked")][OF_THE_WALK:]
     assert waited == [True]
     assert len(asked) == 4 * OF_A_STEP
-    assert max(asked) < updates()[0]  # all four steps' were on their way before the first update
     # The one that was slow was sampled from what the third push brought.
     assert [ages(tmp_path, step) for step in (1, 2, 3, 4)] == [{0}, {1}, {2}, {1, 3}]
 
