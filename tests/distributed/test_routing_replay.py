@@ -180,8 +180,7 @@ def test_a_step_that_was_kept_is_made_again_with_its_experts() -> None:
         Finish.STOP, per_token={CHOICES_COLUMN: choices},
     )  # fmt: skip
     line = recorder.group_line(Group(prompt, (trajectory,)))
-    fact = {"reward": 1.0, "parts": {}, "finish": "stop"}
 
-    again = recorder._trajectory(prompt, line["completions"][0], fact)
+    again = recorder.trajectory_of_record(prompt, line["completions"][0])
 
     assert np.array_equal(again.per_token[CHOICES_COLUMN], choices)
