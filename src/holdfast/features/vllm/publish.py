@@ -163,14 +163,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         self.follow(servers)
         adapter = label if self._adapters is not None else ""
         if has_new or self._is_proved():
-            if self._adapters is not None and self._section.interrupt == "continue":
-                # vLLM 0.32 on a CPU dies of log-probabilities of a prompt, which a proof asks for, where it decodes
-                # other requests with an adapter at the same time.
-                self.settle(sharded.setting.interrupted)
-                ranks.gather(None)
-            present = [server for server in self.servers if server.url in servers]
-            self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong), adapter)
-            self._proved |= self._identities
+            self._prove([server for server in self.servers if server.url in servers], sharded, adapter)
         if self._adapters is not None:
             self._sample_by(self._adapters, label, sharded)
         if self._pushes == 1 and sharded.setting.world.is_first:
@@ -181,6 +174,16 @@ class ServedEngine(VLLMEngine, PublishedEngine):
                 f"{self._prover.limit:.1e})",
                 flush=True,
             )
+
+    def _prove(self, servers: Sequence[VLLMServer], sharded: ShardedModel, adapter: str) -> None:
+        """Prove the last push on these servers; all ranks call this together."""
+        if adapter and self._section.interrupt == "continue":
+            # vLLM 0.32 on a CPU dies of log-probabilities of a prompt, which a proof asks for, where it decodes other
+            # requests with an adapter at the same time. So all ranks wait for theirs.
+            self.settle(sharded.setting.interrupted)
+            sharded.setting.ranks.gather(None)
+        self.proofs = self._prover.prove(sharded, servers, lambda wrong: self._suspects(sharded, wrong), adapter)
+        self._proved |= self._identities
 
     def _suspects(self, sharded: ShardedModel, wrong: Sequence[str]) -> Suspects:
         """Return what servers compute with otherwise than the policy; all ranks call this together."""
