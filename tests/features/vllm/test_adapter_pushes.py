@@ -71,6 +71,26 @@ def _layers(served: ServedModel) -> list[torch.nn.Linear]:
     return [layer for layer in served.model.model.layers.modules() if isinstance(layer, torch.nn.Linear)]
 
 
+def test_no_adapter_is_proved_while_completions_are_decoded_with_another(tmp_path: Path) -> None:
+    """vLLM 0.32 on a CPU dies of that."""
+    decoded = []
+
+    def answer(path: str, told: Any) -> Any:
+        if path.endswith("generate") and "prompt_logprobs" in told:
+            words = [what.split()[0] for _, what in served.events]
+            decoded.append(words.count("asked") - words.count("answered"))
+        return told
+
+    served = ServedModel(adapter_rank=32, seconds=0.5, answer=answer)
+    with serving(served) as url:
+        tree = lora_tree([url], str(tmp_path), lora={"rank": 32}, **AHEAD)
+        tree["rollout"]["max_staleness"] = 3
+        run(tmp_path, tree)
+
+    assert len(decoded) >= 4
+    assert set(decoded) == {0}
+
+
 def scaled(directory: Path) -> None:
     settings = json.loads((directory / SETTINGS).read_text())
     (directory / SETTINGS).write_text(json.dumps(settings | {"lora_alpha": 2 * settings["lora_alpha"]}))
