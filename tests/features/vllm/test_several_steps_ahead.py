@@ -7,7 +7,6 @@ import random
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
 from tests.features.vllm.served import AHEAD, REWARD, ServedModel, served_tree, serving
 from tests.features.vllm.test_served_runs import PACED, STOPPING, ahead_of, recorded, run
+from tests.rewards.conftest import wait_for
 
 OF_THE_WALK, OF_A_STEP = 4, 8
 """Completions that are asked for before step 1, and for each step."""
@@ -44,15 +44,6 @@ def keys(directory: Path, step: int) -> list[int]:
     return sorted(one["sample_id"] for one in recorded(directory, step))
 
 
-def wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + LONGEST_WAIT
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def test_a_completion_that_takes_three_steps_delays_none_of_them(tmp_path: Path) -> None:
     events, claimed, waited = tmp_path / "events.txt", threading.Lock(), list[bool]()
     (tmp_path / "paced.py").write_text(PACED.replace("EVENTS", repr(str(events))).replace("SECONDS", "0"))
@@ -63,7 +54,9 @@ def test_a_completion_that_takes_three_steps_delays_none_of_them(tmp_path: Path)
 
     def slow(_: int) -> float:
         if served.count > OF_THE_WALK + 3 * OF_A_STEP and claimed.acquire(blocking=False):
-            waited.append(wait_for(lambda: len(updates()) >= 3))  # the third step's, which is the last before its own
+            waited.append(
+                wait_for(lambda: len(updates()) >= 3, LONGEST_WAIT)
+            )  # the third step's, which is the last before its own
         return 0.0
 
     served = ServedModel(slow=slow)
@@ -136,7 +129,7 @@ def test_a_push_meets_completions_that_go_on_or_are_sampled_again(tmp_path: Path
         order = [what for _, what in served.events if what.startswith("asked")].index(f"asked {name}")
         if order >= OF_THE_WALK + 2 * OF_A_STEP and claimed.acquire(blocking=False):
             before = pushes()
-            wait_for(lambda: pushes() > before)
+            wait_for(lambda: pushes() > before, LONGEST_WAIT)
 
     served = ServedModel(before_token=before_token)
     with serving(served) as url:
