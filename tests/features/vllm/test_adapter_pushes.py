@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def _layers(served: ServedModel) -> list[torch.nn.Linear]:
     return [layer for layer in served.model.model.layers.modules() if isinstance(layer, torch.nn.Linear)]
 
 
+FIRST = 4 + 8 + 8
+"""Completions of the rehearsal, of the evaluation and of step 1, which no push follows before they are trained."""
+
+
+def _number(request: str) -> int:
+    return int(request.split("-")[1])
+
+
 def test_no_adapter_is_proved_while_completions_are_decoded_with_another(tmp_path: Path) -> None:
     """vLLM 0.32 on a CPU dies of that."""
     decoded = []
@@ -81,7 +90,16 @@ def test_no_adapter_is_proved_while_completions_are_decoded_with_another(tmp_pat
             decoded.append(words.count("asked") - words.count("answered"))
         return told
 
-    served = ServedModel(adapter_rank=32, seconds=0.5, answer=answer)
+    def loads() -> int:
+        return sum(what.startswith("loaded") for _, what in list(served.events))
+
+    def before_token(name: str, number: int) -> None:
+        before, end = loads(), time.monotonic() + 20
+        while number == 0 and _number(name) > FIRST and loads() == before and time.monotonic() < end:
+            time.sleep(0.01)
+
+    # Completions of later steps begin with the load of the adapter that is proved next, and take half a second.
+    served = ServedModel(adapter_rank=32, seconds=0.5, answer=answer, before_token=before_token)
     with serving(served) as url:
         tree = lora_tree([url], str(tmp_path), lora={"rank": 32}, **AHEAD)
         tree["rollout"]["max_staleness"] = 3
