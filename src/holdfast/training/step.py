@@ -2,7 +2,7 @@
 
 The loss of an update is sum(token loss * weight) / sum(count) over all ranks and micro-batches. The denominator is
 known before the first forward pass, so that the contribution of each micro-batch is final and nothing is averaged
-afterwards. The global gradient norm over shards, and clipping by it, are at the end of the file.
+afterwards. The global gradient norm over shards is at the end of the file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from holdfast.data.batches.packing import to_device
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.models.layers.routers import global_loads
 from holdfast.objectives.base import Objective, ratio
+from holdfast.optim.clipping import clip_factor, scale, step_unless_skipped, takes_tensors
 from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
@@ -109,33 +110,21 @@ def _update(
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
     squares = squared_norm(gradients, device) / trained.plan.replicate
     reduced = reduce_sums({**sums, "grad_norm": ratio(squares, 0.0)}, device)
+    state, was_updating, clip_norm = trained.state, trained.updating, trained.setting.config.optim.clip_norm
+    on_device = takes_tensors(trained.optimizer, parameters, device)
+    if on_device:
+        trained.updating = True
+        step_unless_skipped(trained.optimizer, reduced["grad_norm"][0].sqrt(), clip_norm)
     totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
     numbers = dict(zip(reduced, totals.tolist(), strict=True))
     norm = math.sqrt(numbers.pop("grad_norm")[0])
-    state = trained.state
-    if norm == 0.0:
-        state.skipped_in_a_row = 0  # nothing was learned, and momentum alone must not move the weights
-    elif math.isfinite(norm):
-        scale(gradients, clip_factor(norm, trained.setting.config.optim.clip_norm))
-        trained.updating = True
+    is_made = norm > 0.0 and math.isfinite(norm)  # at a norm of zero, momentum alone must not move the weights
+    trained.updating = was_updating or is_made
+    if is_made and not on_device:
+        scale(gradients, clip_factor(norm, clip_norm))
         trained.optimizer.step()
-        if trained.averages is not None:
-            trained.averages.update(trained.parameters, state.step)
-        state.skipped_in_a_row = 0
-    else:
-        state.skipped_steps += 1
-        state.skipped_in_a_row += 1
     trained.optimizer.zero_grad(set_to_none=True)
-    state.updates += 1
-    if ends_step:
-        _end_step(trained)
-    state.tokens += mini_batch.tokens
-    state.samples += mini_batch.samples
-    if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
-        raise RunStopped(
-            f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
-            f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
-        )
+    _conclude(trained, mini_batch, norm, ends_step=ends_step)
     metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
     metrics |= {
         "grad_norm": norm,
@@ -146,6 +135,29 @@ def _update(
         **mini_batch.metrics,
     }
     return Update(metrics, {name: (total, denominator) for name, (total, denominator) in numbers.items()})
+
+
+def _conclude(trained: Trained, mini_batch: MiniBatch, norm: float, *, ends_step: bool) -> None:
+    """Let averages follow an update that was made, and count it, or one that was skipped.
+
+    Raises:
+        RunStopped: Too many were skipped in a row.
+    """
+    state, is_finite = trained.state, math.isfinite(norm)
+    if trained.averages is not None and is_finite and norm > 0.0:
+        trained.averages.update(trained.parameters, state.step)
+    state.skipped_steps += not is_finite
+    state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
+    state.updates += 1
+    if ends_step:
+        _end_step(trained)
+    state.tokens += mini_batch.tokens
+    state.samples += mini_batch.samples
+    if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
+        raise RunStopped(
+            f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
+            f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
+        )
 
 
 def _end_step(trained: Trained) -> None:
@@ -248,14 +260,3 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     # tensor.
     norms = torch._foreach_norm(wide)
     return torch.stack([norm.to(device=device, dtype=torch.float64) for norm in norms]).square().sum()
-
-
-def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply gradients in place."""
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(list(gradients), factor)
-
-
-def clip_factor(norm: float, largest: float | None) -> float:
-    """Return the factor that scales a norm to `largest` (Pascanu et al., arXiv:1211.5063); 1 if it is smaller."""
-    return 1.0 if largest is None or norm <= largest else largest / norm

@@ -39,6 +39,49 @@ def test_a_killed_run_that_goes_on_is_identical(warm: WarmPython, tmp_path: Path
     assert lines[-1] == "identical"
 
 
+READING = """
+import os, threading, time
+from pathlib import Path
+
+OWN = Path(f"rows-{os.environ['RANK']}-{os.getpid()}.txt")
+FIRST = []
+
+def is_taken(row):
+    if threading.current_thread().name == "holdfast-rows":
+        with OWN.open("a") as file:
+            file.write(row["prompt"] + "\\n")
+    return True
+
+def returns_when_the_next_batch_is_read(event):
+    FIRST.append(event.step)
+    deadline = time.monotonic() + 60
+    while event.step < 6 and time.monotonic() < deadline:
+        if len(OWN.read_text().splitlines()) == 2 * (event.step - FIRST[0] + 2):
+            return
+        time.sleep(0.01)
+"""
+"""A filter that writes the rows that a rank reads, and an observer that waits until those of the next step are read."""
+
+
+def test_a_run_that_is_killed_when_its_next_batch_is_read_and_not_trained_is_identical(
+    warm: WarmPython, tmp_path: Path, dropping: dict[str, Any]
+) -> None:
+    (tmp_path / "reading.py").write_text(READING)
+    dropping["data"] |= {"filter": "reading.py:is_taken"}
+    dropping["observers"] = ["reading.py:returns_when_the_next_batch_is_read"]
+
+    done = prove(warm, tmp_path, dropping, "--steps", "6", "--kill-at", "5", "--seed", "2")
+
+    assert done.code == 0, done.out + done.err
+    assert "killed: SIGKILL to rank 0 in phase data of step 5" in done.out
+    assert done.out.splitlines()[-1] == "identical"
+    resumed = re.search(r"from step (\d);", done.out)
+    assert resumed is not None
+    read = sorted(len(file.read_text().splitlines()) for file in tmp_path.glob("rows-0-*.txt"))
+    # Rank 0 reads two rows of a batch: straight, in the run that died before it trained step 5, and in the rest.
+    assert read == sorted([2 * 6, 2 * 5, 2 * (6 - int(resumed[1]))])
+
+
 WORLD = """
 from holdfast.environments.base import Observation
 class World:
@@ -97,7 +140,7 @@ def test_a_run_whose_environment_keeps_time_is_proved_from_what_it_recorded(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     with serving(ServedModel()) as url:

@@ -76,7 +76,7 @@ def ahead_of(tmp_path: Path, step: int) -> list[dict[str, Any]]:
     return saved
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, staleness: int) -> None:
     served = ServedModel()
     with serving(served) as url:
@@ -85,11 +85,13 @@ def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, stalen
 
         run(tmp_path, tree)
 
-    versions = [{tuple(map(tuple, one["versions"])) for one in recorded(tmp_path, step)} for step in (1, 2, 3, 4)]
-    assert versions == [{((0, max(0, step - staleness)),)} for step in range(4)]
+    versions = [{one["versions"][0][1] for one in recorded(tmp_path, step)} for step in (1, 2, 3, 4)]
+    assert versions == [{max(0, step - staleness)} for step in range(4)]
     metrics = read_metrics(tmp_path / "r" / METRICS)
+    ages = [line.get("sampling/staleness/max") for line in metrics if "loss" in line]
+    assert ages == ([float(min(step, staleness)) for step in range(4)] if staleness else [None] * 4)
     differences = [line["sampling/sampling_logp_difference/mean"] for line in metrics if "loss" in line]
-    assert [difference > 1e-3 for difference in differences] == [False] + 3 * [staleness == 1]
+    assert [difference > 1e-3 for difference in differences] == [False] + 3 * [staleness > 0]
     largest = [line["sampling/sampling_logp_difference/max"] for line in metrics if "loss" in line]
     assert all(most >= mean for most, mean in zip(largest, differences, strict=True))
     assert all(line["ratio/mean"] == 1.0 for line in metrics if "loss" in line)  # against the proximal policy

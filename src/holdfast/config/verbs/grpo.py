@@ -71,6 +71,7 @@ class GRPOConfig(TrainingConfig):
         """Yield what sections ask of each other."""
         yield from super().mistakes()
         yield from self._sampling()
+        yield from self._staleness()
         yield from self._learning()
         yield from self._covariance()
         yield from self._reference()
@@ -143,14 +144,24 @@ class GRPOConfig(TrainingConfig):
                 "which other ranks give up; lower it, or raise launch.timeout_minutes",
             )
 
-    def _unbiased(self) -> Iterator[Mistake]:
-        """Yield sampling from other weights, or another distribution, that no weight of each token makes up for."""
-        if self.rollout.max_staleness and self.correction.kind == "off" and self.objective.kind != "path":
+    def _staleness(self) -> Iterator[Mistake]:
+        """Yield what completions of older weights need, and what cannot be drawn ahead."""
+        staleness = self.rollout.max_staleness
+        if staleness and self.correction.kind == "off" and self.objective.kind != "path":
             yield (
                 "rollout.max_staleness",
-                "1 learns from completions of older weights, which biases every update; weigh tokens by correction: "
-                "truncate, or use 0",
+                f"{staleness} learns from completions of older weights, which biases every update; weigh tokens by "
+                "correction: truncate, or use 0",
             )
+        if staleness > 1 and self.groups.flat == "resample":
+            yield (
+                "rollout.max_staleness",
+                f"{staleness} gives the next steps their prompts before this one has trained, and groups.flat: "
+                "resample draws more of them for this one; use 1, or groups.flat: drop",
+            )
+
+    def _unbiased(self) -> Iterator[Mistake]:
+        """Yield sampling from another distribution that no weight of each token makes up for."""
         biases, correction = self.rollout.biases(), self.correction
         if self.rollout.renormalise:
             biases = [name for name in biases if name == "repetition_penalty"]

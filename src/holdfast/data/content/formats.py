@@ -104,8 +104,9 @@ def row_shape(columns: Collection[str], row_format: RowFormat = "auto", *, promp
         )
     if {"chosen", "rejected"} <= set(columns):
         raise DataError(
-            f"The rows have the columns {listed}. Pairs of answers are for `holdfast dpo` and `holdfast reward`; to "
-            "train on the chosen ones alone, name them by data.columns, as in data.columns={completion: chosen}."
+            f"The rows have the columns {listed}. Pairs of answers are for `holdfast dpo` and `holdfast reward` (other "
+            "commands know a file for them by its section preference); to train on the chosen ones alone, name them by "
+            "data.columns, as in data.columns={completion: chosen}."
         )
     shapes = "; ".join(f"{shape} ({', '.join(names)})" for shape, names in needed.items())
     raise DataError(

@@ -107,7 +107,7 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
             rebuilt.go_to(step - 2)
             stale = f"stale weights: those of {before}"
             if rollout.max_staleness:
-                stale += ", as rollout.max_staleness: 1 asks for"
+                stale += f", as rollout.max_staleness: {rollout.max_staleness} asks for"
             further_fits.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
             earlier = plain_copy(sharded), before
         rebuilt.go_to(step - 1)
