@@ -167,7 +167,7 @@ def step(world: Any, folder: Path, rounds: int) -> list[float]:
         episodes = opened(stack, world, folder, [TURNS])
         _, size, trained = one(episodes)
         longer = {"max_new_tokens": TURNS * TURN_TOKENS}
-        single = opened(stack, world, folder, [], prompt="a" * (size - trained - 2), rollout=longer)
+        single = opened(stack, world, folder, [], prompt="a" * (round(size) - trained - 2), rollout=longer)
         ratios = []
         for number in range(rounds + 1):
             (first, *tokens), (second, *likewise) = one(episodes), one(single)
@@ -178,8 +178,11 @@ def step(world: Any, folder: Path, rounds: int) -> list[float]:
     return ratios
 
 
-def one(run: Any) -> tuple[float, int, int]:
-    """Make a step; return its CPU seconds, and the tokens and trained tokens of each sequence."""
+def one(run: Any) -> tuple[float, float, int]:
+    """Make a step; return its CPU seconds, the mean of tokens of a sequence, and the trained tokens of each.
+
+    A turn is cut, so the template ends it, unless its last token happened to be the end: episodes differ by some tokens.
+    """
     from holdfast.recipes.grpo import learn
     from holdfast.training.policy.rollouts import next_rollout
 
@@ -188,12 +191,9 @@ def one(run: Any) -> tuple[float, int, int]:
     assert rollout is not None
     learn(run, rollout)
     seconds = time.process_time() - began
-    (sizes,) = {
-        (trajectory.tokens.size, int(trajectory.loss_mask.sum()))
-        for group in rollout.groups
-        for trajectory in group.trajectories
-    }
-    return seconds, *sizes
+    trajectories = [trajectory for group in rollout.groups for trajectory in group.trajectories]
+    (trained,) = {int(trajectory.loss_mask.sum()) for trajectory in trajectories}
+    return seconds, statistics.mean(trajectory.tokens.size for trajectory in trajectories), trained
 
 
 def main() -> None:
