@@ -181,7 +181,7 @@ def step(world: Any, folder: Path, rounds: int) -> list[float]:
 def one(run: Any) -> tuple[float, float, int]:
     """Make a step; return its CPU seconds, the mean of tokens of a sequence, and the trained tokens of each.
 
-    A turn is cut, so the template ends it, unless its last token happened to be the end: episodes differ by some tokens.
+    A turn is cut, so the template ends it, unless its last token happened to be the end: sizes differ by some tokens.
     """
     from holdfast.recipes.grpo import learn
     from holdfast.training.policy.rollouts import next_rollout

@@ -93,6 +93,31 @@ def test_an_episode_is_trained_as_one_row_with_its_mask(
         np.testing.assert_allclose(trained["parameters"][name], parameter, rtol=0, atol=1e-10, err_msg=name)
 
 
+@pytest.mark.parametrize(("ranks", "packing"), [(1, "best_fit"), (2, "none")])
+def test_observed_tokens_take_no_part_in_entropy_and_kl(pools: Any, gpt2: Path, ranks: int, packing: str) -> None:
+    """Neither in the loss nor in any mean that a run tells."""
+    tree = settings(
+        str(gpt2),
+        steps=2,
+        rollout={"group_size": 4, "max_new_tokens": 6},
+        data={"batch_size": 4, "max_length": 96, "packing": packing},
+        environment={"path": "world.py:WORLDS", "max_turns": 3, "on_cut": "continue"},
+        kl={"coefficient": 0.3},
+        entropy={"coefficient": 0.2},
+    )
+
+    trained = pools(ranks).run(train_on_episodes, tree, ROWS, str(gpt2), 2)[0]
+    expected = update_by_hand(tiny_model("gpt2").double(), trained["episodes"], lr=0.5, kl=0.3, entropy=0.2)
+
+    assert expected["means"][1][1] > 1e-4, "the policy has left its reference"
+    told = [[line["entropy"], line["kl"], line["entropy_estimate"]] for line in trained["lines"]]
+    np.testing.assert_allclose([line[:2] for line in told], [means[:2] for means in expected["means"]], atol=1e-10)
+    np.testing.assert_allclose([line[2] for line in told], [means[2] for means in expected["means"]], rtol=1e-5)
+    np.testing.assert_allclose([line["loss"] for line in trained["lines"]], expected["losses"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose([line["grad_norm"] for line in trained["lines"]], expected["norms"], rtol=1e-10)
+    assert max(line["sampling/sampling_logp_difference/max"] for line in trained["lines"]) < 1e-5
+
+
 AGENT = """
 import json, urllib.request
 def agent(row, base_url, api_key):
