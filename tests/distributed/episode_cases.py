@@ -81,6 +81,7 @@ def _rows(groups: Sequence[Any]) -> list[Row]:
         (t.sample_id, s.tokens.tolist(), s.loss_mask.tolist(), float(t.reward), t.episode.turns)
         for group in groups
         for t in group.trajectories
+        if t.reward is not None  # of an environment that failed
         for s in samples_of(t)
     ]
 
@@ -105,7 +106,8 @@ def update_by_hand(
         for sample_id, tokens, mask, reward, _ in step:
             rewards = {row[0]: row[3] for row in step if row[0] // 2**20 == sample_id // 2**20}
             group = torch.tensor(list(rewards.values()), dtype=torch.float64)
-            advantage = float((reward - group.mean()) / (group.std() + 1e-6)) if group.std() > 0 else 0.0
+            is_flat = len(set(rewards.values())) == 1
+            advantage = 0.0 if is_flat else float((reward - group.mean()) / (group.std() + 1e-6))
             row, is_chosen = torch.tensor([tokens]), torch.tensor(mask[1:])
             distribution = model(input_ids=row).logits[0, :-1].log_softmax(-1)
             chosen = distribution.gather(1, row[0, 1:, None]).squeeze(1)
