@@ -246,6 +246,37 @@ def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> N
     assert episode.turn_rewards == [0.0, 0.0, 0.5]
 
 
+def test_calls_are_read_by_the_response_template_of_a_tokenizer(play: Callable[..., list[Episode]]) -> None:
+    """In a syntax that no family has: the end token ends a call, and what a call has is typed by its tool."""
+    tokenizer = copy.deepcopy(bpe())
+    hermes = CHATML[CHATML.index("<tool_call>") : CHATML.index("</tool_call>") + len("</tool_call>")]
+    written = "{{ call.function.name }}({% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};"
+    tokenizer.chat_template = CHATML.replace(hermes, f"call {written}{{% endfor %}})")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"call (?P<name>\w+)\(",
+                "close_pattern": r"\)(?=<\|im_end\|>)",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"(?P<key>\w+)=(?P<value>[^;]*);", "value_parser": {"name": "text"}},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+        },
+    }
+    said = ["call add(a=12;b=34;)", "call add(a=12;b=thirty;)", "call sub()", "it is 46."]
+    engine = ScriptedEngine(tokenizer, lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(engine, [{}], path=None, tools="tools.py:add", max_new_tokens=80, max_length=800)
+
+    assert told(episode)[2] == "tool: 46"
+    assert told(episode)[4] == "tool: error: b of add should be integer, not 'thirty'"
+    assert told(episode)[6] == "tool: error: there is no tool sub; there is add"
+    assert (episode.ended, dict(episode.called), episode.failed_calls) == ("done", {"add": 2, "unknown": 1}, 2)
+
+
 CALL = ToolCall("add", {"a": 1})
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
