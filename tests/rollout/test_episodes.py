@@ -151,6 +151,39 @@ def test_an_environment_that_dies_is_made_once_more_and_then_the_episode_is_left
     assert told(saved) == ["user: play", "assistant: die", "user: no, after 1", "assistant: 1", "user: right"]
 
 
+def test_a_step_that_goes_wrong_costs_its_own_episode_alone(play: Callable[..., list[Episode]]) -> None:
+    """Four seconds: one that hangs is made twice, and waited for two seconds each time."""
+    source = """
+        import os, time
+        from holdfast.environments.base import Observation
+        class World:
+            def begin(self, row):
+                self.does = row["does"]
+            def step(self, turn):
+                match self.does:
+                    case "hang": time.sleep(600)
+                    case "die": os._exit(3)
+                    case "fork": os.fork()
+                    case "print": print("x" * (1 << 22))
+                    case "garbage": return 7
+                    case "nan": return Observation("more", float("nan"))
+                return Observation("more", 0.25, self.does == "end at once")
+    """
+    expected = {
+        "hang": ("fault", 2, 0.0), "die": ("fault", 2, 0.0), "garbage": ("fault", 2, 0.0), "nan": ("fault", 2, 0.0),
+        "fork": ("turns", 1, 1.0), "print": ("turns", 1, 1.0), "end at once": ("done", 1, 0.25),
+        "never end": ("turns", 1, 1.0),
+    }  # fmt: skip
+
+    rows = [{"does": name} for name in expected]
+    episodes = play(ScriptedEngine(bpe(), counting), rows, source=source, timeout_seconds=2.0)
+
+    found = [(episode.ended, episode.attempts, episode.reward) for episode in episodes]
+    assert dict(zip(expected, found, strict=True)) == expected
+    assert "returned a int (7), and a step returns an Observation" in episodes[2].fault
+    assert episodes[3].fault == "returned the reward a float (nan), which is no finite number"
+
+
 def test_a_completion_is_what_the_policy_said_whatever_role_an_environment_takes(
     play: Callable[..., list[Episode]],
 ) -> None:
