@@ -151,6 +151,30 @@ def test_an_environment_that_dies_is_made_once_more_and_then_the_episode_is_left
     assert told(saved) == ["user: play", "assistant: die", "user: no, after 1", "assistant: 1", "user: right"]
 
 
+def test_no_turn_waits_for_that_of_another_episode(play: Callable[..., list[Episode]], tmp_path: Path) -> None:
+    """The first turn of one is answered once the other has come to its third."""
+    source = f"""
+        import time
+        from pathlib import Path
+        from holdfast.environments.base import Observation
+        REACHED = Path({str(tmp_path / "reached")!r})
+        class World:
+            def begin(self, row):
+                self.waits = row["waits"]
+            def step(self, turn):
+                if turn.number == 2:
+                    REACHED.touch()
+                while self.waits and not REACHED.exists():
+                    time.sleep(0.01)
+                return Observation("more", 0.0, turn.number == 2)
+    """
+
+    rows = [{"waits": True}, {"waits": False}]
+    episodes = play(ScriptedEngine(bpe(), counting), rows, source=source, timeout_seconds=5.0)
+
+    assert [(episode.ended, episode.turn_count, episode.attempts) for episode in episodes] == [("done", 3, 1)] * 2
+
+
 def test_a_step_that_goes_wrong_costs_its_own_episode_alone(play: Callable[..., list[Episode]]) -> None:
     """Four seconds: one that hangs is made twice, and waited for two seconds each time."""
     source = """
