@@ -120,7 +120,8 @@ def opened(
     environments = stack.enter_context(open_environments(config, folder, world))
     run = build_policy_run(config, folder, world, score, Live(rows=rows), environments=environments)
     if not ends:
-        run.evaluation.sampler.engine._stops = Stops(frozenset())
+        engine: Any = run.evaluation.sampler.engine
+        engine._stops = Stops(frozenset())
     return run
 
 
