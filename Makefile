@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Empty, so that byte code is written: rewriting the assertions of all tests takes each worker half a minute otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-kernels test-real test-all release-check deep-tests lint types benchmark-types count checks bench clean
+.PHONY: setup demo docs unit near feature record-map test test-deep test-devices test-slow test-versions test-browser test-slurm test-ray test-vllm test-verifiers test-kernels test-real test-all release-check deep-tests lint types benchmark-types count checks bench clean
 
 setup: $(VENV)/.installed
 
@@ -103,6 +103,15 @@ test-vllm: setup
 	tools/install_vllm.sh $(VLLM_VENV)
 	HOLDFAST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -n 0 -m vllm tests/features/vllm/real
 
+# With verifiers and its openai client, which have an environment of their own. An episode starts verifiers anew.
+VERIFIERS_VENV ?= .venv-verifiers
+test-verifiers: setup
+	test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	HOLDFAST_OPENAI_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python \
+		HOLDFAST_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python \
+		$(BIN)/python -m pytest -n 0 -rs tests/rollout/test_agents.py tests/rollout/test_verifiers.py
+
 # The head's Triton kernels by Triton's interpreter, in an environment that has .venv's packages and Triton.
 KERNELS_VENV ?= .venv-kernels
 test-kernels: setup
@@ -150,7 +159,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue plugin_saves failures plan_cost vllm_client vllm_push staleness; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue plugin_saves failures plan_cost vllm_client vllm_push staleness episodes; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

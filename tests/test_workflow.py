@@ -21,6 +21,7 @@ LANES = {
     "test-slurm",
     "test-ray",
     "test-vllm",
+    "test-verifiers",
     "test-kernels",
     "test-real",
 }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checkpoints written anew by each system's own code, read back; and the plug-ins inside Lightning and TRL.
+# Checkpoints written anew by each system's own code, read back; the plug-ins inside Lightning and TRL; and environments
+# and chat templates of TRL and gymnasium.
 #
 # The systems want other versions of common packages than .venv has, so they get an environment of their own, behind
 # which those of .venv stand.
@@ -16,7 +17,7 @@ if ! test -e "$environment/.installed"; then
     # .venv may name further folders itself; they stand behind the environment's own.
     printf 'import site; site.addsitedir("%s")\n%s\n' "$packages" "$PWD/src" >"$own/zz_holdfast.pth"
     pip=("$python" -m pip install --quiet --disable-pip-version-check)
-    "${pip[@]}" -c constraints.txt lightning==2.6.6 trl==1.16.0 accelerate==1.15.0
+    "${pip[@]}" -c constraints.txt lightning==2.6.6 trl==1.16.0 accelerate==1.15.0 gymnasium==1.4.0
     "${pip[@]}" --no-deps verl==0.9.1 torchtitan==0.3.0
     "${pip[@]}" -c constraints.txt tensordict pyvers orjson codetiming omegaconf hydra-core cloudpickle torchdata kernels \
         tyro docstring_parser spmd_types==0.2.3
@@ -36,3 +37,5 @@ done <"$fresh/commands"
 echo "written anew: $(wc -l <"$fresh/commands") checkpoints, in $SECONDS s since the start"
 HOLDFAST_FOREIGN="$fresh" "$python" -m pytest -p no:xdist -q -rs tests/features/rescue/test_readers.py
 "$python" -m pytest -p no:xdist -q -rs tests/features/trainers
+"$python" -m pytest -p no:xdist -q -rs tests/rollout/test_episode_tokens.py tests/rollout/test_trl_environments.py \
+    tests/environments/test_forms.py

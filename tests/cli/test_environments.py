@@ -24,6 +24,9 @@ class Silent:
 class Asks:
     def begin(self, row): return row["question"]
     def step(self, turn): ...
+class Long:
+    def begin(self, row): return "b" * 900
+    def step(self, turn): ...
 WORLDS = {"silent": Silent, "asks": Asks}
 class Lake:
     action_space = None
@@ -67,6 +70,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": {"path": "world.py:Asks"}},
         "it raised KeyError: 'question' (world.py:6). The row's columns are prompt, answer. Correct the class, or the",
     ),
+    "more tokens than there is room for": (
+        {"environment": {"path": "world.py:Long"}},
+        " tokens for a row of the first batch, and data.max_length=448 leaves no room for a turn of 8 behind them.",
+    ),
     "a row that names no environment of several": (
         {"environment": {"path": "world.py:WORLDS"}},
         "has no column environment, and there is silent, asks. Correct the row, or what environment.path names.",
@@ -77,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an agent that is not there": (
         {"environment": {"kind": "endpoint", "run": "world.py:agent"}},
-        "world.py has no function agent. It has Silent, Asks, Lake.",
+        "world.py has no function agent. It has Silent, Asks, Long, Lake.",
     ),
     "an agent that takes a row alone": (
         {"environment": {"kind": "endpoint", "run": "more.py:add"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,24 +81,46 @@ def _rows(groups: Sequence[Any]) -> list[Row]:
         (t.sample_id, s.tokens.tolist(), s.loss_mask.tolist(), float(t.reward), t.episode.turns)
         for group in groups
         for t in group.trajectories
+        if t.reward is not None  # of an environment that failed
         for s in samples_of(t)
     ]
 
 
-def update_by_hand(model: Any, episodes: list[list[Row]], lr: float) -> dict[str, Any]:
-    """Make the same updates with a plain transformers model in float64, each episode a row of its own."""
-    losses, norms = [], []
+def update_by_hand(
+    model: Any, episodes: list[list[Row]], lr: float, *, kl: float = 0.0, entropy: float = 0.0
+) -> dict[str, Any]:
+    """Make the same updates with a plain transformers model in float64, each episode a row of its own.
+
+    Args:
+        model: Before the first update, which is the reference too.
+        episodes: By step.
+        lr: Of plain gradient descent.
+        kl: Weight of the estimator k3 in the loss.
+        entropy: Weight of the entropy in the loss.
+    """
+    reference = copy.deepcopy(model)
+    losses, norms, means = [], [], []
     for step in episodes:
         total: Any = 0.0
+        chosen_means: Any = torch.zeros(3, dtype=torch.float64)
         for sample_id, tokens, mask, reward, _ in step:
             rewards = {row[0]: row[3] for row in step if row[0] // 2**20 == sample_id // 2**20}
             group = torch.tensor(list(rewards.values()), dtype=torch.float64)
-            advantage = float((reward - group.mean()) / (group.std() + 1e-6)) if group.std() > 0 else 0.0
-            row = torch.tensor([tokens])
-            chosen = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)
+            is_flat = len(set(rewards.values())) == 1
+            advantage = 0.0 if is_flat else float((reward - group.mean()) / (group.std() + 1e-6))
+            row, is_chosen = torch.tensor([tokens]), torch.tensor(mask[1:])
+            distribution = model(input_ids=row).logits[0, :-1].log_softmax(-1)
+            chosen = distribution.gather(1, row[0, 1:, None]).squeeze(1)
+            with torch.no_grad():
+                before = reference(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None]).squeeze(1)
             ratio = (chosen - chosen.detach()).exp()
-            total = total - (ratio * advantage)[torch.tensor(mask[1:])].sum()
-        loss = total / sum(sum(row[2]) for row in step)
+            k3 = (before - chosen).exp() - (before - chosen) - 1
+            entropies = -(distribution.exp() * distribution).sum(-1)
+            total = total + (kl * k3 - entropy * entropies - ratio * advantage)[is_chosen].sum()
+            chosen_means += torch.stack([values[is_chosen].sum() for values in (entropies, k3, -chosen)]).detach()
+        count = sum(sum(row[2]) for row in step)
+        means.append((chosen_means / count).tolist())
+        loss = total / count
         model.zero_grad()
         loss.backward()
         losses.append(float(loss.detach()))
@@ -108,4 +131,4 @@ def update_by_hand(model: Any, episodes: list[list[Row]], lr: float) -> dict[str
                 if parameter.grad is not None:
                     parameter.sub_(lr * parameter.grad)
     final = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "parameters": final}
+    return {"losses": losses, "norms": norms, "means": means, "parameters": final}

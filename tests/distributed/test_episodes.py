@@ -22,6 +22,9 @@ class World:
         return Observation("no, " * (1 + turn.number) + "again", 0.0, turn.number + 1 >= self.last)
 WORLDS = {"one": World, "two": type("Two", (World,), {})}
 """
+MORTAL = WORLD.replace(
+    "def begin(self, row):", "def begin(self, row, seed):\n        if seed % 3 == 0: raise OSError(seed)"
+)
 SLOW = """
 import time
 class World:
@@ -44,6 +47,7 @@ ROWS = [
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tiny_directory(tmp_path_factory.mktemp("gpt2"), "gpt2")  # its norms are float64 in a float64 model
     (folder / "world.py").write_text(WORLD)
+    (folder / "mortal.py").write_text(MORTAL)
     (folder / "slow.py").write_text(SLOW)
     return folder
 
@@ -91,6 +95,46 @@ def test_an_episode_is_trained_as_one_row_with_its_mask(
     assert set(trained["parameters"]) == set(expected["parameters"])
     for name, parameter in expected["parameters"].items():
         np.testing.assert_allclose(trained["parameters"][name], parameter, rtol=0, atol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize(("ranks", "packing"), [(1, "best_fit"), (2, "none")])
+def test_observed_tokens_take_no_part_in_entropy_and_kl(pools: Any, gpt2: Path, ranks: int, packing: str) -> None:
+    """Neither in the loss nor in any mean that a run tells."""
+    tree = settings(
+        str(gpt2),
+        steps=2,
+        rollout={"group_size": 4, "max_new_tokens": 6},
+        data={"batch_size": 4, "max_length": 96, "packing": packing},
+        environment={"path": "world.py:WORLDS", "max_turns": 3, "on_cut": "continue"},
+        kl={"coefficient": 0.3},
+        entropy={"coefficient": 0.2},
+    )
+
+    trained = pools(ranks).run(train_on_episodes, tree, ROWS, str(gpt2), 2)[0]
+    expected = update_by_hand(tiny_model("gpt2").double(), trained["episodes"], lr=0.5, kl=0.3, entropy=0.2)
+
+    assert expected["means"][1][1] > 1e-4, "the policy has left its reference"
+    told = [[line["entropy"], line["kl"], line["entropy_estimate"]] for line in trained["lines"]]
+    np.testing.assert_allclose([line[:2] for line in told], [means[:2] for means in expected["means"]], atol=1e-10)
+    np.testing.assert_allclose([line[2] for line in told], [means[2] for means in expected["means"]], rtol=1e-5)
+    np.testing.assert_allclose([line["loss"] for line in trained["lines"]], expected["losses"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose([line["grad_norm"] for line in trained["lines"]], expected["norms"], rtol=1e-10)
+    assert max(line["sampling/sampling_logp_difference/max"] for line in trained["lines"]) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_goes_on_without_the_episodes_whose_environment_failed(pools: Any, gpt2: Path, ranks: int) -> None:
+    settled = tree(gpt2, "mortal.py:World", max_turns=3, on_cut="continue")
+    settled["rollout"] |= {"group_size": 4, "max_new_tokens": 6}
+
+    trained = pools(ranks).run(train_on_episodes, settled, ROWS, str(gpt2), 2)[0]
+    expected = update_by_hand(tiny_model("gpt2").double(), trained["episodes"], lr=0.5)
+
+    failed = [line["environment/ended/fault"] for line in trained["lines"]]
+    assert [16 - len({row[0] for row in step}) for step in trained["episodes"]] == [16 * share for share in failed]
+    assert all(0 < share < 1 for share in failed)
+    np.testing.assert_allclose([line["loss"] for line in trained["lines"]], expected["losses"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose([line["grad_norm"] for line in trained["lines"]], expected["norms"], rtol=1e-10)
 
 
 AGENT = """

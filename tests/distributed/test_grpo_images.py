@@ -153,13 +153,17 @@ def test_an_image_token_ends_a_completion_and_a_masked_one_trains_nothing(
     np.testing.assert_allclose(found["lines"][0]["grad_norm"], expected["norms"][0], rtol=SHARED_PROMPT)
 
 
-def test_images_are_refused_in_packs_of_gemma_and_where_steps_are_recorded(
+def test_images_are_refused_in_packs_of_gemma_in_episodes_and_where_steps_are_recorded(
     pools: Any,
     directory: Callable[[str], Path],  # noqa: F811
 ) -> None:
     for tree, sentence in (
         (tree_of(directory("gemma3")), "gemma3 attends within an image in both directions, and packs do not"),
         (tree_of(directory("llava"), rollout={"record": True}), "rollout.record keeps no images"),
+        (
+            tree_of(directory("llava"), environment={"tools": "tools.py:add"}),
+            "episodes of an environment are text alone",
+        ),
     ):
         for kind, message in pools(2).errors(train, tree, ROWS["mixed"]):
             assert kind == "DataError"

@@ -151,6 +151,63 @@ def test_an_environment_that_dies_is_made_once_more_and_then_the_episode_is_left
     assert told(saved) == ["user: play", "assistant: die", "user: no, after 1", "assistant: 1", "user: right"]
 
 
+def test_no_turn_waits_for_that_of_another_episode(play: Callable[..., list[Episode]], tmp_path: Path) -> None:
+    """The first turn of one is answered once the other has come to its third."""
+    source = f"""
+        import time
+        from pathlib import Path
+        from holdfast.environments.base import Observation
+        REACHED = Path({str(tmp_path / "reached")!r})
+        class World:
+            def begin(self, row):
+                self.waits = row["waits"]
+            def step(self, turn):
+                if turn.number == 2:
+                    REACHED.touch()
+                while self.waits and not REACHED.exists():
+                    time.sleep(0.01)
+                return Observation("more", 0.0, turn.number == 2)
+    """
+
+    rows = [{"waits": True}, {"waits": False}]
+    episodes = play(ScriptedEngine(bpe(), counting), rows, source=source, timeout_seconds=5.0)
+
+    assert [(episode.ended, episode.turn_count, episode.attempts) for episode in episodes] == [("done", 3, 1)] * 2
+
+
+def test_a_step_that_goes_wrong_costs_its_own_episode_alone(play: Callable[..., list[Episode]]) -> None:
+    """Four seconds: one that hangs is made twice, and waited for two seconds each time."""
+    source = """
+        import os, time
+        from holdfast.environments.base import Observation
+        class World:
+            def begin(self, row):
+                self.does = row["does"]
+            def step(self, turn):
+                match self.does:
+                    case "hang": time.sleep(600)
+                    case "die": os._exit(3)
+                    case "fork": os.fork()
+                    case "print": print("x" * (1 << 22))
+                    case "garbage": return 7
+                    case "nan": return Observation("more", float("nan"))
+                return Observation("more", 0.25, self.does == "end at once")
+    """
+    expected = {
+        "hang": ("fault", 2, 0.0), "die": ("fault", 2, 0.0), "garbage": ("fault", 2, 0.0), "nan": ("fault", 2, 0.0),
+        "fork": ("turns", 1, 1.0), "print": ("turns", 1, 1.0), "end at once": ("done", 1, 0.25),
+        "never end": ("turns", 1, 1.0),
+    }  # fmt: skip
+
+    rows = [{"does": name} for name in expected]
+    episodes = play(ScriptedEngine(bpe(), counting), rows, source=source, timeout_seconds=2.0)
+
+    found = [(episode.ended, episode.attempts, episode.reward) for episode in episodes]
+    assert dict(zip(expected, found, strict=True)) == expected
+    assert "returned a int (7), and a step returns an Observation" in episodes[2].fault
+    assert episodes[3].fault == "returned the reward a float (nan), which is no finite number"
+
+
 def test_a_completion_is_what_the_policy_said_whatever_role_an_environment_takes(
     play: Callable[..., list[Episode]],
 ) -> None:
@@ -244,6 +301,37 @@ def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> N
     assert told(episode)[2::2] == ["tool: wrong", "tool: right"]
     assert (episode.ended, episode.reward) == ("done", 0.5)
     assert episode.turn_rewards == [0.0, 0.0, 0.5]
+
+
+def test_calls_are_read_by_the_response_template_of_a_tokenizer(play: Callable[..., list[Episode]]) -> None:
+    """In a syntax that no family has: the end token ends a call, and what a call has is typed by its tool."""
+    tokenizer = copy.deepcopy(bpe())
+    hermes = CHATML[CHATML.index("<tool_call>") : CHATML.index("</tool_call>") + len("</tool_call>")]
+    written = "{{ call.function.name }}({% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};"
+    tokenizer.chat_template = CHATML.replace(hermes, f"call {written}{{% endfor %}})")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"call (?P<name>\w+)\(",
+                "close_pattern": r"\)(?=<\|im_end\|>)",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"(?P<key>\w+)=(?P<value>[^;]*);", "value_parser": {"name": "text"}},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+        },
+    }
+    said = ["call add(a=12;b=34;)", "call add(a=12;b=thirty;)", "call sub()", "it is 46."]
+    engine = ScriptedEngine(tokenizer, lambda text: said[text.count("<|im_start|>assistant") - 1])
+
+    (episode,) = play(engine, [{}], path=None, tools="tools.py:add", max_new_tokens=80, max_length=800)
+
+    assert told(episode)[2] == "tool: 46"
+    assert told(episode)[4] == "tool: error: b of add should be integer, not 'thirty'"
+    assert told(episode)[6] == "tool: error: there is no tool sub; there is add"
+    assert (episode.ended, dict(episode.called), episode.failed_calls) == ("done", {"add": 2, "unknown": 1}, 2)
 
 
 CALL = ToolCall("add", {"a": 1})

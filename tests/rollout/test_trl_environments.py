@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
+from holdfast.rollout.episodes.history import TurnTemplate
 from holdfast.rollout.episodes.loop import Episode
+from holdfast.rollout.episodes.proof import proved_parser
 from tests.rollout.conftest import ScriptedEngine
-from tests.rollout.test_episode_tokens import bpe
+from tests.rollout.test_episode_tokens import ADD, bpe
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL: its environments are experimental
@@ -205,3 +208,40 @@ def test_three_environments_of_trl_have_the_episodes_that_they_have_in_trl(
         assert (episode.ended, episode.reward) == ("done", of_trl["reward"])
         told = [message["content"] for message in episode.messages if message["role"] != "assistant"]
         assert told == [message["content"] for message in of_trl["messages"] if message["role"] != "assistant"]
+
+
+ENDS = ["<|im_end|>", "<|eot_id|>", "<|call|>", "<turn|>", "<|user|>", "<|observation|>"]
+READ = [
+    "gemma4", "gemma4_v5", "glm4moe", "gptoss", "llama3_1", "llama3_2", "nemotron_3_5_lightning", "nemotron_3_nano",
+    "nemotron_3_super", "nemotron_3_ultra", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6",
+    "qwen3_8", "qwen3_instruct_2507", "qwen3_vl",
+]  # fmt: skip
+"""Templates of families for which TRL has a response template."""
+
+
+def with_response_template(trl: Any, name: str) -> tuple[ChatTemplate, TurnTemplate]:
+    """Return one of TRL's templates with its response template, and what writes turns by it."""
+    tokenizer = copy.deepcopy(bpe())
+    tokenizer.bos_token = "<s>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ENDS})
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    importlib.import_module("trl.chat_template_utils").add_response_schema(tokenizer)
+    template = ChatTemplate(tokenizer, tokenizer.chat_template, {}, name)
+    return template, TurnTemplate(template, [ADD], tokenizer.convert_tokens_to_ids(ENDS), splits=True)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_call_is_read_back_by_the_response_template_of_its_family(name: str) -> None:
+    template, writer = with_response_template(pytest.importorskip("trl"), name)
+
+    parse = proved_parser(template, writer, [ADD])
+
+    assert parse is not None
+    assert parse.__qualname__.startswith("parser_of_tokenizer")
+
+
+def test_a_response_template_that_reads_no_apostrophe_is_refused() -> None:
+    template, writer = with_response_template(pytest.importorskip("trl"), "lfm2_2_5")
+
+    with pytest.raises(TemplateRefuses, match="reads back as add_numbers"):
+        proved_parser(template, writer, [ADD])

@@ -45,14 +45,21 @@ def parser_of_family(family: Family) -> Parse:
     return parse
 
 
-def parser_of_tokenizer(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Parse | None:
-    """Return transformers' own parser of answers; None where the tokenizer says nothing of their form."""
+def parser_of_tokenizer(tokenizer: Any, tools: Sequence[Mapping[str, Any]], prefix: str, end: str) -> Parse | None:
+    """Return transformers' own parser of answers; None where the tokenizer says nothing of their form.
+
+    Args:
+        tokenizer: Whose `response_template` it is.
+        tools: Schemas, by which arguments are cast.
+        prefix: A prompt with the opening of an answer, which may be the first part of what is parsed.
+        end: The end token of a call, by which the template may know where it ends.
+    """
     if not getattr(tokenizer, "response_template", None):
         return None
 
     def parse(text: str) -> tuple[ToolCall, ...]:
         try:
-            message = tokenizer.parse_response(text, tools=list(tools))
+            message = tokenizer.parse_response(text + end, prefix=prefix, tools=list(tools))
             return tuple(_call(call.get("function", call)) for call in message.get("tool_calls") or ())
         except Exception as error:  # noqa: BLE001 - a pattern of somebody else's over what a model wrote
             return (ToolCall(UNKNOWN, {}, f"the answer cannot be read: {str(error)[:_SHOWN]}"),)

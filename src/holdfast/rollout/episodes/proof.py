@@ -30,8 +30,9 @@ def proved_parser(template: ChatTemplate, writer: TurnTemplate, tools: Sequence[
     if not tools:
         return None
     calls = [_call(tool["function"]) for tool in tools]
-    texts = [_written(template, writer, tools, call) for call in calls]
-    own = parser_of_tokenizer(template.tokenizer, tools)
+    prefix = template.text(Conversation([_QUESTION], tools), generation_prompt=True)
+    texts, ends = zip(*(_written(template, writer, tools, call) for call in calls), strict=True)
+    own = parser_of_tokenizer(template.tokenizer, tools, prefix, ends[0])
     parsers = ([] if own is None else [own]) + [parser_of_family(family) for family in FAMILIES.values()]
     for parse in parsers:
         if all(parse(text) == (call,) for text, call in zip(texts, calls, strict=True)):
@@ -53,8 +54,10 @@ def _value(schema: Mapping[str, Any]) -> Any:
     return _VALUES.get(str(schema.get("type")), {})
 
 
-def _written(template: ChatTemplate, writer: TurnTemplate, tools: Sequence[Mapping[str, Any]], call: ToolCall) -> str:
-    """Return what a template writes for a turn that is one call, its end left out."""
+def _written(
+    template: ChatTemplate, writer: TurnTemplate, tools: Sequence[Mapping[str, Any]], call: ToolCall
+) -> tuple[str, str]:
+    """Return what a template writes for a turn that is one call, and the token that ends it."""
     before = template.text(Conversation([_QUESTION], tools), generation_prompt=True)
     function = {"name": call.name, "arguments": dict(call.arguments)}
     turn = {
@@ -63,5 +66,5 @@ def _written(template: ChatTemplate, writer: TurnTemplate, tools: Sequence[Mappi
         "tool_calls": [{"type": "function", "id": "000000000", "function": function}],
     }
     text = template.text(Conversation([_QUESTION, turn], tools))[len(before) :]
-    ends = [position for end in writer.ends if (position := text.find(end)) >= 0]
-    return text[: min(ends)] if ends else text
+    position, end = min(((text.find(end), end) for end in writer.ends if end in text), default=(len(text), ""))
+    return text[:position], end

@@ -37,6 +37,17 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+WORLD = """
+from holdfast.environments.base import Observation
+class World:
+    def begin(self, row):
+        self.lasts = 1 + len(row["prompt"]) % 3
+    def step(self, turn):
+        even = sum(ord(character) % 2 == 0 for character in turn.text) / max(1, len(turn.text))
+        return Observation("and now?", even, turn.number + 1 == self.lasts)
+"""
+
+
 def ten_steps(fleet: Fleet, tmp_path: Path, staleness: int) -> Path:
     """Write a run of ten steps, and return its directory."""
     tree = tree_of(
@@ -103,6 +114,31 @@ def test_a_run_that_is_killed_goes_on_and_samples_from_its_own_weights_alone(
     assert second.returncode == 0, ended
     assert "weights pushed to 2 of 2 servers and proved" in ended
     check(directory, staleness)
+
+
+def test_a_run_of_episodes_trains_ten_steps_under_the_log_probabilities_of_its_servers(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    directory = ten_steps(fleet, tmp_path, 0)
+    (tmp_path / "world.py").write_text(WORLD)
+    tree = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    tree |= {"environment": {"path": "world.py:World", "on_cut": "continue"}, "reward": "environment"}
+    tree |= {"groups": {"truncated": "keep"}, "correction": "off"}
+    tree["rollout"]["max_new_tokens"] = 12
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+
+    process = start(tmp_path / "run.yaml")
+    ended = process.communicate(timeout=600)[0]
+
+    assert process.returncode == 0, ended
+    told = {entry["step"]: entry for entry in lines(directory) if "loss" in entry}
+    assert sorted(told) == list(range(1, 11))
+    assert {entry["environment/turns/max"] for entry in told.values()} == {3.0}
+    assert max(entry["sampling/sampling_logp_difference/max"] for entry in told.values()) <= 1e-4
+    for step in told:
+        with gzip.open(directory / "rollouts" / f"step-{step:08d}.jsonl.gz", "rt") as file:
+            completions = [one for line in [*file][1:] for one in json.loads(line)["completions"]]
+        assert {version for one in completions for _, version in one["versions"]} == {-1, step - 1}, "-1 was observed"
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
