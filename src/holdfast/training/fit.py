@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import psutil
-import torch
 
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.data.batches.ahead import BatchesAhead
 from holdfast.errors import RankFailed
-from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
 from holdfast.training.control import Control, Decision, StopRequests
 from holdfast.training.journal import Journal
+from holdfast.training.numbers import StepNumbers, measurements
 from holdfast.training.profiling import StepProfiler
-from holdfast.training.run import Run, Setting, StepAbandoned
+from holdfast.training.run import Run, StepAbandoned
 from holdfast.training.saving.checkpoints import Checkpoints
 from holdfast.training.saving.exports import (
     BEST,
@@ -29,10 +26,12 @@ from holdfast.training.saving.exports import (
     note_exported,
     rename_final_export,
 )
+from holdfast.training.step import StartedUpdate
 from holdfast.training.stragglers import Stragglers
 from holdfast.training.watched import (
     MADE_LATER,
     OWED,
+    follows_steps,
     is_end,
     owe,
     reason_to_end,
@@ -42,8 +41,8 @@ from holdfast.training.watched import (
 )
 from holdfast.types import StepEvent
 
-Step = Callable[[], dict[str, float] | None]
-"""Makes one step and returns its metrics, or None when the data has ended."""
+Step = Callable[[], dict[str, float] | StartedUpdate | None]
+"""Makes one step and returns its metrics or the update that tells them, or None when the data has ended."""
 
 
 class EvaluateRun(Protocol):
@@ -69,8 +68,16 @@ class Outcome:
     """Command that exports the newest checkpoint; None if there is no checkpoint."""
 
 
-def fit(run: Run, step: Step, evaluate: EvaluateRun) -> Outcome:
-    """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
+def fit(run: Run, step: Step, evaluate: EvaluateRun, *, reads_late: bool | None = None) -> Outcome:
+    """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory.
+
+    Args:
+        run: The run.
+        step: Makes a step.
+        evaluate: Measures the run.
+        reads_late: Whether the numbers of an update are read when the next one is on its way, so that the device does
+            not wait for the host. Default: on devices other than CPUs.
+    """
     dry, first = run.setting.config.dry_run, run.trained.state.step
     signals = StopRequests(speaks_first=run.setting.world.failure.directory is None)
     try:
@@ -78,7 +85,9 @@ def fit(run: Run, step: Step, evaluate: EvaluateRun) -> Outcome:
             checkpoints.rehearse(requests)
             requests.start_clock(run)
             try:
-                stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
+                loop = _Loop(run, step, evaluate, checkpoints, journal, requests)
+                loop.reads_late = run.setting.world.device.type != "cpu" if reads_late is None else reads_late
+                stopped = loop.run_to_end()
             except Exception as error:
                 journal.failed(error)
                 raise
@@ -114,6 +123,10 @@ class _Loop:
     line: dict[str, float] = field(default_factory=dict)
     """Metrics of the step the run stands at, its evaluation included."""
     evaluated_at: int = -1
+    reads_late: bool = False
+    """Whether numbers that nothing waits for are read one update late."""
+    unread: list[StepNumbers] = field(default_factory=list)
+    """Of the last steps, in their order; more than one only while a step is being read."""
 
     def __post_init__(self) -> None:
         """Open the profiler."""
@@ -230,12 +243,12 @@ class _Loop:
             self.checkpoints.mark()
             self.profiler.before(done + 1)
             try:
-                line = self.step()
-                if line is None:
+                result = self.step()
+                if result is None:
+                    self._read_late()
                     return None
                 self.profiler.after(run.trained.state.step)
-                self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
-                self.line |= stragglers.look(run.trained.state.step)
+                self._note(result, first, stragglers)
                 self.journal.saved(self.checkpoints.check_first_step(self.requests))
                 event = StepEvent(run.trained.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
@@ -254,11 +267,57 @@ class _Loop:
                 return stopped
         return None
 
+    def _note(self, result: dict[str, float] | StartedUpdate, first: int, stragglers: Stragglers) -> None:
+        """Take the numbers of a step that are needed now or that the host has, and report the step before it."""
+        run, update = self.run, result if isinstance(result, StartedUpdate) else None
+        line = dict(result.known if isinstance(result, StartedUpdate) else result)
+        numbers = StepNumbers(run.trained.state.step, run.stream.epoch, line, update)
+        self.unread.append(numbers)
+        self._read_late(keep=1)
+        if update is None or self._is_needed(first):
+            self.line = self.unread.pop().read()
+        numbers.line |= {"epoch": numbers.epoch} | measurements(run, numbers.line) | stragglers.look(numbers.step)
+
+    def _is_needed(self, first: int) -> bool:
+        """Return whether something waits for the numbers of the step that was made last.
+
+        Args:
+            first: Steps that were done when this start began.
+        """
+        run, config = self.run, self.run.setting.config
+        state, every = run.trained.state, config.checkpoint.export_every
+        return (
+            not self.reads_late
+            or run.finished
+            or state.step == first + 1
+            or bool(run.observers)
+            or follows_steps(run)
+            or (every is not None and state.step % every == 0)
+            or state.skipped_in_a_row + 1 >= config.optim.max_nonfinite_steps
+        )
+
+    def _read_late(self, *, keep: int = 0) -> None:
+        """Read and report steps whose numbers are not read yet, all but the last `keep`."""
+        log = self.run.setting.log
+        while len(self.unread) > keep:
+            numbers = self.unread.pop(0)
+            self.line = numbers.read()
+            later, log.batches[:] = list(log.batches), numbers.batches
+            self.journal.report(self.line, numbers.step)
+            log.batches[:] = later
+
     def _follow(self, decision: Decision) -> str | None:
         """Do what was decided after a step; return why the run stops."""
         run, stopped = self.run, decision.stop
         if decision.collect:
             self.journal.saved(self.checkpoints.collect())
+        if self.unread:
+            if not (decision.save or decision.evaluate or decision.due or stopped is not None):
+                batches = run.setting.log.batches
+                self.unread[-1].batches = list(batches)
+                batches.clear()
+                return None
+            self.line = self.unread.pop().read()
         numbers = self.line
         if decision.evaluate:
             owe(run, self.line)
@@ -291,6 +350,10 @@ class _Loop:
         """Save the last whole step before an error that all ranks raise ends the run."""
         if isinstance(error, CheckpointError | RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
             return
+        if self.unread:
+            with suppress(Exception):  # the error that ends the run counts
+                self._read_late()
+            self.checkpoints.count_again()
         manifest = self.checkpoints.save_before_leaving()
         if manifest is not None:
             print(f"checkpoint of step {manifest.step} is on disk, saved before the error", flush=True)
@@ -302,27 +365,3 @@ class _Loop:
         ema = self.run.setting.config.optim.ema
         with self.run.trained.averaged() if ema is not None and ema.evaluate else nullcontext():
             return self.evaluate(interrupted=lambda: self.requests.pending(self.run.setting.ranks) is not None)
-
-
-def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
-    """Return times, throughput and memory since the last step."""
-    times = run.setting.log.clock.read()
-    tokens = line.get("data/tokens", 0.0)
-    seconds = max(times["step_time"], 1e-9)
-    measured = {**times, "throughput/tokens_per_second": tokens / seconds}
-    flops_per_second = _peak_flops(run.setting)
-    if flops_per_second is not None and tokens:
-        flops = run.trained.cost.flops(tokens, line.get("data/mean_length", 0.0))
-        measured["throughput/mfu"] = flops / seconds / (flops_per_second * run.setting.world.size)
-    if run.setting.world.device.type == "cuda":
-        measured["memory/peak_gib"] = run.setting.log.peaks.largest / 2**30
-    else:
-        measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
-    return measured
-
-
-def _peak_flops(setting: Setting) -> float | None:
-    """Return what one device can do."""
-    if setting.config.metrics.peak_flops is not None or setting.world.device.type != "cuda":
-        return setting.config.metrics.peak_flops
-    return peak_flops(torch.cuda.get_device_name(setting.world.device))

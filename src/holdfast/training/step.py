@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
 from holdfast.training.run import Trained
-from holdfast.types import Batch, LossSum, MiniBatch, host_value
+from holdfast.types import Batch, HostCopy, LossSum, MiniBatch
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,65 @@ class Update:
     """[N] of this rank's scored tokens before the update, micro-batch by micro-batch, detached."""
 
 
+@dataclass
+class StartedUpdate:
+    """An update of which the host knows that it was made or skipped, and its numbers, once it has read them.
+
+    The counters of skipped updates count it when it is read; updates are read in their order.
+    """
+
+    trained: Trained
+    numbers: HostCopy
+    """Total and denominator of each sum, and what routers sent to experts."""
+    names: tuple[str, ...]
+    """Of the sums; one is the square of the gradient norm."""
+    known: dict[str, float]
+    """Metrics that the host knows already."""
+    step: int
+    """Steps of the model when the update was made, its own included if it ends one."""
+    ends_step: bool
+    was_updating: bool
+    logprobs: tuple[Tensor, ...] = ()
+
+    def read(self) -> Update:
+        """Return the update's metrics, once; on a GPU this waits until the device has made it.
+
+        Raises:
+            RunStopped: Too many updates in a row were skipped.
+        """
+        trained, state = self.trained, self.trained.state
+        with trained.setting.phase("optimizer"):
+            values = self.numbers.read().tolist()
+        sums = {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(self.names)}
+        norm = math.sqrt(sums.pop(_NORM)[0])
+        made = _is_made(norm)
+        if not self.ends_step:
+            trained.updating = self.was_updating or made
+        if made or norm == 0.0:
+            state.skipped_in_a_row = 0
+        else:
+            state.skipped_steps += 1
+            state.skipped_in_a_row += 1
+        if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
+            raise RunStopped(
+                f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
+                f"{self.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
+            )
+        metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in sums.items()}
+        metrics |= {
+            "grad_norm": norm,
+            "optim/skipped_steps": float(state.skipped_steps),
+            "optim/no_gradient": float(norm == 0.0),
+            **self.known,
+            **dict(zip(_LOADS, values[2 * len(self.names) :], strict=False)),
+        }
+        return Update(metrics, sums, self.logprobs)
+
+
+_NORM = "grad_norm"
+_LOADS = ("router/load_max", "router/load_min", "router/idle_experts")
+
+
 def train_step(
     trained: Trained,
     mini_batch: MiniBatch,
@@ -45,7 +104,7 @@ def train_step(
     source_names: Sequence[str] = (),
     ends_step: bool = True,
 ) -> Update:
-    """Make one update of a model.
+    """Make one update of a model, and wait for its numbers.
 
     Args:
         trained: The model to update.
@@ -61,6 +120,18 @@ def train_step(
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
+    return start_step(trained, mini_batch, objective, source_names=source_names, ends_step=ends_step).read()
+
+
+def start_step(
+    trained: Trained,
+    mini_batch: MiniBatch,
+    objective: Objective,
+    *,
+    source_names: Sequence[str] = (),
+    ends_step: bool = True,
+) -> StartedUpdate:
+    """Make one update as `train_step` does, without waiting for its numbers where the optimizer does not need them."""
     factor = learning_rate_factor(trained.setting.config.optim.schedule, trained.state.step, trained.total_steps)
     factor *= trained.rate_on_plateau
     group_rates = set_learning_rates(trained.optimizer, factor)
@@ -93,65 +164,58 @@ def train_step(
             sums = {name: value + sums[name] if name in sums else value for name, value in batch_sums.items()}
             if output.router_loads is not None:
                 sent = output.router_loads if sent is None else sent + output.router_loads
-    loads = load_metrics(sent)
+    loads = extreme_loads(sent)
     trained.restore()
     with trained.setting.phase("optimizer"):
-        update = _update(trained, sums, mini_batch, rates, ends_step=ends_step)
-    return replace(update, metrics={**update.metrics, **loads}, logprobs=tuple(logprobs))
+        started = _update(trained, sums, loads, mini_batch, ends_step=ends_step)
+    started.known = {**rates, "num_tokens": float(trained.state.tokens), **mini_batch.metrics}
+    started.logprobs = tuple(logprobs)
+    return started
 
 
 def _update(
-    trained: Trained, sums: dict[str, Tensor], mini_batch: MiniBatch, rates: dict[str, float], *, ends_step: bool
-) -> Update:
+    trained: Trained, sums: dict[str, Tensor], loads: Tensor | None, mini_batch: MiniBatch, *, ends_step: bool
+) -> StartedUpdate:
     parameters = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
     give_zero_gradients(parameters)
     gradients = local_gradients(parameters)
     device = trained.setting.world.device
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
     squares = squared_norm(gradients, device) / trained.plan.replicate
-    reduced = reduce_sums({**sums, "grad_norm": ratio(squares, 0.0)}, device)
+    reduced = reduce_sums({**sums, _NORM: ratio(squares, 0.0)}, device)
     state, was_updating, clip_norm = trained.state, trained.updating, trained.setting.config.optim.clip_norm
-    on_device = takes_tensors(trained.optimizer, parameters, device)
-    if on_device:
+    values = torch.stack(list(reduced.values())).flatten()
+    values = values if loads is None else torch.cat([values, loads])
+    if takes_tensors(trained.optimizer, parameters, device):
         trained.updating = True
-        step_unless_skipped(trained.optimizer, reduced["grad_norm"][0].sqrt(), clip_norm)
-    totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
-    numbers = dict(zip(reduced, totals.tolist(), strict=True))
-    norm = math.sqrt(numbers.pop("grad_norm")[0])
-    trained.updating = was_updating or (norm > 0.0 and math.isfinite(norm))
-    if norm == 0.0:
-        state.skipped_in_a_row = 0  # nothing was learned, and momentum alone must not move the weights
-    elif math.isfinite(norm):
-        if not on_device:
-            scale(gradients, clip_factor(norm, clip_norm))
-            trained.optimizer.step()
+        skipped = step_unless_skipped(trained.optimizer, reduced[_NORM][0].sqrt(), clip_norm)
         if trained.averages is not None:
-            trained.averages.update(trained.parameters, state.step)
-        state.skipped_in_a_row = 0
+            trained.averages.update(trained.parameters, state.step, skipped)
+        numbers = HostCopy(values, _WAIT)
     else:
-        state.skipped_steps += 1
-        state.skipped_in_a_row += 1
+        numbers = HostCopy(values, _WAIT)
+        norm = math.sqrt(numbers.read()[2 * list(reduced).index(_NORM)])
+        if _is_made(norm):
+            scale(gradients, clip_factor(norm, clip_norm))
+            trained.updating = True
+            trained.optimizer.step()
+            if trained.averages is not None:
+                trained.averages.update(trained.parameters, state.step)
     trained.optimizer.zero_grad(set_to_none=True)
     state.updates += 1
     if ends_step:
         _end_step(trained)
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
-    if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
-        raise RunStopped(
-            f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
-            f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
-        )
-    metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
-    metrics |= {
-        "grad_norm": norm,
-        **rates,
-        "num_tokens": float(state.tokens),
-        "optim/skipped_steps": float(state.skipped_steps),
-        "optim/no_gradient": float(norm == 0.0),
-        **mini_batch.metrics,
-    }
-    return Update(metrics, {name: (total, denominator) for name, (total, denominator) in numbers.items()})
+    return StartedUpdate(trained, numbers, tuple(reduced), {}, state.step, ends_step, was_updating)
+
+
+_WAIT = "sums and gradient norm of an update"
+
+
+def _is_made(norm: float) -> bool:
+    """Return whether an update is made: without a gradient, momentum alone must not move the weights."""
+    return norm > 0.0 and math.isfinite(norm)
 
 
 def _end_step(trained: Trained) -> None:
@@ -209,19 +273,19 @@ def loads_before(trained: Trained, mini_batch: MiniBatch) -> Tensor | None:
     return global_loads(total[:-1], total[-1], mini_batch.count)
 
 
-def load_metrics(loads: Tensor | None) -> dict[str, float]:
-    """Return the largest and the smallest load of an expert in any layer, over all ranks; 1 is its even share.
+def extreme_loads(loads: Tensor | None) -> Tensor | None:
+    """Return [3], of any layer over all ranks: an expert's largest and smallest load, and the number of idle experts.
+
+    A load of 1 is an expert's even share.
 
     Args:
         loads: [layers, E] how many tokens this rank sent to each expert; None without experts.
     """
     if loads is None:
-        return {}
+        return None
     total = add_over_ranks(loads)
     relative = total * total.shape[1] / total.sum(1, keepdim=True).clamp(min=1.0)
-    measured = torch.stack([relative.max(), relative.min(), (total == 0).sum()])
-    largest, smallest, idle = host_value(measured, "loads of experts").tolist()
-    return {"router/load_max": largest, "router/load_min": smallest, "router/idle_experts": idle}
+    return torch.stack([relative.max(), relative.min(), (total == 0).sum()])
 
 
 def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
