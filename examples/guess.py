@@ -66,6 +66,7 @@ def main() -> None:
         "sft": [{"messages": demonstration(draw)} for _ in range(8_000)],
         "prompts": [{"prompt": [QUESTION], "number": draw.randint(1, MOST)} for _ in range(4_000)],
         "held_out": [{"prompt": [QUESTION], "number": 1 + index % MOST} for index in range(8 * MOST)],
+        "sft_held_out": [{"messages": demonstration(draw)} for _ in range(200)],
     }
     for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)

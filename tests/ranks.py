@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -19,12 +21,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from holdfast.data.batches.ahead import THREAD
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
 from tests.forked import end_with_tests
 
 DESCRIPTORS = 700
 """Open files at which the processes of a pool are replaced by new ones; ordinary limits begin at 1,024."""
+
+READER_SECONDS = 5.0
+"""Longest wait for a thread that reads ahead; a test may have planted rows that hang."""
 
 
 class RankError(AssertionError):
@@ -34,7 +40,9 @@ class RankError(AssertionError):
 def _serve(connection: Connection, rank: int, size: int, port: int, crash: str) -> None:
     torch.set_num_threads(1)
     end_with_tests()
-    faulthandler.enable(Path(crash).open("w"))  # noqa: SIM115 - open as long as the process lives
+    crashes = Path(crash).open("w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.enable(crashes)
+    os.dup2(crashes.fileno(), 2)  # what C++ says before it aborts
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     world = World(rank, size, rank, torch.device("cpu"), FailureChannel(store, rank, size))
@@ -43,6 +51,7 @@ def _serve(connection: Connection, rank: int, size: int, port: int, crash: str) 
         if task is None:
             break
         function, args = task
+        _end_readers()
         _forget_groups()
         try:
             result: Any = (True, function(world, *args))
@@ -51,6 +60,15 @@ def _serve(connection: Connection, rank: int, size: int, port: int, crash: str) 
         connection.send(result)
     dist.destroy_process_group()
     os._exit(0)  # tearing an interpreter down that holds torch takes a second, and leaves nothing else behind
+
+
+def _end_readers() -> None:
+    """Wait for the threads that read ahead for runs that the task before did not close: they use groups of ranks."""
+    if any(thread.name == THREAD for thread in threading.enumerate()):
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == THREAD:
+                thread.join(READER_SECONDS)
 
 
 def _forget_groups() -> None:

@@ -52,12 +52,13 @@ FREE_OF_TORCH = (
     "cli",
 )
 HEAVY = {"torch", "transformers", "datasets", "numpy", "safetensors", "tokenizers", "peft"}
-# The launcher and the ranks it starts; a server's key, the one secret that may not stand in a YAML; and what of the
-# environment a tracker's process may see.
+# The launcher and the ranks it starts; a server's key, the one secret that may not stand in a YAML; what of the
+# environment a tracker's process may see; and that of an agent's program, where clients look for address and key.
 READS_THE_ENVIRONMENT = (
     "launch/",
     "parallel/mesh.py",
     "http.py",
+    "environments/agents.py",
     "features/cluster/",
     "features/trackers/environment.py",
     "features/vllm/processes.py",

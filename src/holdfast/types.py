@@ -121,6 +121,8 @@ class EpisodeSummary:
     """Of an environment that failed, a clause."""
     samples: tuple[tuple[int, int], ...] = ()
     """(tokens, those that the policy chose) of each sequence that it is trained as; empty: it is one."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of what the policy may call."""
 
 
 @dataclass(frozen=True)

@@ -161,3 +161,14 @@ def test_a_reader_that_dies_is_raised_where_its_batch_is_asked_for() -> None:
 
     with pytest.raises(SystemExit, match="the filter left"):
         found.next(1)
+
+
+def test_the_thread_of_a_run_that_nobody_closed_ends_with_it() -> None:
+    left = ahead(stream(indexed(30)))
+    left.next(0)
+    (thread,) = (thread for thread in threading.enumerate() if thread is left._thread)
+
+    del left
+
+    thread.join(10)
+    assert not thread.is_alive()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.data.batches.cursor import StreamLimits
 from holdfast.data.rows.rows import from_rows
 from holdfast.data.tokens.chat import Tokenised
 from holdfast.errors import DataError
@@ -76,3 +77,39 @@ def test_reading_ahead_changes_nothing_but_the_time_of_an_error() -> None:
 
     with pytest.raises(DataError, match=r"rows row 1 has no number\."):
         stream(bad, tokenise=refuse).read_ahead(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_batches_that_are_read_ahead_are_the_next_ones(kind: str) -> None:
+    straight, ahead = (stream(indexed(31), seed=3, **KINDS[kind]) for _ in range(2))
+
+    for number in range(12):
+        state = ahead.state()
+        peeked = [held(ahead.read_ahead(number + further, None, further + 1)) for further in (2, 0, 1)]
+        assert ahead.state() == state
+        following = stream(indexed(31), seed=3, **KINDS[kind])
+        following.load_state(json.loads(json.dumps(state)))
+        expected = [held(following.next(number + further)) for further in range(3)]
+
+        assert peeked == [expected[2], expected[0], expected[1]]
+        assert held(ahead.next(number)) == held(straight.next(number))
+        assert ahead.state() == straight.state()
+
+
+def test_batches_that_were_read_ahead_with_other_rows_are_read_again() -> None:
+    ahead, straight = (stream(indexed(60), shuffle=True) for _ in range(2))
+    ahead.read_ahead(2, 3, 3)
+
+    found = [held(ahead.next(0, 3)), held(ahead.next(1, 5)), held(ahead.next(2, 3))]
+
+    assert found == [held(straight.next(step, rows)) for step, rows in enumerate((3, 5, 3))]
+    assert ahead.state() == straight.state()
+
+
+def test_behind_the_last_batch_nothing_is_read_ahead() -> None:
+    ahead = stream(indexed(7), limits=StreamLimits(passes=1), batch_size=3, allow_partial=True)
+
+    found = [ahead.read_ahead(number, None, number + 1) for number in range(5)]
+
+    assert [batch is None for batch in found] == [False, False, False, True, True]
+    assert len(serve(ahead, 5)) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from holdfast import checkpoint
+from holdfast.checkpoint.format.snapshot import hold, take
 from holdfast.checkpoint.place.storage import LocalStorage
-from holdfast.checkpoint.saving.rehearsal import CheckpointCounts, RehearsalReport, run_rehearsal
+from holdfast.checkpoint.saving.rehearsal import (
+    CheckpointCounts,
+    RehearsalReport,
+    copy_and_pinning_seconds,
+    run_rehearsal,
+)
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
@@ -170,6 +176,34 @@ def test_a_rehearsal_measures_and_leaves_nothing(pools: Any, tmp_path: Path) -> 
     assert report.load_seconds > 0
     assert report.outline["optim.blocks.0.trained.weight.exp_avg"][0] == (5, 5)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_line_of_a_rehearsal_tells_the_wait_of_every_save_from_the_pinning_that_happens_once() -> None:
+    def line(report: RehearsalReport) -> str:
+        return report.describe(ranks=1, background=True, hours_between_failures=50_000)
+
+    on_device = RehearsalReport(2**20, 0.16, 2.0, 3.0, {}, pinning_seconds=6.64)
+
+    assert "(training waits 0.16 s, after 6.64 s once to pin host memory)" in line(on_device)
+    assert "(training waits 0.16 s)" in line(replace(on_device, pinning_seconds=0.0))
+
+
+def test_a_copy_on_the_host_pins_nothing() -> None:
+    model = torch.nn.Linear(4, 4)
+
+    seconds, pinning_seconds = copy_and_pinning_seconds(take(hold(model), None))
+
+    assert seconds > 0
+    assert pinning_seconds == 0.0
+
+
+@pytest.mark.gpu
+def test_memory_that_a_first_copy_from_a_gpu_pins_is_kept_for_the_next() -> None:
+    model = torch.nn.Linear(8192, 8192, device="cuda")
+
+    (_, first), (_, second) = (copy_and_pinning_seconds(take(hold(model), None)) for _ in range(2))
+
+    assert 0 <= second < first
 
 
 class UnwritableTokenizer(PreTrainedTokenizerFast):

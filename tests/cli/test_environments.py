@@ -75,13 +75,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"environment": {"path": "world.py:Lake"}},
         "is an environment of gymnasium, which takes actions, and a turn is text. Set environment.action to a function",
     ),
-    "a recorded rollout": (
-        {"environment": TOOL, "rollout": {"record": True}},
-        "rollout.record: what is recorded of a step is single answers; leave it out with an environment",
+    "an agent that is not there": (
+        {"environment": {"kind": "endpoint", "run": "world.py:agent"}},
+        "world.py has no function agent. It has Silent, Asks, Lake.",
     ),
-    "servers": (
-        {"environment": TOOL, "rollout": {"engine": {"kind": "vllm", "url": "http://127.0.0.1:8000"}}},
-        "rollout.engine.kind: vllm samples single answers, and an environment wants turns; use auto",
+    "an agent that takes a row alone": (
+        {"environment": {"kind": "endpoint", "run": "more.py:add"}},
+        " cannot be called with (row, base_url, api_key): too many positional arguments. Write `def agent(row, base",
+    ),
+    "an agent and turns with returns of their own": (
+        {"environment": {"kind": "endpoint", "command": ["agent"]}, "advantage": {"turns": "discounted"}},
+        "advantage.turns: an agent may ask several things at once, which have no order; use episode",
+    ),
+    "sampling ahead": (
+        {
+            "environment": TOOL,
+            "rollout": {"max_staleness": 1, "engine": {"kind": "vllm", "url": "http://127.0.0.1:8"}},
+            "correction": {"kind": "truncate"},
+        },
+        "rollout.max_staleness: episodes are not sampled ahead of their step; use 0 with an environment",
     ),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from holdfast.config.sections.data import TextConfig
@@ -188,6 +189,65 @@ def test_tool_calls_are_trained_and_tools_and_tool_results_are_not(with_template
         '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
         "It is sunny, and 21 degrees.<|im_end|>",
     ]
+
+
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+RECORDED = [
+    {"role": "user", "content": "What is 2+2?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": "2"}}}],
+     "weight": 0},
+    {"role": "tool", "content": "no b"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 2}}}]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "Four."},
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "content": "What?", "weight": 0},
+]  # fmt: skip
+"""A trajectory whose first call failed, and whose last answer nobody should learn."""
+MASKED_BY_HAND = {
+    "chatml": (
+        '<|im_start|>system\nTools: {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}'
+        "<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n"
+        '<|im_start|>assistant\n\n<tool_call>\n{"name": "add", "arguments": {"a": "2"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nno b\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        '[[\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>]]\n'
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n[[Four.<|im_end|>]]\n"
+    ),
+    "qwen3": (
+        "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n"
+        '<think>\n\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {"a": "2"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nno b<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\n\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>]]\n'
+        "<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n[[<think>\n\n</think>\n\nFour.<|im_end|>]]\n"
+    ),
+    "written_arguments": (
+        '<|user|>What is 2+2?</s>\n<|assistant|><tool_call>add:{"a": "2"}<|end|></s>\n<|tool|>no b</s>\n'
+        '<|assistant|>[[<tool_call>add:{"a": 2, "b": 2}<|end|></s>]]\n<|tool|>4</s>\n<|assistant|>[[Four.</s>]]\n'
+    ),
+}
+"""What is trained stands in double brackets."""
+
+
+@pytest.mark.parametrize("shape", MASKED_BY_HAND)
+def test_a_recorded_trajectory_trains_its_calls_and_answers_but_those_of_weight_0(
+    shape: str, with_template: Templated
+) -> None:
+    tokenizer = with_template(shape)
+
+    (example,) = tokenise(tokenizer, RECORDED, tools=[SCHEMA]).examples
+
+    assert bracketed(example, tokenizer) == MASKED_BY_HAND[shape]
+    (last,) = tokenise(tokenizer, RECORDED, tools=[SCHEMA], train_on="last_turn").examples
+    assert trained_texts(last, tokenizer) == trained_texts(example, tokenizer)[-1:]
+
+
+@pytest.mark.parametrize(("role", "weight"), [("user", 0), ("assistant", 0.5), ("assistant", "0")])
+def test_a_weight_that_says_something_else_is_refused(role: str, weight: Any, with_template: Templated) -> None:
+    messages = [*TALK, {"role": role, "content": "Hi", "weight": weight}]
+
+    with pytest.raises(DataError, match=f"message 4: weight is 1 or 0, whether .* but this is {weight!r} of a message"):
+        tokenise(with_template("chatml"), messages)
 
 
 def test_reasoning_between_tool_calls_of_one_question_stays_in_one_sequence(with_template: Templated) -> None:
@@ -376,6 +436,14 @@ def tokenise(
 ) -> Tokenised:
     row = {"messages": messages} if tools is None else {"messages": messages, "tools": tools}
     return RowTokeniser(tokenizer, TextConfig(**text), Path()).examples(row, 5, "talk")
+
+
+def bracketed(example: Example, tokenizer: Any) -> str:
+    """Return a sequence's text with what is trained in double brackets."""
+    edges = np.flatnonzero(np.diff(example.loss_mask.astype(int))) + 1
+    pieces = np.split(example.tokens, edges)
+    texts = [tokenizer.decode(piece, clean_up_tokenization_spaces=False) for piece in pieces]
+    return "".join(f"[[{text}]]" if number % 2 else text for number, text in enumerate(texts))
 
 
 def trained_texts(example: Example, tokenizer: Any) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast.parallel.mesh import World
 from tests.distributed.cases import train
+from tests.training.cases import run
 
 
 def refused_by_its_machine(*_: Any) -> Any:
@@ -45,3 +46,14 @@ def train_compiled(world: World, tree: dict[str, Any], rows: Any, steps: int, fa
             "printed": [line for line in printed.getvalue().splitlines() if line.startswith("blocks: ")],
             "breaks": dict(counters["graph_break"]),
         }
+
+
+def runs_of_forms(world: World, trees: list[dict[str, Any]]) -> list[list[str]]:
+    """Run whole runs one after the other, by the compiler's front end; return what each printed of its form."""
+    printed = []
+    for tree in trees:
+        output = io.StringIO()
+        with compiled_by("aot_eager"), redirect_stdout(output):
+            run(world, tree)
+        printed.append([line for line in output.getvalue().splitlines() if "added up in another order" in line])
+    return printed

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.metrics.sink import read_metrics
+from holdfast.training.directory import events
 from tests.distributed.cases import rows_of, settings, train
-from tests.distributed.compile_cases import train_compiled
+from tests.distributed.compile_cases import runs_of_forms, train_compiled
 from tests.distributed.test_split_invariance import assert_same
 from tests.tiny import tiny_directory
+from tests.training.cases import run, tree
 
 ROWS = rows_of(240)
 BLOCKS = {"compile": "blocks"}
@@ -61,3 +64,28 @@ def test_blocks_that_do_not_compile_run_uncompiled_and_are_named(pools: Any, tmp
     (line,) = found["printed"]
     assert line.startswith("blocks: not compiled, since the check before step 1 failed with them (")
     assert "no C++ compiler was found" in line
+
+
+def test_a_resume_in_another_form_says_so_in_a_line_for_the_blocks_and_one_for_the_head(
+    pools: Any, tmp_path: Path
+) -> None:
+    def until(steps: int, compile_: str, chunk: int, folder: str = "forms") -> dict[str, Any]:
+        head = {"head": {"chunk_tokens": chunk}}
+        return tree(str(tmp_path / folder), steps=steps, parallel={"compile": compile_}, model=head)
+
+    trees = [until(2, "blocks", 64), until(4, "off", 32), until(5, "off", 32)]
+    printed = pools(1).run(runs_of_forms, trees)[0]
+    pools(1).run(run, until(5, "off", 32, "straight"))
+
+    order = "Sums are added up in another order, so numbers may differ by rounding"
+    changes = [
+        "note: the head runs by torch's operations, 32 tokens at a time; until step 2 it was torch's operations, "
+        f"64 tokens at a time. {order}",
+        f"note: blocks run eager; until step 2 they were compiled. {order}",
+    ]
+    assert printed == [[], changes, []]
+    starts = [(start["blocks"], start["head"]["chunk_tokens"]) for start in events(tmp_path / "forms" / "r", "start")]
+    assert starts == [("compiled", 64), ("eager", 32), ("eager", 32)]
+    forms, straight = (read_metrics(tmp_path / folder / "r" / "metrics.jsonl") for folder in ("forms", "straight"))
+    assert [line["loss"] for line in forms] == pytest.approx([line["loss"] for line in straight], rel=1e-5)
+    assert [line["step"] for line in forms] == [1, 2, 3, 4, 5]

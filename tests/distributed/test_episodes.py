@@ -93,6 +93,50 @@ def test_an_episode_is_trained_as_one_row_with_its_mask(
         np.testing.assert_allclose(trained["parameters"][name], parameter, rtol=0, atol=1e-10, err_msg=name)
 
 
+AGENT = """
+import json, urllib.request
+def agent(row, base_url, api_key):
+    def ask(*contents):
+        messages = [{"role": "user" if n % 2 == 0 else "assistant", "content": c} for n, c in enumerate(contents)]
+        request = urllib.request.Request(base_url + "/chat/completions", json.dumps({"messages": messages}).encode())
+        request.add_header("Authorization", f"Bearer {api_key}")
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+    opening = row["prompt"][0]["content"]
+    first = ask(opening)
+    ask(opening, first, "again")
+    if row["turns"] > 1:
+        ask(opening, first, "other way")
+    if row["turns"] > 2:
+        ask("sum up")
+"""
+UNMARKED = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
+"""Conversations that begin otherwise have no first token in common."""
+
+
+@pytest.mark.parametrize(("ranks", "shared_prefix"), [(1, "on"), (2, "auto")])
+def test_every_answer_to_an_agent_is_trained_once_in_a_row_with_its_mask(
+    pools: Any, gpt2: Path, ranks: int, shared_prefix: str
+) -> None:
+    (gpt2 / "agent.py").write_text(AGENT)
+    rollout = {"group_size": 4, "max_new_tokens": 6, "shared_prefix": shared_prefix}
+    data = {"batch_size": 4, "max_length": 96, "chat_template": UNMARKED}
+    environment = {"kind": "endpoint", "run": "agent.py:agent"}
+    tree = settings(str(gpt2), steps=2, rollout=rollout, data=data, environment=environment)
+
+    trained = pools(ranks).run(train_on_episodes, tree, ROWS, str(gpt2), 2)[0]
+    expected = update_by_hand(tiny_model("gpt2").double(), trained["episodes"], lr=0.5)
+
+    rows = [row for step in trained["episodes"] for row in step]
+    samples = {episode: [row for row in rows if row[0] == episode] for episode in {row[0] for row in rows}}
+    assert {(len(several), several[0][4]) for several in samples.values()} == {(1, 2), (2, 3), (3, 4)}
+    losses, norms = ([line[name] for line in trained["lines"]] for name in ("loss", "grad_norm"))
+    np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(norms, expected["norms"], rtol=1e-10)
+    for name, parameter in expected["parameters"].items():
+        np.testing.assert_allclose(trained["parameters"][name], parameter, rtol=0, atol=1e-10, err_msg=name)
+
+
 def tree(gpt2: Path, path: str, **environment: Any) -> dict[str, Any]:
     data = {"batch_size": 4, "max_length": 96}
     return settings(str(gpt2), steps=1, data=data, environment={"path": path, **environment})

@@ -180,7 +180,9 @@ def test_selective_recomputation_names_operations_that_there_are() -> None:
     """A name of another version would keep nothing, and no gradient would tell."""
     import torch.nn.attention.varlen  # registers its operation
 
-    there = {*dir(torch.ops.aten), *dir(torch.ops.torch_attn)}
+    import holdfast.models.layers.document_attention  # noqa: F401 - registers ours
+
+    there = {*dir(torch.ops.aten), *dir(torch.ops.torch_attn), *dir(torch.ops.holdfast)}
 
     assert set(_KEPT_OPERATIONS) <= there
     for operation in (torch.ops.aten._grouped_mm.default, torch.ops.torch_attn._varlen_attn.default):

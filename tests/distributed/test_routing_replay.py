@@ -179,9 +179,8 @@ def test_a_step_that_was_kept_is_made_again_with_its_experts() -> None:
         3, 3 * 2**20, 1, 1.0, np.arange(5), np.arange(5) >= 2, np.zeros(5, np.float32), np.zeros(5, np.int32),
         Finish.STOP, per_token={CHOICES_COLUMN: choices},
     )  # fmt: skip
-    line = recorder._group_line(Group(prompt, (trajectory,)))
-    fact = {"reward": 1.0, "parts": {}, "finish": "stop"}
+    line = recorder.group_line(Group(prompt, (trajectory,)))
 
-    again = recorder._trajectory(prompt, line["completions"][0], fact)
+    again = recorder.trajectory_of_record(prompt, line["completions"][0])
 
     assert np.array_equal(again.per_token[CHOICES_COLUMN], choices)

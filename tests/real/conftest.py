@@ -75,6 +75,8 @@ def write_run(folder: Path, verb: str, **sections: Any) -> Path:
         "checkpoint": {"rehearsal": {"enabled": False}},
         "launch": {"ranks": 2, "device": "cpu"},
     }
+    if verb == "dpo":
+        tree["preference"] = {"loss": "dpo"}  # by which `holdfast prove` knows the verb
     if verb == "grpo":
         tree |= {"rollout": {"group_size": 2, "max_new_tokens": 8, "show": 0}}
         tree |= {"reward": [{"kind": "exact", "column": "output"}, {"kind": "length", "min": 1, "max": 6}]}

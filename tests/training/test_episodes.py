@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from holdfast.config.sections.data import TextConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
+from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.chat_template import ChatTemplate
 from holdfast.rollout.engine import Sampled
 from holdfast.rollout.episodes.history import TurnTemplate
@@ -16,7 +21,7 @@ from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.policy.episodes import group_of
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.metrics import episode_metrics
-from holdfast.training.policy.samples import SampleRow, sample_table
+from holdfast.training.policy.samples import SampleRow, sample_line, sample_table
 from holdfast.types import EpisodeSummary, Finish, Prompt
 
 
@@ -55,6 +60,33 @@ def test_an_episode_is_shown_as_a_conversation() -> None:
     row = SampleRow(1, 0, "1 + 1?", "2", 1.0, {}, 0.5, "stop", trained=True, messages=messages, prompt_messages=1)
 
     assert sample_table([("best", row)], 1).endswith("1 + 1? -> assistant: call | tool: 2 | assistant: 2")
+
+
+def test_rows_of_samples_are_trajectories_that_a_supervised_run_trains_on() -> None:
+    """A row has a prompt, a completion and messages: `rows` says which of them it is."""
+    asked, call = {"role": "user", "content": "1 + 1?"}, "add: 1, 1"
+    said = (
+        {"role": "assistant", "content": call},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    )
+    tool = {"type": "function", "function": {"name": "add"}}
+    row = SampleRow(1, 0, "1 + 1?", "2", 1.0, {}, 0.5, "stop", trained=True, messages=[asked, *said], tools=(tool,))
+    text = (
+        "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+        "{% for message in messages %}<bos>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<bos>assistant:{% endif %}"
+    )
+    line = json.loads(json.dumps(sample_line(row, None)))
+    tokenizer, counts = character_tokenizer(), Counter[str]()
+
+    rows = RowTokeniser(tokenizer, TextConfig(chat_template=text), Path())
+    (stretch,) = rows.stretches(line, "messages", "Row 0", counts)
+
+    trained = [token for token, is_trained in zip(stretch.tokens, stretch.trained, strict=True) if is_trained]
+    assert tokenizer.decode(trained) == f"{call}<eos>2<eos>"
+    assert tokenizer.decode(stretch.tokens).startswith("add<bos>user:1 + 1?<eos><bos>assistant:")
+    assert "tools" not in sample_line(row._replace(messages=None), None)
 
 
 def summary(**values: Any) -> EpisodeSummary:

@@ -76,7 +76,7 @@ class EnvironmentSource:
         Raises:
             Malformed: The row names none that is there.
         """
-        _seed(seed)
+        seed_worker(seed)
         name = kind_of(row, self.kinds)
         kind = self.kinds[name]
         form = kind.form(None if kind.make is None else kind.make(**self.kwargs))
@@ -244,7 +244,7 @@ class Instance:
         return self._form.run(self._tools[call.name], call)
 
 
-def _seed(seed: int) -> None:
+def seed_worker(seed: int) -> None:
     """Make what draws numbers draw the same in any worker and after any restart."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import patience
-from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.config.sections.environment import EnvironmentSection
 from holdfast.environments.base import EnvironmentFault, Malformed, StepResult, Turn, kind_of
 from holdfast.errors import ConfigError, DataError, RunStopped
 from holdfast.files import read_end
@@ -57,7 +57,7 @@ class EnvironmentPool:
         silent_seconds: After which the process that keeps them is given up, where something is asked of it.
     """
 
-    def __init__(self, config: EnvironmentConfig, base: Path, log_dir: Path, *, silent_seconds: float = 60.0) -> None:
+    def __init__(self, config: EnvironmentSection, base: Path, log_dir: Path, *, silent_seconds: float = 60.0) -> None:
         self._config, self._base, self._silent_seconds = config, base, silent_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._incoming = framing.MessageReader()
@@ -123,6 +123,10 @@ class EnvironmentPool:
     def begin(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
         """Ask for a new environment that starts from a row."""
         self._ask("begin", episode, (dict(row), seed))
+
+    def run(self, episode: int, row: Mapping[str, Any], seed: int, base_url: str, api_key: str) -> None:
+        """Ask for an agent to be run to its end; its answer comes when it returns."""
+        self._ask("run", episode, (dict(row), seed, base_url, api_key))
 
     def take(self, episode: int, turn: Turn) -> None:
         """Ask an environment to take a turn."""

@@ -21,6 +21,7 @@ from socket import socket
 from typing import Any
 
 from holdfast import patience
+from holdfast.environments.agents import load_agent
 from holdfast.environments.instances import EnvironmentSource, load
 from holdfast.environments.workers import Worker, fork
 from holdfast.errors import ConfigError
@@ -32,6 +33,8 @@ from holdfast.text.escaping import escaped_paragraph
 
 _MOST_LOG_BYTES = 1 << 26
 _RECEIVED_BYTES = 1 << 18
+_FIRST = ("begin", "run")
+"""Requests that begin an episode."""
 
 
 class Supervisor:
@@ -93,7 +96,7 @@ class Supervisor:
             elif name == "close":
                 self._close(episode)
             else:
-                if name == "begin":
+                if name in _FIRST:
                     self._fork(episode)
                 self._ask(episode, name, argument)
 
@@ -252,7 +255,8 @@ def main() -> None:
         return
     setup: dict[str, Any] = pickle.loads(settings)  # noqa: S301 - from our own parent
     try:
-        source = load(setup["section"], Path(setup["base"]))
+        section, base = setup["section"], Path(setup["base"])
+        source = load_agent(section, base) if section["kind"] == "endpoint" else load(section, base)
     except (CannotStart, ConfigError) as error:
         framing.write(replies, json.dumps({"mistake": escaped_paragraph(str(error))}).encode())
         return

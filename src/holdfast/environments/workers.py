@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from selectors import BaseSelector
 from typing import Any
 
+from holdfast.environments.agents import AgentSource
 from holdfast.environments.base import Malformed, StepResult
 from holdfast.environments.instances import EnvironmentSource, Instance
 from holdfast.rewards.base import describe_error, outcome_of_exception
@@ -106,8 +107,13 @@ def _serve(channel: int, source: EnvironmentSource) -> None:
         instance = source.instance(row, seed)
         return StepResult(instance.begin())
 
+    def run(request: tuple[Any, int, str, str]) -> StepResult:
+        assert isinstance(source, AgentSource)
+        return source.run(*request)
+
     acts: dict[str, Callable[[Any], StepResult]] = {
         "begin": begun,
+        "run": run,
         "turn": lambda turn: _present(instance).take(turn),
         "finish": lambda _: _present(instance).finish(),
     }

@@ -21,6 +21,7 @@ from holdfast.objectives.base import Objective
 from holdfast.objectives.policy import PolicyGradient
 from holdfast.objectives.regularisers import acting_entropy_coefficient, next_entropy_coefficient, next_kl_coefficient
 from holdfast.parallel.mesh import World
+from holdfast.training.engines import PublishedEngine
 from holdfast.training.fit import Outcome, fit
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.critic import stand_still, train_critic, with_values
@@ -33,6 +34,7 @@ from holdfast.training.policy.metrics import (
     mismatch_spread,
     of_several_updates,
     rollout_metrics,
+    staleness_metrics,
 )
 from holdfast.training.policy.reward_columns import check_answers, check_columns, check_returns
 from holdfast.training.policy.rewards import open_rewards
@@ -70,6 +72,8 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
         if rollout is None:
             return None
         rollout, metrics = learn(run, rollout)
+        if isinstance(run.evaluation.sampler.engine, PublishedEngine):
+            metrics |= run.evaluation.sampler.engine.step_metrics()
         if run.config.rollout.record:
             registry.load(registry.STEP_RECORD)(run, rollout, metrics)
         tell_samples(run, rollout)
@@ -82,6 +86,7 @@ def learn(run: PolicyRun, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
     The walk before step 1, `holdfast plan` and `holdfast replay` call it too.
     """
     objective = controlled_objective(run)
+    ages = staleness_metrics(rollout.sampled, run.trained.state.updates) if run.config.rollout.max_staleness else {}
     rollout = with_advantages(run, rollout)
     mini_batches = score_rollout(run, objective, (run.pack or pack_rollout)(run, rollout))
     metrics: dict[str, float] = {}
@@ -89,7 +94,7 @@ def learn(run: PolicyRun, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         rollout, mini_batches, metrics = with_values(run, run.critic, objective, rollout, mini_batches)
         metrics |= train_critic(run, run.critic, mini_batches)
     metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, objective, mini_batches)
-    metrics |= rollout_metrics(rollout, run.config.advantage.tolerance)
+    metrics |= ages | rollout_metrics(rollout, run.config.advantage.tolerance)
     metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
     metrics |= measured(run, metrics)
     return rollout, metrics

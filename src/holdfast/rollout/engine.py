@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.types import Finish
+from holdfast.types import Finish, Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,14 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release all resources."""
+
+
+@runtime_checkable
+class EpisodeRecords(Protocol):
+    """An engine that has whole episodes, which an earlier run sampled."""
+
+    def episodes(self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingConfig) -> Group:
+        """Return the episodes of a prompt; their group's prompt has the tokens that all of them begin with."""
 
 
 class TurnSource(Protocol):

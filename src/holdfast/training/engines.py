@@ -43,6 +43,10 @@ class PublishedEngine(ABC):
     def publish(self, sharded: ShardedModel) -> None:
         """Push the present weights, and prove that they arrived; all ranks call this together."""
 
+    def step_metrics(self) -> dict[str, float]:
+        """Return what the engine measured since the last call; all ranks call this together, and get the same."""
+        return {}
+
 
 def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.

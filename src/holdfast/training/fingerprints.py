@@ -17,6 +17,7 @@ from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
 from holdfast.config.public import hashed
 from holdfast.config.sections.advantage import UserAdvantageConfig
 from holdfast.config.sections.algorithm import UserObjectiveConfig
+from holdfast.config.sections.environment import AgentConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.sections.preference import UserLossConfig
@@ -158,8 +159,8 @@ def _loss_of_policy(config: GRPOConfig) -> dict[str, str]:
     loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
     loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     if config.environment is not None:
-        # How many live at a time moves no number, as above.
-        loss["environment"] = config.environment.model_dump_json(exclude={"instances"})
+        # How many live at a time moves no number, as above; the other keys tell the kind.
+        loss["environment"] = config.environment.model_dump_json(exclude={"instances", "kind"})
     if config.critic is not None:
         loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
     return loss
@@ -263,6 +264,8 @@ def _environment_files(config: GRPOConfig) -> list[tuple[str, str]]:
     if config.environment is None:
         return []
     section = config.environment
+    if isinstance(section, AgentConfig):
+        return [] if section.run is None else [("environment.run", section.run)]
     named = [("path", section.path), ("action", section.action), *(("tools", tool) for tool in section.tools)]
     return [(f"environment.{key}", path) for key, path in named if path is not None]
 

@@ -114,8 +114,33 @@ def test_a_run_with_an_environment_is_proved_by_sampling_its_episodes_again(
     assert done.out.splitlines()[-1] == "identical"
 
 
+def test_a_run_whose_environment_keeps_time_is_proved_from_what_it_recorded(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    """Its environment answers by the clock: no rollout can be sampled again, and each turn has a return of its own."""
+    world = WORLD.replace("    replayable = True\n", "").replace("odd / 8", "odd / 8 + time.time() % 1")
+    (tmp_path / "world.py").write_text("import time\n" + world)
+    tree["model"]["config"]["max_position_embeddings"] = 96
+    tree["data"] |= {"max_length": 96, "tokens_per_micro_batch": 256}
+    tree |= {
+        "environment": {"path": "world.py:World", "on_cut": "continue"},
+        "reward": "environment",
+        "rollout": {"group_size": 2, "max_new_tokens": 8, "show": 0},
+        "advantage": {"kind": "grpo", "turns": "discounted"},
+        "groups": {"truncated": "keep"},
+    }
+    tree["launch"]["ranks"] = 1
+
+    done = prove(warm, tmp_path, tree, "--steps", "3", "--kill-at", "3", "--seed", "7")
+
+    assert done.code == 0, done.out + done.err
+    assert "sampling is outside of this proof: what is decoded together while environments are at work" in done.out
+    assert "steps 1 to 3: loss, gradient norm, learning rate and sequences are identical" in done.out
+    assert done.out.splitlines()[-1] == "identical"
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_served_run_is_proved_from_what_it_recorded(warm: WarmPython, tmp_path: Path, staleness: int) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     with serving(ServedModel()) as url:
@@ -157,6 +182,24 @@ def test_what_nothing_records_is_refused_before_anything_runs(
     assert done.code == 2
     assert done.err.startswith("A proof of a run that samples from servers (rollout.engine) trains on recorded")
     assert f"{why}. Prove the run with rollout.engine=auto." in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_advantage_that_nothing_records_is_refused_where_an_environment_keeps_time(
+    warm: WarmPython, tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    (tmp_path / "world.py").write_text(WORLD.replace("replayable = True", ""))
+    tree |= {
+        "environment": {"path": "world.py:World"},
+        "reward": "environment",
+        "rollout": {"max_new_tokens": 8},
+        "advantage": "remax",
+    }
+
+    done = prove(warm, tmp_path, tree, "--steps", "4", "--kill-at", "3")
+
+    assert done.code == 2
+    assert "A proof of a run whose environment is not replayable trains on recorded episodes, and advantage" in done.err
     assert not (tmp_path / "runs").exists()
 
 

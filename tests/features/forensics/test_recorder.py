@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
 
 from holdfast.config.load import from_mapping
+from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.errors import ConfigError
-from holdfast.features.forensics.recorder import read_record, record_path
+from holdfast.errors import ConfigError, RunStopped
+from holdfast.features.forensics.mismatch import completions_of
+from holdfast.features.forensics.recorded import RecordedEngine
+from holdfast.features.forensics.recorder import group_line, read_record, record_path
 from holdfast.training.policy.build import unreplayable_steps
 from holdfast.training.policy.samples import SampleRow, sample_table
+from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
 
 HEAD = {"step": 1, "base": "/", "compute_dtype": "float32", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {
@@ -152,3 +158,67 @@ def test_a_hostile_completion_is_one_escaped_line_of_bounded_length() -> None:
     assert max(map(len, lines)) < 500
     assert lines[2].endswith("..." + "x" * 160)
     assert r"\x1b[2J\r\nstep 99/99" in lines[2]
+
+
+EPISODE = EpisodeSummary(
+    messages=({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}),
+    prompt_messages=1,
+    turns=2,
+    ended="done",
+    reward=0.75,
+    turn_rewards=(0.25, 0.5),
+    turn_lengths=(2, 1),
+    called={"add": 1},
+    failed_calls=0,
+    cut_turns=1,
+    waited_seconds=0.5,
+    info={"depth": 2.0},
+    samples=((5, 2), (4, 1)),
+    tools=({"type": "function", "function": {"name": "add"}},),
+)
+"""Trained as two samples, since its template writes its first turn otherwise once another one follows."""
+
+
+def episode(seed: int) -> Trajectory:
+    sampled = np.array([0, 0, 1, 1, 0, 0, 0, 0, 1], np.bool_)
+    return Trajectory(
+        prompt_id=4,
+        sample_id=4 * 2**20,
+        seed=seed,
+        temperature=0.5,
+        tokens=np.array([5, 6, 7, 8, 9, 5, 6, 11, 12], np.int64),
+        loss_mask=sampled,
+        sampler_logprobs=np.where(sampled, np.float32(-1 / 3), np.float32(0)),
+        weights_versions=np.where(sampled, 3, -1).astype(np.int32),
+        finish=Finish.STOP,
+        completion="2",
+        episode=EPISODE,
+    )
+
+
+def test_a_recorded_episode_is_the_one_that_was_sampled(tmp_path: Path) -> None:
+    prompt = Prompt(4, np.array([5, 6], np.int64), "<a>", {"answer": "2"}, "rows")
+    group = Group(prompt, (episode(seed=1), episode(seed=2)))
+    untrained = replace(group.trajectories[0], loss_mask=np.zeros(9, np.bool_))
+    path = record_path(tmp_path, 1)
+    path.parent.mkdir()
+    lines = [HEAD, group_line(replace(group, trajectories=(untrained, group.trajectories[1])))]
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+    asked = replace(prompt, tokens=np.array([5], np.int64))
+    found = RecordedEngine(tmp_path).episodes(asked, (1, 2), SamplingConfig(temperature=0.5))
+
+    assert repr(found) == repr(group)
+    with pytest.raises(RunStopped, match="was recorded at temperature 0.5, and rollout.temperature is 1"):
+        RecordedEngine(tmp_path).episodes(asked, (1, 2), SamplingConfig())
+    with pytest.raises(RunStopped, match="has no recorded completion of prompt 4 with seed 3"):
+        RecordedEngine(tmp_path).episodes(asked, (1, 3), SamplingConfig(temperature=0.5))
+
+
+def test_what_was_observed_in_an_episode_is_not_compared_with_an_engine() -> None:
+    prompt = Prompt(4, np.array([5, 6], np.int64), "<a>", {})
+
+    compared = list(completions_of([Group(prompt, (episode(seed=1),))]))
+
+    assert [(size, tokens.tolist()) for size, tokens, _ in compared] == [(2, [5, 6, 7, 8, 9]), (2, [5, 6, 11, 12])]
+    assert [np.isnan(logprobs).tolist() for *_, logprobs in compared] == [[False, False, True], [True, False]]

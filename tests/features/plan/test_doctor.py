@@ -16,10 +16,12 @@ import pytest
 import yaml
 
 import holdfast
+from holdfast.config.sections.engine import StartConfig
 from holdfast.config.sections.model import ModelConfig
 from holdfast.errors import ConfigError, ModelError
 from holdfast.features.plan.checks.findings import Check, Finding, findings_of, ok
 from holdfast.features.plan.checks.machine import bad_pairs
+from holdfast.features.plan.checks.servers import shortage
 from holdfast.features.plan.doctor import doctor
 from holdfast.launch.environment import machine_facts
 from holdfast.models.files.origin import load_tokenizer
@@ -285,6 +287,24 @@ def test_servers_of_rollouts_are_asked_or_could_be_started(capsys: Any, place: P
     code, findings = looked(capsys, place / "served.yaml", runs_code=False, only="endpoints")
     assert (code, by_name(findings, "endpoints")[0]) == (1, "Fail")
     assert "no-such-python is no program here" in by_name(findings, "endpoints")[1]
+
+
+@pytest.mark.parametrize(
+    ("start", "gib", "told"),
+    [
+        ({}, 14, ""),
+        ({}, 74, "weights take 74 GiB of each GPU, and vLLM's share of 0.92 leaves a server 73.6 GiB of 80 GiB"),
+        ({"tensor_parallel_size": 2}, 74, ""),
+        (
+            {"gpu_memory_utilization": 0.15},
+            14,
+            "weights take 14 GiB of each GPU, and gpu_memory_utilization: 0.15 leaves a server 12 GiB of 80 GiB",
+        ),
+        ({"gpu_memory_utilization": 0.15, "arguments": {"quantization": "fp8"}}, 14, ""),
+    ],
+)
+def test_weights_that_no_server_has_room_for_are_told(start: dict[str, Any], gib: int, told: str) -> None:
+    assert shortage(StartConfig.model_validate(start), gib * 2**30, [80 * 2**30, 96 * 2**30]) == told
 
 
 def test_what_a_resume_would_do_is_said(capsys: Any, pools: Any, tmp_path: Path) -> None:

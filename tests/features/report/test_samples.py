@@ -44,6 +44,28 @@ def test_long_texts_are_cut_and_whole_ones_are_read_again(tmp_path: Path) -> Non
     assert short.full is not None
 
 
+def test_an_episode_is_there_as_a_conversation(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": '<tool_call>{"name": "add"}</tool_call>'},
+        {"role": "tool", "name": "add\x1b[2J", "content": "2" * 9000},
+        {"role": "assistant", "content": "2"},
+        "no message",
+    ]
+    line = {"step": 1, "sample_id": 0, "prompt": "1 + 1?", "completion": "2", "reward": 1.0, "rewards": {}}
+    run.append("samples.jsonl", line | {"messages": messages, "tools": [{}]})
+    run.samples(2, "p", ["alone"])
+
+    samples = read_samples(run.place, do_nothing)
+
+    whole = samples_data(samples)["whole"]
+    turns = whole["0"]["turns"]
+    assert [turn[:2] for turn in turns] == [["user", ""], ["assistant", ""], ["tool", "add\\x1b[2J"]]
+    assert turns[2][2].endswith("characters more"), "what comes behind it is left out"
+    assert "turns" not in whole["1"]
+
+
 def test_the_best_and_the_worst_of_spread_steps_come_first_and_the_newest_fill_up() -> None:
     items = [sample(step, place, float(place)) for step in range(1, 1001) for place in range(8)]
 

@@ -69,6 +69,8 @@ class ServedModel:
     slow: Callable[[int], float] = lambda seed: 0.0
     """Seconds of a completion besides, by its seed; of those after the first `slow_after`."""
     slow_after: int = 0
+    before_token: Callable[[str, int], None] = lambda name, number: None
+    """Called with the name of a sample's request and the number of its next token."""
     answer: Callable[[str, Any], Any] = lambda path, told: told
     """Spoils answers."""
     garble: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
@@ -89,6 +91,8 @@ class ServedModel:
     """Tensors whose layers tell what they compute with; None for all."""
     lost: bool = False
     """Whether the method that asks layers is not there."""
+    counters: Callable[[], str] = lambda: ""
+    """The text of its metrics."""
     events: list[tuple[float, str]] = field(default_factory=list)
     """What happened when, on the monotonic clock."""
     version: str = "none"
@@ -220,6 +224,8 @@ class ServedModel:
             seconds += self.slow(sampling["seed"]) if self.count > self.slow_after else 0.0
         draw = np.random.default_rng(sampling.get("seed", 0))
         for number in range(count):
+            if is_sample:
+                self.before_token(asked["request_id"], number)
             with self.lock:
                 self.lock.wait_for(lambda: not self.alive or self.aborted & {name}, seconds / count)
                 self.lock.wait_for(lambda: not self.paused or self.aborted & {"", name} or not self.alive)
@@ -295,6 +301,7 @@ def serving(served: ServedModel) -> Iterator[str]:
             answers: dict[str, Any] = {
                 "/v1/models": {"data": [{"id": "policy", "parent": None}, *adapters]},
                 "/health": {},
+                "/metrics": served.counters().encode() if self.path == "/metrics" else b"",
                 "/openapi.json": {"paths": {route: {} for route in ROUTES if route != "/reset_prefix_cache"}},
             }
             told, known = answers.get(self.path, {}), self.path in answers and self.path not in served.refused

@@ -35,7 +35,7 @@ def adapters_of(served: ServedModel) -> tuple[list[str], list[str]]:
     return tuple([words[1] for words in events if words[0] == verb] for verb in ("loaded", "unloaded"))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 3])
 def test_a_push_of_adapters_moves_their_bytes_alone(tmp_path: Path, staleness: int) -> None:
     served = ServedModel(adapter_rank=32)
     with serving(served) as url:
@@ -69,6 +69,26 @@ def _alive(served: ServedModel) -> list[int]:
 
 def _layers(served: ServedModel) -> list[torch.nn.Linear]:
     return [layer for layer in served.model.model.layers.modules() if isinstance(layer, torch.nn.Linear)]
+
+
+def test_no_adapter_is_proved_while_completions_are_decoded_with_another(tmp_path: Path) -> None:
+    """vLLM 0.32 on a CPU dies of that."""
+    decoded = []
+
+    def answer(path: str, told: Any) -> Any:
+        if path.endswith("generate") and "prompt_logprobs" in told:
+            words = [what.split()[0] for _, what in served.events]
+            decoded.append(words.count("asked") - words.count("answered"))
+        return told
+
+    served = ServedModel(adapter_rank=32, seconds=0.5, answer=answer)
+    with serving(served) as url:
+        tree = lora_tree([url], str(tmp_path), lora={"rank": 32}, **AHEAD)
+        tree["rollout"]["max_staleness"] = 3
+        run(tmp_path, tree)
+
+    assert len(decoded) >= 4
+    assert set(decoded) == {0}
 
 
 def scaled(directory: Path) -> None:

@@ -148,7 +148,9 @@ def test_completions_of_a_checkpoint_are_not_joined_to_prompts_of_other_data(
 
     assert len(ahead_of(tmp_path, 2)) == 8
     assert all(one["versions"] == [[0, 2]] for one in recorded(tmp_path, 3))
-    assert "note: 8 completions that the checkpoint has of this step are of other prompts" in capsys.readouterr().out
+    assert (
+        "note: 8 completions that the checkpoint has of the next steps are of other prompts" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def ahead_of(tmp_path: Path, step: int) -> list[dict[str, Any]]:
     return saved
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, staleness: int) -> None:
     served = ServedModel()
     with serving(served) as url:
@@ -85,11 +85,13 @@ def test_completions_are_of_weights_as_old_as_was_allowed(tmp_path: Path, stalen
 
         run(tmp_path, tree)
 
-    versions = [{tuple(map(tuple, one["versions"])) for one in recorded(tmp_path, step)} for step in (1, 2, 3, 4)]
-    assert versions == [{((0, max(0, step - staleness)),)} for step in range(4)]
+    versions = [{one["versions"][0][1] for one in recorded(tmp_path, step)} for step in (1, 2, 3, 4)]
+    assert versions == [{max(0, step - staleness)} for step in range(4)]
     metrics = read_metrics(tmp_path / "r" / METRICS)
+    ages = [line.get("sampling/staleness/max") for line in metrics if "loss" in line]
+    assert ages == ([float(min(step, staleness)) for step in range(4)] if staleness else [None] * 4)
     differences = [line["sampling/sampling_logp_difference/mean"] for line in metrics if "loss" in line]
-    assert [difference > 1e-3 for difference in differences] == [False] + 3 * [staleness == 1]
+    assert [difference > 1e-3 for difference in differences] == [False] + 3 * [staleness > 0]
     largest = [line["sampling/sampling_logp_difference/max"] for line in metrics if "loss" in line]
     assert all(most >= mean for most, mean in zip(largest, differences, strict=True))
     assert all(line["ratio/mean"] == 1.0 for line in metrics if "loss" in line)  # against the proximal policy
@@ -258,3 +260,43 @@ def test_a_policy_that_is_renormalised_says_what_was_sampled(tmp_path: Path, ren
 
     metrics = [line for line in read_metrics(tmp_path / "r" / METRICS) if "loss" in line]
     assert all((line["sampling/sampling_logp_difference/max"] < 1e-5) is renormalise for line in metrics)
+
+
+GUESS = """
+from holdfast.environments.base import Observation
+class World:
+    def begin(self, row):
+        self.lasts = 1 + len(row["prompt"]) % 3
+    def step(self, turn):
+        return Observation("no", turn.number / 4, turn.number + 1 == self.lasts)
+"""
+AGENT = """
+import json, urllib.request
+def agent(row, base_url, api_key):
+    for text in ("one", "two"):
+        body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+        request = urllib.request.Request(base_url + "/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+        urllib.request.urlopen(request).close()
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    "environment", [{"path": "world.py:World", "on_cut": "continue"}, {"kind": "endpoint", "run": "world.py:agent"}]
+)
+def test_turns_are_sampled_by_servers_and_each_is_of_the_present_weights(
+    tmp_path: Path, environment: dict[str, Any]
+) -> None:
+    (tmp_path / "world.py").write_text(GUESS + AGENT)
+    with serving(ServedModel()) as url:
+        tree = served_tree([url], str(tmp_path), steps=2, environment=environment, reward="environment")
+        tree["rollout"]["record"] = True
+        run(tmp_path, tree)
+
+    told = [line for line in read_metrics(tmp_path / "r" / METRICS) if "loss" in line]
+    assert len(told) == 2
+    for step, line in enumerate(told):
+        assert line["sampling/sampling_logp_difference/max"] <= 1e-4
+        assert line["environment/turns/max"] == (3 if "path" in environment else 2)
+        completions = recorded(tmp_path, step + 1)
+        assert {version for one in completions for _, version in one["versions"]} == {-1, step}, "-1 was observed"

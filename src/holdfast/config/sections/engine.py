@@ -119,6 +119,10 @@ class VLLMEngineConfig(EndpointConfig):
     """Longest wait for one whole answer."""
     requests: PositiveInt = 64
     """Most requests of one rank at a time."""
+    interrupt: Literal["continue", "abandon"] = "continue"
+    """What becomes of completions that are on their way when weights are pushed, as `rollout.max_staleness` has them:
+    they go on with the new weights, and each token keeps which ones it is of; or they are abandoned, and sampled again
+    as a whole. Where adapters are pushed, completions that go on keep theirs."""
     push: Literal["auto", "adapters", "weights"] = "weights"
     """What a push sends of a policy with LoRA: `adapters` alone, beside a base that each server gets once; `weights`:
     all of them, adapters merged. `auto`: adapters, where vLLM can load them and the servers take some. No vLLM has run

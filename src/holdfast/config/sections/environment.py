@@ -1,4 +1,4 @@
-"""The `environment` section: what a policy acts in over several turns, and the limits of an episode."""
+"""The `environment` section: what a policy acts in over several turns, or an agent that asks it, and the limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ImportPath, Mistake, OneOrSeveral, Positive, PositiveInt, RewardKwargs, Section
+from holdfast.config.base import ByKind, ImportPath, Mistake, OneOrSeveral, Positive, PositiveInt, RewardKwargs, Section
 
 
 class EnvironmentConfig(Section):
@@ -17,6 +17,7 @@ class EnvironmentConfig(Section):
     where `rollout.max_new_tokens` of them are left.
     """
 
+    kind: Literal["turns"] = "turns"
     path: ImportPath | None = None
     """`file.py:Class`, a relative file looked up beside the YAML, or `package.module:Class`; see docs/environments.md
     for its methods. A function that makes one is taken too, and a dictionary of them, of which a row's column
@@ -52,3 +53,39 @@ class EnvironmentConfig(Section):
             yield "kwargs", "there is no class (path) whose constructor would take them; leave them out"
         if self.path is None and self.action is not None:
             yield "action", "tools alone take no actions; set path to an environment of gymnasium, or leave it out"
+
+
+class AgentConfig(Section):
+    """An agent that owns its loop: code of the user's own that asks the policy over HTTP, as it would ask OpenAI.
+
+    Each episode runs it once, in a process of its own, and ends when it returns.
+    """
+
+    kind: Literal["endpoint"] = "endpoint"
+    run: ImportPath | None = None
+    """`file.py:agent`, a function of `(row, base_url, api_key)`, or a coroutine; what it returns is the reward."""
+    command: list[str] = Field(default_factory=list)
+    """A program and its arguments, in the place of `run`: it reads the row as JSON from its standard input, and has
+    OPENAI_BASE_URL and OPENAI_API_KEY in its environment."""
+    kwargs: RewardKwargs = Field(default_factory=dict)
+    """Further arguments of the function."""
+    max_turns: PositiveInt = 8
+    """Completions that an agent may ask for; a further one is refused."""
+    timeout_seconds: Positive = 600.0
+    """Longest time of an agent, after which its process is killed."""
+    memory_mib: PositiveInt = 4096
+    """Most address space of one agent."""
+    instances: PositiveInt = 64
+    """Most agents of one rank at a time; further episodes wait."""
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield an agent that is none, or two."""
+        if self.run is None and not self.command:
+            yield "run", "neither run nor command is set, so nobody would ask the policy; set one of them"
+        if self.run is not None and self.command:
+            yield "command", "run is set too; leave one of them out"
+        if self.command and self.kwargs:
+            yield "kwargs", "a program takes its arguments in command; leave them out"
+
+
+EnvironmentSection = Annotated[EnvironmentConfig | AgentConfig, ByKind("turns")]

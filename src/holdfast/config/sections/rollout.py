@@ -95,9 +95,10 @@ class RolloutConfig(EngineConfig):
     """Completions per prompt."""
     seed: Seed | None = None
     """Seed of the sampling; default: the run's seed."""
-    max_staleness: Literal[0, 1] = 0
-    """Steps by which the weights that sample may be older than those that learn. 0: a step samples, then learns. 1: the
-    completions of the next step are sampled by servers while this one updates."""
+    max_staleness: Annotated[int, Field(ge=0, le=16)] = 0
+    """Steps by which the weights that sample may be older than those that learn. 0: a step samples, then learns. Above:
+    servers sample the completions of so many next steps while this one updates, so that one of many tokens delays no
+    other step's."""
     renormalise: bool = False
     """Train on log-probabilities over the tokens that top_k, top_p and min_p leave, as the trainer's own logits have
     them, and not over the whole vocabulary: then these options bias no update."""
@@ -134,8 +135,8 @@ class RolloutConfig(EngineConfig):
         if self.max_staleness and not isinstance(self.engine, VLLMEngineConfig | RecordedEngineConfig):
             yield (
                 "max_staleness",
-                f"1 samples while training goes on, and engine: {self.engine.kind} samples in the ranks' own "
-                "processes; use 0, or servers (engine: {kind: vllm, ...})",
+                f"{self.max_staleness} samples while training goes on, and engine: {self.engine.kind} samples in the "
+                "ranks' own processes; use 0, or servers (engine: {kind: vllm, ...})",
             )
 
 

@@ -10,8 +10,8 @@ from pydantic import Field
 from holdfast.config.base import Mistake, OneOrSeveral
 from holdfast.config.sections.advantage import AdvantageConfig, GAEAdvantageConfig, GRPOAdvantageConfig
 from holdfast.config.sections.data import PromptDataConfig
-from holdfast.config.sections.engine import LocalEngineConfig, RecordedEngineConfig
-from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.config.sections.engine import RecordedEngineConfig
+from holdfast.config.sections.environment import AgentConfig, EnvironmentSection
 from holdfast.config.sections.metrics import PolicyEvaluationConfig
 from holdfast.config.sections.policy import (
     ByCovariance,
@@ -50,8 +50,9 @@ class GRPOConfig(TrainingConfig):
     reward: Annotated[list[Reward], Field(min_length=1, examples=["my_reward.py:score"]), OneOrSeveral()]
     """One reward or several; several are summed by their weights."""
     rewards: RewardPoolConfig = RewardPoolConfig()
-    environment: EnvironmentConfig | None = None
-    """What the policy acts in over several turns; null: every completion is one answer."""
+    environment: EnvironmentSection | None = None
+    """What the policy acts in over several turns, or an agent that asks it (`endpoint`); null: a completion is one
+    answer."""
     advantage: AdvantageConfig = GRPOAdvantageConfig()
     critic: CriticConfig | None = None
     """The value model of `advantage: gae`; null: none."""
@@ -70,6 +71,7 @@ class GRPOConfig(TrainingConfig):
         """Yield what sections ask of each other."""
         yield from super().mistakes()
         yield from self._sampling()
+        yield from self._staleness()
         yield from self._learning()
         yield from self._covariance()
         yield from self._reference()
@@ -84,6 +86,17 @@ class GRPOConfig(TrainingConfig):
         """Tokens a prompt may have."""
         room = self.data.max_length - self.rollout.max_new_tokens
         return min(room, self.data.max_prompt_length or room)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that a completion may follow: a prompt's, or those of an episode before its last turn."""
+        return self.longest_prompt if self.environment is None else self.data.max_length - self.rollout.max_new_tokens
+
+    @property
+    def most_trained_tokens(self) -> int:
+        """Tokens of a completion, or of an episode, that may be trained."""
+        turns = 1 if self.environment is None else self.environment.max_turns
+        return min(turns * self.rollout.max_new_tokens, self.data.max_length)
 
     @property
     def environment_weight(self) -> float:
@@ -131,14 +144,24 @@ class GRPOConfig(TrainingConfig):
                 "which other ranks give up; lower it, or raise launch.timeout_minutes",
             )
 
-    def _unbiased(self) -> Iterator[Mistake]:
-        """Yield sampling from other weights, or another distribution, that no weight of each token makes up for."""
-        if self.rollout.max_staleness and self.correction.kind == "off" and self.objective.kind != "path":
+    def _staleness(self) -> Iterator[Mistake]:
+        """Yield what completions of older weights need, and what cannot be drawn ahead."""
+        staleness = self.rollout.max_staleness
+        if staleness and self.correction.kind == "off" and self.objective.kind != "path":
             yield (
                 "rollout.max_staleness",
-                "1 learns from completions of older weights, which biases every update; weigh tokens by correction: "
-                "truncate, or use 0",
+                f"{staleness} learns from completions of older weights, which biases every update; weigh tokens by "
+                "correction: truncate, or use 0",
             )
+        if staleness > 1 and self.groups.flat == "resample":
+            yield (
+                "rollout.max_staleness",
+                f"{staleness} gives the next steps their prompts before this one has trained, and groups.flat: "
+                "resample draws more of them for this one; use 1, or groups.flat: drop",
+            )
+
+    def _unbiased(self) -> Iterator[Mistake]:
+        """Yield sampling from another distribution that no weight of each token makes up for."""
         biases, correction = self.rollout.biases(), self.correction
         if self.rollout.renormalise:
             biases = [name for name in biases if name == "repetition_penalty"]
@@ -252,18 +275,15 @@ class GRPOConfig(TrainingConfig):
             if self.advantage.turn_discount is not None:
                 yield "advantage.turns", "a single answer has no turns; set environment, or leave it out"
             return
+        if self.advantage.turn_discount is not None and isinstance(self.environment, AgentConfig):
+            yield "advantage.turns", "an agent may ask several things at once, which have no order; use episode"
         if self.advantage.turn_discount is not None and self.objective.kind == "gspo":
             yield (
                 "objective.kind",
                 "gspo is one term per sequence, and turns: discounted is one per turn; use gspo_token",
             )
-        if not isinstance(self.rollout.engine, LocalEngineConfig):
-            yield (
-                "rollout.engine.kind",
-                f"{self.rollout.engine.kind} samples single answers, and an environment wants turns; use auto",
-            )
-        if self.rollout.record:
-            yield "rollout.record", "what is recorded of a step is single answers; leave it out with an environment"
+        if self.rollout.max_staleness:
+            yield "rollout.max_staleness", "episodes are not sampled ahead of their step; use 0 with an environment"
         if self.rollout.replay_routing:
             yield "rollout.replay_routing", "experts are told of single answers; leave it out with an environment"
         if self.critic is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -158,25 +159,15 @@ class BatchesAhead(Generic[T]):
 
     def _begin(self, step: int) -> _Reading[T]:
         if self._thread is None:
-            # A daemon: a process does not wait for rows that nobody trains on.
-            self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
+            # A daemon: a process does not wait for rows that nobody trains on. It knows the queue and not this object,
+            # so that it ends with a run that nobody closed.
+            arguments = (self._queue, self._stream, self._options.prepare)
+            self._thread = threading.Thread(target=_work, args=arguments, name=THREAD, daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
         reading = self._reading = _Reading[T](step)
         self._queue.put(reading)
         return reading
-
-    def _work(self) -> None:
-        while (reading := self._queue.get()) is not None:
-            try:
-                batch = self._stream.next(reading.step)
-                reading.batch = None if batch is None else self._options.prepare(batch)
-                reading.after = Position.of(self._stream)
-            except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
-                reading.error = error
-            notes = self._stream.rows.notes
-            reading.notes = list(notes)
-            notes.clear()
-            reading.done.set()
 
     def _wait(self, step: int) -> _Reading[T]:
         if self._reading is not None and self._reading.step != step:
@@ -200,3 +191,21 @@ class BatchesAhead(Generic[T]):
             f"(launch.timeout_minutes): {late}. A filter, a file system or a tokenizer does not answer. "
             f"{how_to_go_on(reading.step)}"
         )
+
+
+def _work(
+    requests: queue.SimpleQueue[_Reading[T] | None], stream: BatchStream[Any, T], prepare: Callable[[T], T]
+) -> None:
+    """Read what is requested, one batch after another, until None is requested."""
+    while (reading := requests.get()) is not None:
+        try:
+            batch = stream.next(reading.step)
+            reading.batch = None if batch is None else prepare(batch)
+            reading.after = Position.of(stream)
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
+            reading.error = error
+        notes = stream.rows.notes
+        reading.notes = list(notes)
+        notes.clear()
+        reading.done.set()
+        del reading  # a batch belongs to whoever asked for it, and not to a thread that waits

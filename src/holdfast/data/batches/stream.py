@@ -12,14 +12,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Generic, TypeVar
+from itertools import takewhile
+from typing import Any, Generic, TypeVar
 
-from pydantic import ConfigDict, Field
-
-from holdfast.config.base import SavedCount
 from holdfast.config.sections.data import DataConfig
 from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, NextToken, cut_windows
+from holdfast.data.batches.cursor import Cursor, StreamLimits
 from holdfast.data.content.counted import lost_rows
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
@@ -31,54 +30,20 @@ T = TypeVar("T")
 _COUNTED_AT_ONCE = 8192
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """The position of a stream, in global draws and independent of ranks."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    draw: SavedCount
-    """The next candidate."""
-    epoch: SavedCount
-    epoch_first_draw: SavedCount
-    batches_in_epoch: SavedCount
-    sequences_in_epoch: SavedCount
-    """All that its rows gave: two of a pair, and two where a row brings its prompt with another row's answer."""
-    offset: SavedCount
-    """Tokens of the next row that windows have used already (packing: wrapped)."""
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """The state of a stream in a checkpoint."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    cursor: Cursor
-    sizes: list[SavedCount | None]
-    """Number of rows of each source; None while the end of a stream is not known."""
-    seen: Annotated[list[SavedCount], Field(min_length=2, max_length=2)]
-    """Number of rows read, and of the tokens of all their sequences."""
-
-
-@dataclass(frozen=True)
-class StreamLimits:
-    """How much of the data a stream serves."""
-
-    passes: float | None = None
-    """Passes over the data, the last one perhaps in part; None: without end."""
-    batches: int | None = None
-    """Batches per pass."""
-    repeat: bool = False
-    """Serve the first pass again and again."""
-    draws: int | None = None
-    """Candidates per pass: only the first rows."""
-    by_rows: bool = False
-    """Part of a pass is a part of its rows: batches have another size than was configured."""
-
-
 Cut = Callable[[Candidates[S], int, int], tuple[Candidates[S], NextToken | None]]
 """Cuts candidates into windows of `goal` tokens together: function(found, tokens of its first row used, goal)."""
+
+
+@dataclass(frozen=True)
+class _BatchAhead(Generic[T]):
+    """A batch that was read before its step."""
+
+    rows: int
+    """How many it was read with."""
+    batch: T | None
+    cursor: Cursor
+    """Where the stream stands after it."""
+    totals: tuple[int, int]
 
 
 class BatchStream(ABC, Generic[S, T]):
@@ -113,8 +78,8 @@ class BatchStream(ABC, Generic[S, T]):
         """Rows of a pass that are trained on, where somebody counted."""
         self._totals = (0, 0)
         """Rows and tokens of all their sequences, read so far: how many tokens a row brings on average."""
-        self._ahead: tuple[int, T | None, Cursor, tuple[int, int]] | None = None
-        """Rows that a batch was read early with, the batch, and where the stream stands after it."""
+        self._ahead: list[_BatchAhead[T]] = []
+        """The next batches, as far as they were read early."""
         self._refuse_what_cannot_be()
 
     @abstractmethod
@@ -148,7 +113,7 @@ class BatchStream(ABC, Generic[S, T]):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream of the same data and seed stood, at any number of ranks."""
         self.cursor = Cursor(**state["cursor"])
-        self._ahead = None
+        self._ahead = []
         # How far windows look ahead decides when a stream's end is learned.
         self._totals = (state["seen"][0], state["seen"][1])
         # Only streams: the size of other sources is what it is, and whether it may change is the caller's to judge.
@@ -195,19 +160,30 @@ class BatchStream(ABC, Generic[S, T]):
         by_batches = self.cursor.batches_in_epoch / batches if batches else 0.0
         return self.cursor.epoch + min(max(by_draws, by_batches), 1.0)
 
-    def read_ahead(self, step: int, rows: int | None = None) -> T | None:
-        """Return the next batch, which stays the next: `state()` is as before, and `next` returns it.
+    def read_ahead(self, step: int, rows: int | None = None, batches: int = 1) -> T | None:
+        """Return one of the next batches, all of which stay the next: `state()` is as before, and `next` returns them.
 
         An error in its rows shows before anything is written.
+
+        Args:
+            step: Of the batch, counted from 0.
+            rows: How many rows each of the batches has; default: as configured.
+            batches: Which one: 1 for the next.
 
         Raises:
             DataError: As `next`.
         """
+        sizes = [rows or self._batch_size(step - batches + number) for number in range(1, batches + 1)]
+        fitting = takewhile(lambda pair: pair[0].rows == pair[1], zip(self._ahead, sizes, strict=False))
+        self._ahead = [batch for batch, _ in fitting]
         before = self.cursor, self._totals
-        batch = self.next(step, rows)
-        self._ahead = (rows or self._batch_size(step), batch, self.cursor, self._totals)
+        for size in sizes[len(self._ahead) :]:
+            if self._ahead:
+                self.cursor, self._totals = self._ahead[-1].cursor, self._ahead[-1].totals
+            batch = self._read(size)
+            self._ahead.append(_BatchAhead(size, batch, self.cursor, self._totals))
         self.cursor, self._totals = before
-        return batch
+        return self._ahead[batches - 1].batch
 
     def next(self, step: int, rows: int | None = None) -> T | None:
         """Return the batch of a step (counted from 0), or None when the passes are done.
@@ -219,12 +195,16 @@ class BatchStream(ABC, Generic[S, T]):
         Raises:
             DataError: A row is malformed, or a whole pass holds nothing to train on; the same error on all ranks.
         """
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and (rows or self._batch_size(step)) == ahead[0]:
-            _, batch, self.cursor, self._totals = ahead
-            return batch
+        size = rows or self._batch_size(step)
+        if self._ahead and self._ahead[0].rows == size:
+            ahead = self._ahead.pop(0)
+            self.cursor, self._totals = ahead.cursor, ahead.totals
+            return ahead.batch
+        self._ahead = []
+        return self._read(size)
+
+    def _read(self, size: int) -> T | None:
         while not self._is_done():
-            size = rows or self._batch_size(step)
             candidates, cursor, ended = self._collect(size)
             self._refuse_too_little(candidates, cursor, size, ended=ended)
             most = self._pass_batches()

@@ -43,9 +43,13 @@ class Conversation:
 
     @property
     def assistant_turns(self) -> list[int]:
-        """Indices of the assistant's messages that may be trained."""
+        """Indices of the assistant's messages that may be trained: of those, the ones without `weight: 0`."""
         turns = range(self.first_trained, len(self.messages))
-        return [turn for turn in turns if self.messages[turn]["role"] == "assistant"]
+        return [
+            turn
+            for turn in turns
+            if self.messages[turn]["role"] == "assistant" and self.messages[turn].get("weight") != 0
+        ]
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,9 @@ def row_shape(columns: Collection[str], row_format: RowFormat = "auto", *, promp
         )
     if {"chosen", "rejected"} <= set(columns):
         raise DataError(
-            f"The rows have the columns {listed}. Pairs of answers are for `holdfast dpo` and `holdfast reward`; to "
-            "train on the chosen ones alone, name them by data.columns, as in data.columns={completion: chosen}."
+            f"The rows have the columns {listed}. Pairs of answers are for `holdfast dpo` and `holdfast reward` (other "
+            "commands know a file for them by its section preference); to train on the chosen ones alone, name them by "
+            "data.columns, as in data.columns={completion: chosen}."
         )
     shapes = "; ".join(f"{shape} ({', '.join(names)})" for shape, names in needed.items())
     raise DataError(
@@ -216,7 +221,7 @@ def _prompt_completion(row: Row, row_name: str) -> Conversation | PromptCompleti
 
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and where they apply `tool_calls`, `reasoning_content`, `name`."""
+"""`role` and `content`, and where they apply `tool_calls`, `reasoning_content`, `name`, `weight`."""
 
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -257,6 +262,7 @@ def parse_messages(value: Any, row_name: str, column: str = "messages") -> list[
                 f"{message_name}: a message of role {message['role']!r} has neither content nor tool_calls."
             )
         _check_content(message, message_name)
+        _check_weight(message, message_name)
         messages.append(_with_parsed_arguments(message, message_name))
     return messages
 
@@ -273,6 +279,16 @@ def _check_content(message: Message, message_name: str) -> None:
             f"{message_name}: content must be text, or a list of parts such as {{'type': 'text', 'text': ...}}, but it "
             f"is {_shortened(content)}."
         )
+
+
+def _check_weight(message: Message, message_name: str) -> None:
+    weight = message.get("weight")
+    if weight is None or (message["role"] == "assistant" and weight in (0, 1)):
+        return
+    raise DataError(
+        f"{message_name}: weight is 1 or 0, whether a message of role assistant is trained, but this is "
+        f"{_shortened(weight)} of a message of role {message['role']!r}. Correct it, or leave it out."
+    )
 
 
 def _with_parsed_arguments(message: Message, message_name: str) -> Message:
@@ -325,11 +341,13 @@ def from_sharegpt(turn: Any, row_name: str) -> Any:
     if role is None:
         names = ", ".join(_SHAREGPT_ROLES)
         raise DataError(f"{row_name}: a turn is from {turn['from']!r}; we know {names}. Rename the role.")
+    weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if turn["from"] != "function_call":
-        return {"role": role, "content": turn.get("value")}
+        return {"role": role, "content": turn.get("value"), **weight}
     calls = _from_json(turn.get("value") or "", "function calls", row_name)
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    written = [{"type": "function", "function": call} for call in calls]
+    return {"role": role, "content": "", "tool_calls": written, **weight}
 
 
 def as_messages(value: Any, role: str, column: str, row_name: str) -> list[Message]:

@@ -23,6 +23,7 @@ from holdfast.data.batches.weights import Share
 from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.heads.policy import without_dropout
 from holdfast.models.support import Support
+from holdfast.training.policy.experience import samples_of
 from holdfast.training.run import ShardedModel
 from holdfast.types import Example, Finish, Group, Trajectory
 
@@ -188,16 +189,22 @@ def fits_on_the_rest(differences: Tensor, spoilt: Mapping[str, Tensor]) -> list[
 
 
 def completions_of(groups: Sequence[Group]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
-    """Yield the length of a prompt, [P + C] tokens and [C] what the engine told of its own, of each completion."""
-    for size, trajectory in _chosen(groups):
-        yield size, trajectory.tokens, trajectory.sampler_logprobs[size:]
+    """Yield the length of a prompt, [P + C] tokens and [C] what the engine told of its own, of each completion.
+
+    Of tokens that were observed in an episode, and of those that it told nothing of, there is NaN.
+    """
+    for size, sample in _chosen(groups):
+        logprobs = sample.sampler_logprobs
+        if sample.episode is not None:
+            logprobs = np.where(sample.weights_versions < 0, np.float32("nan"), logprobs)
+        yield size, sample.tokens, logprobs[size:]
 
 
 def _chosen(groups: Sequence[Group]) -> Iterator[tuple[int, Trajectory]]:
     for group in groups:
-        for trajectory in group.trajectories:
-            if trajectory.tokens.size > group.prompt.tokens.size:
-                yield group.prompt.tokens.size, trajectory
+        for sample in (sample for trajectory in group.trajectories for sample in samples_of(trajectory)):
+            if sample.tokens.size > group.prompt.tokens.size:
+                yield group.prompt.tokens.size, sample
 
 
 def fit_of(cause: str, differences: Tensor) -> Fit:

@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import engine_of, load_run, verb_of
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.yaml12 import parse_file
+from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.launch.environment import inherited, resolve_ranks
 
@@ -38,9 +40,11 @@ _KILL_VARIABLE, _BREAK_VARIABLE = "HOLDFAST_PROVE_KILL", "HOLDFAST_PROVE_BREAK"
 PROVED_METRICS = ("loss", "reward", "grad_norm", "data/order_hash", "learning_rate")
 _STRAIGHT, _KILLED = "straight", "killed"
 _OUTSIDE = (
-    "sampling is outside of this proof: what a server computes together depends on the clock. The straight run samples "
-    "and records; the killed one trains on what was recorded"
+    "sampling is outside of this proof: what {} depends on the clock. The straight run samples and records; the killed "
+    "one trains on what was recorded"
 )
+_SERVERS = "a server computes together"
+_EPISODES = "is decoded together while environments are at work"
 
 
 class ProofFailed(HoldfastError):  # noqa: N818 - the name says what happened
@@ -60,8 +64,8 @@ class ProofPlan:
     phase: str
     every: int
     """Steps between checkpoints."""
-    served: bool = False
-    """Whether servers sample, which is outside of the proof."""
+    outside: str = ""
+    """What depends on the clock in sampling, which is outside of the proof then; "" where nothing does."""
 
 
 def prove(
@@ -76,7 +80,8 @@ def prove(
     if not 2 <= kill_at <= steps:
         raise ConfigError(f"--kill-at {kill_at} must lie between 2 and --steps {steps}.")
     loaded = load_run(path, [*overrides, f"steps={steps}"])
-    _refuse_unrecorded(loaded.config)
+    outside = _outside(loaded.config, loaded.base)
+    _refuse_unrecorded(loaded.config, outside)
     ranks = resolve_ranks(loaded.config.launch)
     generator = random.Random(seed)
     every = max(1, (kill_at - 1) // 2)
@@ -89,14 +94,14 @@ def prove(
         generator.randrange(ranks),
         generator.choice(PROOF_PHASES[loaded.config.verb]),
         every,
-        engine_of(loaded.config) is not None,
+        outside,
     )
     folder = Path(loaded.config.run.dir) / f".{loaded.config.run.name}.prove"
     shutil.rmtree(folder, ignore_errors=True)  # an earlier proof's: no run can have such a name
     straight, broken = folder / _STRAIGHT, folder / _KILLED
     print(f"straight: {steps} steps on {ranks} rank(s), a checkpoint every {every}", flush=True)
-    if plan.served:
-        print(_OUTSIDE, flush=True)
+    if plan.outside:
+        print(_OUTSIDE.format(plan.outside), flush=True)
     _run(plan, straight, {}, expected=0)
     print(f"killed: SIGKILL to rank {plan.rank} in phase {plan.phase} of step {kill_at}", flush=True)
     first = _run(plan, broken, {_KILL_VARIABLE: f"{plan.rank}:{kill_at}:{plan.phase}"}, expected=3)
@@ -106,13 +111,32 @@ def prove(
     return _compare(straight, broken)
 
 
-def _refuse_unrecorded(config: TrainingConfig) -> None:
-    """Refuse a served run whose updates follow from more than is recorded.
+def _outside(config: TrainingConfig, base: Path) -> str:
+    """Return what a run decodes together by the clock; "" where that follows from tokens alone.
+
+    Raises:
+        ConfigError: Its environment cannot work.
+    """
+    if engine_of(config) is not None:
+        return _SERVERS
+    if not isinstance(config, GRPOConfig) or config.environment is None:
+        return ""
+    with tempfile.TemporaryDirectory(prefix="holdfast-prove-") as folder:
+        pool = EnvironmentPool(config.environment, base, Path(folder))
+        try:
+            pool.start()
+            return "" if pool.replayable else _EPISODES
+        finally:
+            pool.close()
+
+
+def _refuse_unrecorded(config: TrainingConfig, outside: str) -> None:
+    """Refuse a run whose sampling is outside of the proof, and whose updates follow from more than is recorded.
 
     Raises:
         ConfigError: Its advantage asks for greedy completions, or its verb records none.
     """
-    if engine_of(config) is None:
+    if not outside:
         return
     if not isinstance(config, GRPOConfig):
         why = f"a run of `holdfast {config.verb}` records none"
@@ -120,9 +144,15 @@ def _refuse_unrecorded(config: TrainingConfig) -> None:
         why = f"advantage: {config.advantage.kind} compares with greedy completions, which are not among them"
     else:
         return
+    if outside == _SERVERS:
+        raise ConfigError(
+            f"A proof of a run that samples from servers (rollout.engine) trains on recorded completions, and {why}. "
+            "Prove the run with rollout.engine=auto."
+        )
     raise ConfigError(
-        f"A proof of a run that samples from servers (rollout.engine) trains on recorded completions, and {why}. Prove "
-        "the run with rollout.engine=auto."
+        f"A proof of a run whose environment is not replayable trains on recorded episodes, and {why}. Give the "
+        "environment `replayable = True` if equal rows, seeds and turns give equal observations, or prove the run with "
+        "another advantage."
     )
 
 
@@ -134,7 +164,7 @@ def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expe
         "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
         "checkpoint.storage=null",  # the two runs, and the user's own, would find each other's checkpoints there
     ]  # fmt: skip
-    if plan.served:
+    if plan.outside:
         command += ["rollout.record=true", "evaluation.at_start=false", "evaluation.at_end=false"]
         command += ["evaluation.every_steps=null"]
         if directory.name == _KILLED:

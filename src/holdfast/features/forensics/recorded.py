@@ -9,27 +9,40 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import ConfigError, RunStopped
+from holdfast.features.forensics.recorder import trajectory_of_record
 from holdfast.files import open_regular, parse_json
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.types import Finish
+from holdfast.types import Finish, Group, Prompt
 
 ROLLOUTS = "rollouts"
 """Of a run's directory."""
 
-_Completions = Mapping[tuple[int, int], Mapping[str, Any]]
-"""Those of a step as they were written, by prompt and seed."""
+
+class _Recorded(NamedTuple):
+    """One completion as it was written."""
+
+    prompt: Sequence[int]
+    """Tokens that all completions of its group begin with."""
+    completion: Mapping[str, Any]
+
+
+_Completions = Mapping[tuple[int, int], _Recorded]
+"""Those of a step, by prompt and seed."""
 
 
 class RecordedEngine:
-    """An engine that returns recorded completions; implements `RolloutEngine` and `AheadEngine` of `rollout/engine.py`.
+    """An engine that returns recorded completions.
+
+    Implements `RolloutEngine`, `AheadEngine` and `EpisodeRecords` of `rollout/engine.py`.
 
     Args:
         directory: Directory of the run that recorded its rollouts.
@@ -83,16 +96,37 @@ class RecordedEngine:
     def close(self) -> None:
         """Have nothing to close."""
 
-    def _completion(self, request: Request, index: int, sampling: SamplingConfig) -> Sampled:
-        key = request.request_id, request.seeds[index]
+    def episodes(self, prompt: Prompt, seeds: Sequence[int], sampling: SamplingConfig) -> Group:
+        """Return the recorded episodes of a prompt.
+
+        Raises:
+            RunStopped: There is no such episode, or what is recorded of it is damaged.
+        """
+        recorded = [self._recorded(prompt.prompt_id, seed, index, sampling) for index, seed in enumerate(seeds)]
+        prompt = replace(prompt, tokens=np.asarray(recorded[0].prompt, np.int64))
+        try:
+            trajectories = tuple(trajectory_of_record(prompt, record.completion) for record in recorded)
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunStopped(
+                f"{self._files[self._place]} has no whole episodes of prompt {prompt.prompt_id} "
+                f"({type(error).__name__}: {error})."
+            ) from error
+        return Group(prompt, trajectories)
+
+    def _recorded(self, prompt_id: int, seed: int, index: int, sampling: SamplingConfig) -> _Recorded:
+        key = prompt_id, seed
         if key not in self._open:
             self._open = self._step_with(key)
-        completion = self._open[key]
-        if completion["temperature"] != sampling.temperature:
+        recorded = self._open[key]
+        if recorded.completion["temperature"] != sampling.temperature:
             raise RunStopped(
-                f"Completion {index} of prompt {request.request_id} was recorded at temperature "
-                f"{completion['temperature']:g}, and rollout.temperature is {sampling.temperature:g}."
+                f"Completion {index} of prompt {prompt_id} was recorded at temperature "
+                f"{recorded.completion['temperature']:g}, and rollout.temperature is {sampling.temperature:g}."
             )
+        return recorded
+
+    def _completion(self, request: Request, index: int, sampling: SamplingConfig) -> Sampled:
+        completion = self._recorded(request.request_id, request.seeds[index], index, sampling).completion
         tokens = np.asarray(completion["tokens"], np.int64)
         logprobs = np.asarray(completion["sampler_logprobs"], np.float32)
         versions = tuple((int(start), int(version)) for start, version in completion["versions"])
@@ -146,7 +180,7 @@ def _read(path: Path) -> _Completions:
     """
     try:
         return {
-            (line["prompt_id"], completion["seed"]): completion
+            (line["prompt_id"], completion["seed"]): _Recorded(line["prompt"], completion)
             for line in _lines(path)
             for completion in line["completions"]
         }

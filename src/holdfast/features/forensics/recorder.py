@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.training.policy.groups import CompletionSummary, GroupFact
 from holdfast.training.policy.rollouts import Rollout
 from holdfast.training.policy.run import PolicyRun
-from holdfast.types import Finish, Group, Prompt, Trajectory
+from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
 
 RECORD_FOLDER = "rollouts"
 REPLAYED_METRICS = ("loss", "grad_norm")
@@ -53,8 +53,8 @@ def record_path(directory: Path, step: int) -> Path:
 
 def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> None:
     """Write the step that was just made; all ranks call this together."""
-    left_out = [_group_line(group) | {"left_out": True} for group in rollout.left_out]
-    everyone = run.setting.ranks.gather([*(_group_line(group) for group in rollout.groups), *left_out])
+    left_out = [group_line(group) | {"left_out": True} for group in rollout.left_out]
+    everyone = run.setting.ranks.gather([*(group_line(group) for group in rollout.groups), *left_out])
     if not run.setting.world.is_first:
         return
     lines = {line["prompt_id"]: line for rank_lines in everyone for line in rank_lines}
@@ -77,7 +77,8 @@ def record(run: PolicyRun, rollout: Rollout, metrics: Mapping[str, float]) -> No
     temporary.replace(path)
 
 
-def _group_line(group: Group) -> dict[str, Any]:
+def group_line(group: Group) -> dict[str, Any]:
+    """Return what is kept of a group, but for its rewards."""
     return {
         "prompt_id": group.prompt.prompt_id,
         "prompt": group.prompt.tokens.tolist(),
@@ -98,6 +99,7 @@ def _group_line(group: Group) -> dict[str, Any]:
                     for name in (CHOICES_COLUMN,)
                     if name in trajectory.per_token
                 },
+                **({} if trajectory.episode is None else {"episode": asdict(trajectory.episode)}),
             }
             for trajectory in group.trajectories
         ],
@@ -105,7 +107,7 @@ def _group_line(group: Group) -> dict[str, Any]:
 
 
 def _segments(versions: NDArray[np.int32]) -> list[list[int]]:
-    """Return [first token, weights version] of each part of a completion."""
+    """Return [first token, weights version] of each part of a completion; -1 where the policy did not choose."""
     starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if versions.size else []
     return [[start, int(versions[start])] for start in starts]
 
@@ -153,46 +155,78 @@ def _group(line: Mapping[str, Any]) -> tuple[Group, GroupFact]:
     prompt = Prompt(line["prompt_id"], tokens, "", {}, line["source"])
     facts = line["facts"]["completions"]
     trajectories = tuple(
-        _trajectory(prompt, completion, fact) for completion, fact in zip(line["completions"], facts, strict=True)
+        _scored_trajectory(prompt, completion, fact)
+        for completion, fact in zip(line["completions"], facts, strict=True)
     )
     completions = tuple(
         CompletionSummary(
             _number(fact["reward"]),
             fact["parts"],
-            len(completion["tokens"]),
-            tokens.size + len(completion["tokens"]),
+            trajectory.completion_length,
+            trajectory.tokens.size,
             Finish(fact["finish"]),
             None,
             None,
+            episode=trajectory.episode,
         )
-        for completion, fact in zip(line["completions"], facts, strict=True)
+        for trajectory, fact in zip(trajectories, facts, strict=True)
     )
-    return Group(prompt, trajectories), GroupFact(prompt.prompt_id, 0, completions, _number(line["facts"]["greedy"]))
+    fact = GroupFact(
+        prompt.prompt_id, 0, completions, _number(line["facts"]["greedy"]), prompt_tokens=prompt.tokens.size
+    )
+    return Group(prompt, trajectories), fact
 
 
-def _trajectory(prompt: Prompt, completion: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
-    size, sampled = prompt.tokens.size, np.asarray(completion["tokens"], np.int64)
-    is_sampled = np.arange(size + sampled.size) >= size
-    versions = np.full(is_sampled.size, -1, np.int32)
+def _scored_trajectory(prompt: Prompt, completion: Mapping[str, Any], fact: Mapping[str, Any]) -> Trajectory:
+    trajectory = trajectory_of_record(prompt, {**completion, "finish": fact["finish"]})
+    return replace(
+        trajectory,
+        loss_mask=trajectory.loss_mask & completion["trained"],
+        reward=fact["reward"],
+        rewards=fact["parts"],
+    )
+
+
+def trajectory_of_record(prompt: Prompt, completion: Mapping[str, Any]) -> Trajectory:
+    """Return a recorded completion, or a recorded episode, as it was before it had a reward.
+
+    Args:
+        prompt: What all completions of its group begin with, as it was recorded.
+        completion: Of a group's line.
+
+    Raises:
+        ValueError: A column has another length than its tokens; or, like LookupError and TypeError, something else is
+            not as `record` writes it.
+    """
+    size, chosen = prompt.tokens.size, np.asarray(completion["tokens"], np.int64)
+    versions = np.full(size + chosen.size, -1, np.int32)
     for start, version in completion["versions"]:
         versions[size + start :] = version
+    logprobs = np.asarray(completion["sampler_logprobs"], np.float32)
+    if logprobs.shape != chosen.shape:
+        raise ValueError(f"{chosen.size} tokens have {logprobs.size} log-probabilities")
+    episode = None if "episode" not in completion else _episode(completion["episode"])
+    is_sampled = np.arange(versions.size) >= size if episode is None else versions >= 0
     return Trajectory(
         prompt_id=prompt.prompt_id,
         sample_id=completion["sample_id"],
         seed=completion["seed"],
         temperature=completion["temperature"],
-        tokens=np.concatenate([prompt.tokens, sampled]),
-        loss_mask=is_sampled & completion["trained"],
-        sampler_logprobs=np.concatenate(
-            [np.zeros(size, np.float32), np.asarray(completion["sampler_logprobs"], np.float32)]
-        ),
+        tokens=np.concatenate([prompt.tokens, chosen]),
+        loss_mask=is_sampled,
+        sampler_logprobs=np.concatenate([np.zeros(size, np.float32), logprobs]),
         weights_versions=versions,
-        finish=Finish(fact["finish"]),
+        finish=Finish(completion["finish"]),
         completion=completion["text"],
-        reward=fact["reward"],
-        rewards=fact["parts"],
         per_token={name: np.asarray(completion[name], np.int16) for name in (CHOICES_COLUMN,) if name in completion},
+        episode=episode,
     )
+
+
+def _episode(written: Mapping[str, Any]) -> EpisodeSummary:
+    """Return what an episode came to; JSON has lists where it has tuples."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+    return EpisodeSummary(**values | {"samples": tuple(tuple(sizes) for sizes in written["samples"])})
 
 
 def _number(value: float | None) -> float:

@@ -39,6 +39,7 @@ from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.training.directory import CHECKPOINTS
 from holdfast.training.policy.build import build_policy_run
+from holdfast.training.policy.episodes import open_environments
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.saving.resume import resume
 
@@ -106,7 +107,7 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
             rebuilt.go_to(step - 2)
             stale = f"stale weights: those of {before}"
             if rollout.max_staleness:
-                stale += ", as rollout.max_staleness: 1 asks for"
+                stale += f", as rollout.max_staleness: {rollout.max_staleness} asks for"
             further_fits.append(replace(fits(sharded, groups, as_it_was)[0], cause=stale))
             earlier = plain_copy(sharded), before
         rebuilt.go_to(step - 1)
@@ -170,9 +171,10 @@ def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) 
             "rollout": config.rollout.model_copy(update={"engine": LocalEngineConfig(), "max_staleness": 0}),
         }
         apart = _as_recorded(config, record).model_copy(update=changed)
-        run = build_policy_run(apart, record.base, world, lambda _: [])
-        yield _Rebuilt(run, storage)
-        run.setting.ranks.close()
+        with open_environments(apart, record.base, world) as environments:  # their tools are part of prompts
+            run = build_policy_run(apart, record.base, world, lambda _: [], environments=environments)
+            yield _Rebuilt(run, storage)
+            run.setting.ranks.close()
 
 
 def _as_recorded(config: GRPOConfig, record: Record) -> GRPOConfig:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
+from holdfast import registry
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.optim import AdamW8bitConfig, AdamWConfig
 from holdfast.config.sections.parallel import FullRecompute, NoRecompute, SelectiveRecompute
@@ -32,6 +33,7 @@ from holdfast.features.plan.devices import Device, device_named
 from holdfast.features.plan.execution.execute import execute, import_first
 from holdfast.features.plan.execution.origin import without_files
 from holdfast.features.plan.execution.saved import (
+    ahead_bytes,
     checkpoint_bytes,
     export_bytes,
     host_random_state,
@@ -66,6 +68,7 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     spec = RankSpec(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
     base = Path(request["base"])
     plan = plain_plan(_made(config, base, spec, no_guard), device, request["memory"])
+    plan["servers"] = registry.load(registry.SERVER_COMMANDS)(config, spec.ranks, on_cpu=on_cpu)
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
         plan["turns"] = list(_turns(config, base, spec, device, no_guard))
     return plan
@@ -201,7 +204,7 @@ def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str
         loaded=peaks,
         steady=peaks,
         resumed=peaks if is_full else {},
-        checkpoint_bytes=checkpoint_bytes(saved, spec.ranks, host_random_state()) + small,
+        checkpoint_bytes=checkpoint_bytes(saved, spec.ranks, host_random_state()) + small + ahead_bytes(shapes),
         export_bytes=export_bytes(shapes, policy, origin, notes) + small,
         tokens=tokens,
         parameters=plan.parameters,

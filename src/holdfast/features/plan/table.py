@@ -49,6 +49,7 @@ def table(plan: Mapping[str, Any]) -> list[str]:
         "",
         *([f"the host waits {_several(len(plan['host_values']), 'time')}: {'; '.join(waits)}"] if waits else []),
         f"a checkpoint takes {size_words(plan['checkpoint_bytes'])}, an export {size_words(plan['export_bytes'])}",
+        *(f"server {number}: {command}" for number, command in enumerate(plan["servers"], 1)),
         *(f"note: {note}" for note in plan["notes"]),
         *verdict_lines(plan),
     ]

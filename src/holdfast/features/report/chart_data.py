@@ -169,4 +169,5 @@ def _full_text(values: Mapping[str, Any]) -> dict[str, Any]:
         [text, rounded(logprob, _OF_SAMPLES), rounded(advantage, _OF_SAMPLES)]
         for text, logprob, advantage in values["tokens"]
     ]
-    return {"prompt": values["prompt"], "completion": values["completion"], "tokens": tokens}
+    full = {"prompt": values["prompt"], "completion": values["completion"], "tokens": tokens}
+    return full | ({"turns": values["turns"]} if values["turns"] else {})

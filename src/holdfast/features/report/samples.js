@@ -52,11 +52,24 @@ function tokensOf(whole) {
   const column = by === "advantage" ? 2 : 1;
   const largest = by === "advantage" ? Math.max(...whole.tokens.map((token) => Math.abs(token[2] || 0)), 1e-9) : 4;
   return whole.tokens.map((token) => {
-    const span = element("span", "token", token[0]);
+    const span = element("span", token[1] === null ? "token observed" : "token", token[0]);
     if (by !== "none") span.style.backgroundColor = tint(token[column], largest);
     span.title = "log-probability " + decimal(token[1]) + ", advantage " + decimal(token[2]);
     return span;
   });
+}
+
+// An episode as a conversation: what the policy said, the calls among it, and what came of them.
+function conversation(turns) {
+  const box = element("div", "turns");
+  turns.forEach(([role, name, text], place) => {
+    const calls = role === "assistant" && (turns[place + 1] || [])[0] === "tool";
+    const kind = calls ? "calls" : role === "assistant" || role === "tool" ? role : "other";
+    const turn = element("div", "turn " + kind);
+    turn.append(element("span", "role", calls ? "assistant calls" : role + (name ? " " + name : "")), element("pre", "", text || "(nothing)"));
+    box.append(turn);
+  });
+  return box;
 }
 
 function imagesOf(samples, prompt) {
@@ -86,6 +99,7 @@ function article(samples, place, withPrompt) {
   const bare = !whole || !whole.tokens.length;
   if (!bare && whole.tokens.map((token) => token[0]).join("").length <= 300) text.replaceChildren(...tokensOf(whole));
   box.append(text);
+  if (whole && whole.turns) box.append(conversation(whole.turns));
   const longer = whole && (whole.completion.length > 300 || whole.prompt.length > 300);
   if (longer) {
     const button = element("button", "", "Show all of it");

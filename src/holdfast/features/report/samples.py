@@ -24,6 +24,7 @@ WHOLE = 500
 """Completions that are there whole, with their tokens where the run recorded some."""
 _WHOLE_CHARACTERS = 8_000
 _WHOLE_TOKENS = 2_000
+_WHOLE_TURNS = 200
 _IMAGE = re.compile(r"\b[0-9a-f]{16}\.jpg\b")
 _JPEG = b"\xff\xd8"
 _MOST_IMAGES, _MOST_BYTES = 500, 1 << 16
@@ -58,7 +59,8 @@ class ShownSample:
     images: tuple[str, ...] = ()
     """Names of the files of its prompt's images."""
     full: dict[str, Any] | None = None
-    """Prompt, completion, and tokens as [text, log-probability, advantage], where all of it is shown."""
+    """Prompt, completion, tokens as [text, log-probability, advantage], and messages of an episode as [role, name of a
+    tool, text], where all of it is shown."""
 
 
 @dataclass
@@ -257,13 +259,26 @@ def full_sample(line: Mapping[str, Any]) -> dict[str, Any]:
             for token in (tokens[:_WHOLE_TOKENS] if isinstance(tokens, list) else ())
             if isinstance(token, list) and len(token) == 3
         ],
+        "turns": _turns(line.get("messages")),
     }
 
 
-def _cut(text: str) -> str:
-    excess = len(text) - _WHOLE_CHARACTERS
+def _turns(messages: Any) -> list[list[str]]:
+    """Return the conversation of an episode, cut beyond reason; [] of a single answer."""
+    turns: list[list[str]] = []
+    left = _WHOLE_CHARACTERS
+    for message in messages[:_WHOLE_TURNS] if isinstance(messages, list) else ():
+        if isinstance(message, dict) and left > 0:
+            role, name, text = (str(message.get(key) or "") for key in ("role", "name", "content"))
+            turns.append([escaped_paragraph(role[:40]), escaped_paragraph(name[:80]), _cut(text, left)])
+            left -= len(text)
+    return turns
+
+
+def _cut(text: str, most: int = _WHOLE_CHARACTERS) -> str:
+    excess = len(text) - most
     suffix = f"\n… and {excess:,} characters more" if excess > 0 else ""
-    return escaped_paragraph(text[:_WHOLE_CHARACTERS]) + suffix
+    return escaped_paragraph(text[:most]) + suffix
 
 
 def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSample]:
@@ -285,5 +300,5 @@ def _in_tables(folder: Path, between: Callable[[], None]) -> Iterator[ShownSampl
             }
             sample = sample_of({**row, "rewards": rewards}, -1)
             if sample is not None:
-                sample.full = full_sample(row) if sample.is_cut else None
+                sample.full = full_sample(row) if sample.is_cut or row.get("messages") else None
                 yield sample

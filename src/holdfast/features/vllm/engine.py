@@ -1,251 +1,23 @@
-"""Samples from vLLM servers over HTTP, without importing vLLM.
-
-Each completion is a request of its own with its own seed, so it does not matter which server answers it. A server that
-dies in the middle is noticed by its silence, and its requests are asked of the others with the same seeds; where none
-is left, the step ends with their names. A completion counts only if it says that it is of the weights that were pushed.
-"""
+"""Samples from vLLM servers over HTTP, without importing vLLM; `flight.py` has the requests that are on their way."""
 
 from __future__ import annotations
 
 import secrets
-import threading
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.errors import RunStopped
-from holdfast.features.vllm.answers import Reply
-from holdfast.features.vllm.servers import Fleet, UnexpectedWeights, VLLMServer, sampling_words
-from holdfast.http import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
-from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.features.vllm.flight import PendingCompletion, VLLMFlight
+from holdfast.features.vllm.servers import Fleet, VLLMServer
+from holdfast.rollout.engine import Interrupted, Request, Sampled, TurnSource
 from holdfast.rollout.sampling import Stops
-from holdfast.types import Finish
-
-_LOOK_SECONDS = 0.2
-"""Between two looks whether anybody still wants the completions."""
-_GRACE_SECONDS = 0.5
-"""For requests that were ended to answer with what they have, before they are hung up on."""
-_THREADS_SECONDS = 1.0
-"""For threads to notice that."""
-_LARGEST_SEED = 2**63 - 1
-
-
-class _PendingCompletion(NamedTuple):
-    """One completion that was requested and has not arrived."""
-
-    name: str
-    request: Request
-    seed_index: int
-
-
-class VLLMFlight:
-    """Requests to servers on separate threads; implements `Flight` of `rollout/engine.py`.
-
-    Args:
-        fleet: The servers.
-        section: The `rollout.engine` section of the run.
-        items: The completions that are requested.
-        sampling: Temperature and support of all requests.
-        stops: The conditions that end a completion.
-        done: Completions that exist already and are not requested.
-    """
-
-    def __init__(  # noqa: PLR0913 - what is asked, of whom, and how
-        self,
-        fleet: Fleet,
-        section: VLLMEngineConfig,
-        items: Sequence[_PendingCompletion],
-        sampling: SamplingConfig,
-        stops: Stops,
-        done: Sequence[Sampled] = (),
-    ) -> None:
-        self._fleet, self._section, self._sampling, self._stops = fleet, section, sampling, stops
-        self.oldest = fleet.newest
-        """Order of the push before it began: no completion is of older weights, however long it waits."""
-        self._items = list(items)
-        self._done = {(sampled.request_id, sampled.place): sampled for sampled in done}
-        self._asked: dict[str, VLLMServer] = {}
-        """By address."""
-        self._before_push: list[Sampled] | None = None
-        self._given_up = threading.Event()
-        parameters = sampling_words(sampling, sorted(stops.tokens))
-        self._threads = ThreadPoolExecutor(section.requests, thread_name_prefix="holdfast-vllm")
-        self._futures = {
-            self._threads.submit(self._completed, item, parameters): item
-            for item in items
-            if (item.request.request_id, item.seed_index) not in self._done
-        }
-
-    def finished(self) -> list[Sampled]:
-        """Return those that are done; while weights are pushed and not yet proved, those that were done before."""
-        return self._finished() if self._before_push is None else self._before_push
-
-    def hold(self) -> None:
-        """Count nothing as finished from here on: what comes may be of weights that fail their proof."""
-        self._before_push = self._finished()
-
-    def release(self) -> None:
-        """Count again what comes: the weights are proved."""
-        self._before_push = None
-
-    def _finished(self) -> list[Sampled]:
-        done = {
-            (item.request.request_id, item.seed_index): future.result()
-            for future, item in self._futures.items()
-            if future.done() and not future.cancelled() and future.exception() is None
-        }
-        complete = {key: sampled for key, sampled in done.items() if sampled.finish is not Finish.ABORT}
-        return self._in_order(self._done | complete)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no request is on its way."""
-        return all(future.done() for future in self._futures)
-
-    def collect(self, interrupted: Interrupted = lambda: False) -> list[Sampled]:
-        """Return all completions, by request and place.
-
-        Raises:
-            RunStopped: No server is left, or one answers what cannot be trained on.
-        """
-        try:
-            self._await(interrupted)
-            done = {
-                (item.request.request_id, item.seed_index): future.result() if future.done() else _aborted(item)
-                for future, item in self._futures.items()
-            }
-        finally:
-            self.end()
-        return self._in_order(self._done | done)
-
-    def settle(self, interrupted: Interrupted) -> None:
-        """Wait for what is on its way, which `collect` returns later, errors included."""
-        self._await(interrupted)
-
-    def give_up(self) -> None:
-        """End all requests without waiting for their completions."""
-        pending = [future for future in self._futures if not future.done()]
-        if pending:
-            self._give_up(pending)
-        self._given_up.set()  # those that no thread has begun end at once
-
-    def end(self) -> None:
-        """Give up, and see the threads end."""
-        self.give_up()
-        self._threads.shutdown(wait=self.is_done, cancel_futures=True)
-
-    def _in_order(self, done: Mapping[tuple[int, int], Sampled]) -> list[Sampled]:
-        keys = [(item.request.request_id, item.seed_index) for item in self._items]
-        return [done[key] for key in keys if key in done]
-
-    def _await(self, interrupted: Interrupted) -> None:
-        """Wait for all requests, or end them; the first error ends the wait."""
-        pending = set(self._futures)
-        while pending and not self._given_up.is_set():
-            done, pending = wait(pending, timeout=_LOOK_SECONDS)
-            failed = any(future.exception() is not None for future in done if not future.cancelled())
-            if failed or (pending and interrupted()):
-                self._give_up(pending)
-
-    def _give_up(self, pending: Collection[Future[Sampled]]) -> None:
-        """End requests, and wait a moment for their threads; a server that does not answer is hung up on."""
-        self._given_up.set()
-        names = [self._futures[future].name for future in pending]
-        living = [server for server in self._fleet.servers if server.url not in self._fleet.dead]
-        if living:
-            with ThreadPoolExecutor(len(living)) as threads:
-                list(threads.map(lambda server: server.abort(names), living))
-        deadline = time.monotonic() + _GRACE_SECONDS + _THREADS_SECONDS
-        pending = wait(pending, timeout=_GRACE_SECONDS).not_done
-        while pending and time.monotonic() < deadline:
-            for server in self._asked.values():
-                server.hang_up()  # one that was about to ask again has a connection by the next round
-            pending = wait(pending, timeout=_LOOK_SECONDS).not_done
-
-    def _completed(self, item: _PendingCompletion, parameters: dict[str, Any]) -> Sampled:
-        """Return one completion, from whichever server gives it."""
-        sampling = parameters | {"seed": item.request.seeds[item.seed_index] & _LARGEST_SEED}
-        prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
-        while not self._given_up.is_set():
-            server = self._fleet.take(avoided)
-            self._asked[server.url], adapter = server, self._fleet.adapter
-            try:
-                reply = server.complete(item.name, prompt, sampling, adapter)
-                if self._given_up.is_set() or reply.finish is not Finish.ABORT:
-                    return self._sampled(item, reply, adapter)
-                raise EndpointUnwell("ended a completion that nobody had given up")  # noqa: TRY301
-            except EndpointUnwell as error:
-                tries += 1
-                self._bury_or_wait(server, error, tries)
-            except UnexpectedWeights as error:
-                self._fleet.bury(server, str(error))  # it was started again, or somebody else pushes to it
-            except EndpointMistaken as error:  # one failed request: another server may do better
-                tries, avoided = tries + 1, server.url
-                self._fleet.mistaken(server, str(error))
-                if tries >= self._section.attempts:
-                    raise RunStopped(
-                        f"The server at {server.url} {error}; one completion was asked for {tries} times. Start "
-                        "servers by `holdfast serve`, with the flags that runs need; the same command then goes on "
-                        "from the last checkpoint."
-                    ) from error
-            except EndpointRefuses as error:
-                if adapter and not server.has_adapter(adapter):
-                    self._fleet.bury(server, f"has no adapter {adapter}: it was started again")
-                    continue
-                raise RunStopped(f"The server at {server.url} {error}.") from error
-            finally:
-                self._fleet.release(server)
-        return _aborted(item)
-
-    def _bury_or_wait(self, server: VLLMServer, error: EndpointUnwell, tries: int) -> None:
-        """Leave a server that died to its others, or pause before the next try; the last one gets all tries.
-
-        Raises:
-            RunStopped: It lives, and all tries have failed.
-        """
-        if self._given_up.is_set():
-            return
-        is_last_try = tries >= self._section.attempts
-        if not server.is_well() and (is_last_try or not self._fleet.is_last(server)):
-            self._fleet.bury(server, str(error))
-        elif is_last_try:
-            raise RunStopped(
-                f"The server at {server.url} {error}, asked {tries} times. Mend it; the same command then goes on from "
-                "the last checkpoint."
-            ) from error
-        else:
-            self._given_up.wait(pause_seconds(tries))
-
-    def _sampled(self, item: _PendingCompletion, reply: Reply, adapter: str) -> Sampled:
-        tokens, logprobs, finish = reply.tokens, reply.logprobs, reply.finish
-        versions = self._fleet.versions(reply, adapter, self.oldest)
-        stops = self._stops.with_texts(self._sampling.stop)
-        end = stops.end(tokens.tolist(), 0)
-        if end is not None:  # a text that ends a completion is looked for here
-            tokens, logprobs, finish = tokens[:end], logprobs[:end], Finish.STOP
-        elif finish is Finish.STOP:
-            raise RunStopped(
-                f"A server ended a completion at token {tokens[-1:].tolist()}, which is no end of this run's. Start "
-                "servers by `holdfast serve`, which gives vLLM no other rules of its own."
-            )
-        spans = [(start, version) for start, version in versions if start < max(1, tokens.size)]
-        first = spans[0][1] if spans else -1
-        changes = tuple(spans) if len({version for _, version in spans}) > 1 else ()
-        unscored = int(np.count_nonzero(np.isnan(logprobs)))
-        return Sampled(
-            item.request.request_id, item.seed_index, tokens, logprobs, finish, first, None, changes, unscored
-        )
 
 
 class VLLMEngine:
-    """Samples from servers; implements `RolloutEngine` and `AheadEngine` of `rollout/engine.py`.
+    """Samples from servers; implements `RolloutEngine`, `AheadEngine` and `EpisodeEngine` of `rollout/engine.py`.
 
     Args:
         section: The `rollout.engine` section of the run.
@@ -311,14 +83,34 @@ class VLLMEngine:
 
     def begin(self, requests: Sequence[Request], sampling: SamplingConfig, done: Sequence[Sampled] = ()) -> VLLMFlight:
         """Start to sample."""
+        flight = VLLMFlight(self._fleet, self._section, self._items(requests), sampling, self._stops, done)
+        self._flights.append(flight)
+        return flight
+
+    def _items(self, requests: Sequence[Request]) -> list[PendingCompletion]:
         items = []
         for request in requests:
             for index in range(len(request.seeds)):
                 self._count += 1
-                items.append(_PendingCompletion(f"{self._mark}-{self._count}", request, index))
-        flight = VLLMFlight(self._fleet, self._section, items, sampling, self._stops, done)
-        self._flights.append(flight)
-        return flight
+                items.append(PendingCompletion(f"{self._mark}-{self._count}", request, index))
+        return items
+
+    def converse(self, source: TurnSource, sampling: SamplingConfig, interrupted: Interrupted = lambda: False) -> None:
+        """Sample until a source has no more turns; none waits for another one.
+
+        Raises:
+            RunStopped: As `collect`.
+        """
+        flight = self.begin((), sampling)
+        try:
+            while True:
+                requests = source.ready(wait=flight.has_returned_all)
+                flight.add(self._items(requests))
+                if flight.has_returned_all:
+                    return
+                source.finished(flight.next_finished(interrupted))
+        finally:
+            flight.end()
 
     def submit(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Accept requests, and ask for them at once."""
@@ -343,9 +135,3 @@ class VLLMEngine:
             flight.end()
         for server in self.servers:
             server.close()
-
-
-def _aborted(item: _PendingCompletion) -> Sampled:
-    return Sampled(
-        item.request.request_id, item.seed_index, np.zeros(0, np.int64), np.zeros(0, np.float32), Finish.ABORT, -1
-    )

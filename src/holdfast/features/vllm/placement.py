@@ -34,10 +34,18 @@ def gpus_of_servers(
             f"{_KEY}: {servers}, the ranks take {ranks}, and this command sees {count}. Set launch.ranks to fewer, "
             f"name fewer addresses in rollout.engine.url, or set {_KEY}.share: true."
         )
-    devices = start.devices or list(range(first, first + needed))
-    if len(devices) != needed:
-        raise ConfigError(f"{_KEY}.devices: {servers}, and {len(devices)} are named. Name one for each.")
-    _refuse_gpus(devices, count, 0 if start.share else ranks)
+    if start.devices and len(start.devices) != needed:
+        raise ConfigError(f"{_KEY}.devices: {servers}, and {len(start.devices)} are named. Name one for each.")
+    placed = planned_gpus(section, ranks)
+    _refuse_gpus([device for devices in placed for device in devices], count, first)
+    return placed
+
+
+def planned_gpus(section: VLLMEngineConfig, ranks: int) -> list[list[int]]:
+    """Return the GPUs of each server on a machine that has enough: those named, or those behind the ranks'."""
+    start = section.start or StartConfig()
+    size, first = start.tensor_parallel_size, 0 if start.share else ranks
+    devices = start.devices or list(range(first, first + len(section.url) * size))
     return [devices[number * size : (number + 1) * size] for number in range(len(section.url))]
 
 

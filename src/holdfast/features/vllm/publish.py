@@ -30,6 +30,7 @@ from holdfast.features.vllm.lora import why_merged
 from holdfast.features.vllm.nccl import NCCLPublisher, refuse_nccl
 from holdfast.features.vllm.proof import Proof, Prover, Suspects
 from holdfast.features.vllm.servers import VLLMServer
+from holdfast.features.vllm.speculation import Acceptance
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.collectives import RankGroup
@@ -128,6 +129,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         """Of the server processes that took the last push; on rank 0."""
         self._proved: frozenset[str] = frozenset()
         """Of those of which a push was proved; on rank 0."""
+        self._acceptance = Acceptance()
         self.proofs: list[Proof] = []
         """Of the last push that was proved; on rank 0."""
 
@@ -161,9 +163,7 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         self.follow(servers)
         adapter = label if self._adapters is not None else ""
         if has_new or self._is_proved():
-            present = [server for server in self.servers if server.url in servers]
-            self.proofs = self._prover.prove(sharded, present, lambda wrong: self._suspects(sharded, wrong), adapter)
-            self._proved |= self._identities
+            self._prove([server for server in self.servers if server.url in servers], sharded, adapter)
         if self._adapters is not None:
             self._sample_by(self._adapters, label, sharded)
         if self._pushes == 1 and sharded.setting.world.is_first:
@@ -174,6 +174,16 @@ class ServedEngine(VLLMEngine, PublishedEngine):
                 f"{self._prover.limit:.1e})",
                 flush=True,
             )
+
+    def _prove(self, servers: Sequence[VLLMServer], sharded: ShardedModel, adapter: str) -> None:
+        """Prove the last push on these servers; all ranks call this together."""
+        if adapter and self._section.interrupt == "continue":
+            # vLLM 0.32 on a CPU dies of log-probabilities of a prompt, which a proof asks for, where it decodes other
+            # requests with an adapter at the same time. So all ranks wait for theirs.
+            self.settle(sharded.setting.interrupted)
+            sharded.setting.ranks.gather(None)
+        self.proofs = self._prover.prove(sharded, servers, lambda wrong: self._suspects(sharded, wrong), adapter)
+        self._proved |= self._identities
 
     def _suspects(self, sharded: ShardedModel, wrong: Sequence[str]) -> Suspects:
         """Return what servers compute with otherwise than the policy; all ranks call this together."""
@@ -191,6 +201,11 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         finally:
             for _ in tensors:  # the other ranks are gathering
                 pass
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return the share of drafted tokens that servers accepted, where they decode by speculation."""
+        assert self._ranks is not None  # something was pushed
+        return self._ranks.on_first_rank(lambda: self._acceptance.since_last(self.servers))
 
     def sleep(self) -> bool:
         """Have servers on the ranks' GPUs give their memory back until the next push; return whether they do.

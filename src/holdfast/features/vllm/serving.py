@@ -20,7 +20,7 @@ from holdfast.config.verbs.roots import engine_of, load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError
 from holdfast.features.vllm.lora import AdapterLimits, limits_of, why_merged
-from holdfast.features.vllm.placement import gpus_of_servers
+from holdfast.features.vllm.placement import gpus_of_servers, planned_gpus
 from holdfast.features.vllm.processes import Servers, ServerSpec, command_of, keep_logs
 from holdfast.launch.environment import computes_on_cpu, visible_names
 from holdfast.training.directory import run_directory
@@ -111,6 +111,22 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
                 yield
         finally:
             keep_logs(folder, run_directory(config))
+
+
+def planned_commands(config: TrainingConfig, ranks: int, *, on_cpu: bool) -> list[str]:
+    """Return the command lines of the servers that a run would start on a machine that has enough GPUs.
+
+    Args:
+        config: Of the run.
+        ranks: How many it would have.
+        on_cpu: Whether it would compute on CPUs.
+    """
+    section = engine_of(config)
+    if section is None or section.start is None:
+        return []
+    placed = [[] for _ in section.url] if on_cpu else planned_gpus(section, ranks)
+    visible = {url: ",".join(map(str, gpus)) for url, gpus in zip(section.url, placed, strict=True)}
+    return _command_lines(_spec(config, section, Path("SERVER_FILES"), on_cpu=on_cpu, visible=visible))
 
 
 def _command_lines(served: ServerSpec) -> list[str]:

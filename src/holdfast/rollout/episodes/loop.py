@@ -1,7 +1,8 @@
 """The loop of turns: what is sampled goes to environments, and what they answer to the engine, episode by episode.
 
-No episode waits for another one's turn. Where environments are replayable, an answer is waited for before the next
-token is sampled: then what is decoded together follows from tokens alone, and a step that is made again is the same.
+No episode waits for another one's turn. Where environments are replayable and this process samples, an answer is
+waited for before the next token is sampled: then what is decoded together follows from tokens alone, and a step that is
+made again is the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Ended = Literal["done", "turns", "room", "seconds", "cut", "fault", "aborted"]
 """By its environment, at `max_turns`, at `data.max_length`, at `max_seconds`, by a turn that was cut, by an environment
 that failed twice, or since nobody wanted it any more."""
 
-_ATTEMPTS = 2
+Decode = Callable[[list[int], bool], str]
+"""Tokens to text; with True, special ones are left out."""
+
+ATTEMPTS = 2
 """An environment that fails is made once more: what ended it may not be its episode's doing."""
 _LOOK_SECONDS = 0.2
 """Between two looks whether the step is abandoned, where an environment is waited for."""
@@ -133,16 +137,20 @@ class EpisodeLoop:
         decode: Tokens to text; with True, special ones are left out.
         limits: Of an episode.
         interrupted: Asked while an environment is waited for.
+        in_order: Whether an answer is waited for before anything else is sampled, where environments are replayable.
     """
 
     def __init__(
         self,
         requests: Sequence[EpisodeRequest],
         environments: EnvironmentPool,
-        decode: Callable[[list[int], bool], str],
+        decode: Decode,
         limits: Limits,
         interrupted: Interrupted,
+        *,
+        in_order: bool = True,
     ) -> None:
+        self._in_order = in_order and environments.replayable
         self.episodes = [Episode(request) for request in requests]
         self._environments, self._decode = environments, decode
         self._limits, self._interrupted = limits, interrupted
@@ -166,7 +174,7 @@ class EpisodeLoop:
         """
         self._begin_waiting()
         while self._asked and not self._interrupted():
-            must_wait = self._environments.replayable or (wait and not self._able)
+            must_wait = self._in_order or (wait and not self._able)
             answers = self._environments.answers(_LOOK_SECONDS if must_wait else 0.0)
             for answer in sorted(answers, key=lambda answer: answer.episode):
                 self._hear(answer)
@@ -270,7 +278,7 @@ class EpisodeLoop:
     def _failed(self, index: int, answer: Answer) -> None:
         episode = self.episodes[index]
         self._leave(index)
-        if episode.attempts < _ATTEMPTS:
+        if episode.attempts < ATTEMPTS:
             self._begin(index)
             return
         episode.fault, episode.ended = answer.message, "fault"

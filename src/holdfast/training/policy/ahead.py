@@ -1,8 +1,10 @@
-"""Sample the completions of the next step on servers while the present step updates (`rollout.max_staleness: 1`).
+"""Sample the completions of the next steps on servers while the present step updates (`rollout.max_staleness`).
 
-The prompts are peeked from the stream and not consumed, so that a checkpoint lists them as still to come. A checkpoint
-also holds the finished completions of all ranks. A resumed run trains these first, on any number of ranks, and requests
-the missing ones again with the same ids and seeds. Rewards and advantages are not computed ahead.
+Steps keep their prompts and their order: a completion that takes long delays its own step alone, and nothing is older
+than `max_staleness` updates. The prompts are peeked from the stream and not consumed, so that a checkpoint lists them
+as still to come. A checkpoint also holds the finished completions of all ranks. A resumed run trains these first, on
+any number of ranks, and requests the missing ones again with the same ids and seeds. Rewards and advantages are not
+computed ahead.
 """
 
 from __future__ import annotations
@@ -20,90 +22,123 @@ from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.rollout.engine import AheadEngine, Flight, Request, Sampled
 from holdfast.types import Finish
 
+_LARGEST_NUMBER = 10**9
+"""Above which steps, updates and prompts of a run are not counted on."""
+
 
 class CompletionsAhead:
-    """Completions of the next step that are being sampled; implements `AheadOfStep` of `training/run.py`."""
+    """Completions of the next steps that are being sampled; implements `AheadOfStep` of `training/run.py`."""
 
     def __init__(self, engine: AheadEngine, config: GRPOConfig) -> None:
         self._engine, self._config = engine, config
-        self.flight: Flight | None = None
-        """Of the next step; it stays until all of it has come."""
-        self._restored: list[_Restored] = []
-        """From a checkpoint, of all ranks."""
-        self._prompts: dict[int, str] = {}
-        """Digests of those asked for, by id."""
-        self.saved_count = 0
-        """Completions that the checkpoint had, of all ranks; 0 once a step has begun with them."""
+        self._flights: dict[int, _StepFlight] = {}
+        """By step, counted from 0; each stays until all of its completions have come."""
+        self._restored: list[_StepCompletion] = []
+        """From a checkpoint, of all ranks, as far as no flight has taken them."""
+        self.restored_count = 0
+        """Completions that the checkpoint had, of all ranks; 0 once it was told how many of them were taken."""
         self.taken_count = 0
         """Of these, those that this rank's prompts took."""
 
-    def begin(self, requests: Sequence[Request]) -> Flight:
+    def is_begun(self, step: int) -> bool:
+        """Say whether the completions of a step are on their way."""
+        return step in self._flights
+
+    def begin(self, step: int, requests: Sequence[Request]) -> Flight:
         """Ask for this rank's completions of a step, unless they are on their way.
 
         A completion from a checkpoint is taken if it is of the same prompt, token by token: its id alone says which
         place in the data it had, and the data may be other ones.
         """
-        if self.flight is None:
-            self._prompts = {request.request_id: _digest(request) for request in requests}
-            done = [
-                restored.sampled
+        if step not in self._flights:
+            prompts = {request.request_id: _digest(request) for request in requests}
+            taken = [
+                restored
                 for restored in self._restored
-                if self._prompts.get(restored.sampled.request_id) == restored.prompt
+                if restored.step in {None, step} and prompts.get(restored.sampled.request_id) == restored.prompt
             ]
-            self._restored, self.taken_count = [], len(done)
-            self.flight = self._engine.begin(requests, self._config.rollout, done)
-        return self.flight
+            self._restored = [restored for restored in self._restored if restored not in taken]
+            self.taken_count += len(taken)
+            done = [restored.sampled for restored in taken]
+            self._flights[step] = _StepFlight(self._engine.begin(requests, self._config.rollout, done), prompts)
+        return self._flights[step].flight
 
-    def end(self, taken: int) -> list[str]:
-        """Note that all completions of the step arrived; return a message if some from a checkpoint were not used.
+    def end(self, step: int) -> None:
+        """Note that all completions of a step have come."""
+        self._flights.pop(step, None)
+
+    def tell_restored(self, taken: int) -> list[str]:
+        """Return a message if completions of the checkpoint were not used, once, when all steps ahead have begun.
 
         Args:
             taken: Completions of the checkpoint that ranks took, all together.
         """
-        dropped, self.saved_count = self.saved_count - taken, 0
-        self.flight, self.taken_count = None, 0
+        dropped, self.restored_count, self.taken_count = self.restored_count - taken, 0, 0
+        self._restored = []
         if dropped <= 0:
             return []
         return [
-            f"note: {dropped} completions that the checkpoint has of this step are of other prompts than the run draws "
-            "now, of other sampling, or without a mark of their prompt; they are sampled again"
+            f"note: {dropped} completions that the checkpoint has of the next steps are of other prompts than the run "
+            "draws now, of other sampling, or without a mark of their prompt; they are sampled again"
         ]
 
     def finished(self) -> Callable[[], list[dict[str, Any]]]:
-        """Return a function that lists this rank's finished completions of the next step; it may be called later."""
-        flight, restored, prompts = self.flight, self._restored, self._prompts
-        mark = self._mark()
-        if flight is None:
-            return lambda: [_as_plain(completion.sampled, completion.prompt, mark) for completion in restored]
-        return lambda: [_as_plain(sampled, prompts[sampled.request_id], mark) for sampled in flight.finished()]
+        """Return a function that lists this rank's finished completions of the next steps; it may be called later."""
+        flights, restored, mark = dict(self._flights), list(self._restored), self._mark()
+        return lambda: [
+            *(_as_plain(item, mark) for item in restored),
+            *(
+                _as_plain(_StepCompletion(prompts[sampled.request_id], step, sampled), mark)
+                for step, (flight, prompts) in flights.items()
+                for sampled in flight.finished()
+            ),
+        ]
 
     def restore(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the completions of the next step, of all ranks, from a checkpoint."""
+        """Restore the completions of the next steps, of all ranks, from a checkpoint."""
         mark = self._mark()
         marked = [record for record in saved if record["mark"] == mark]
-        self.flight, self._restored = (
-            None,
-            [_Restored(record["prompt"], _sampled_from(record)) for record in marked],
-        )
-        self.saved_count, self.taken_count = len(saved), 0
+        self._flights = {}
+        self._restored = [
+            _StepCompletion(record["prompt"], record.get("step"), _sampled_from(record)) for record in marked
+        ]
+        self.restored_count, self.taken_count = len(saved), 0
 
     def largest(self) -> list[dict[str, Any]]:
         """Return as many bytes as a checkpoint may have of completions, over all ranks."""
-        rollout = self._config.rollout
-        size = rollout.max_new_tokens
-        longest = Sampled(0, 0, np.zeros(size, np.int64), np.zeros(size, np.float32), Finish.LENGTH, 0)
-        return [_as_plain(longest, "0" * 32, self._mark())] * (self._config.data.batch_size * rollout.group_size)
+        return largest_ahead(self._config)
 
     def _mark(self) -> str:
-        """Return a hash of the settings that decide a completion; saved completions with another hash are discarded."""
-        config = self._config
-        sampling = config.rollout.model_dump(include={*SamplingConfig.model_fields, "seed"})
-        return xxhash.xxh3_64_hexdigest(json.dumps([config.seed, sampling], sort_keys=True).encode())
+        return _mark_of(self._config)
 
 
-class _Restored(NamedTuple):
+def largest_ahead(config: GRPOConfig) -> list[dict[str, Any]]:
+    """Return as many bytes as a checkpoint of a run may have of completions of the next steps, over all ranks."""
+    rollout, size = config.rollout, config.rollout.max_new_tokens
+    tokens, logprobs, number = np.zeros(size, np.int64), np.zeros(size, np.float32), _LARGEST_NUMBER
+    segments = ((size, number),) * (rollout.max_staleness + 1)
+    longest = Sampled(number, rollout.group_size, tokens, logprobs, Finish.LENGTH, number, None, segments)
+    count = config.data.batch_size * rollout.group_size * rollout.max_staleness
+    return [_as_plain(_StepCompletion("0" * 32, number, longest), _mark_of(config))] * count
+
+
+def _mark_of(config: GRPOConfig) -> str:
+    """Return a hash of the settings that decide a completion; saved completions with another hash are discarded."""
+    sampling = config.rollout.model_dump(include={*SamplingConfig.model_fields, "seed"})
+    return xxhash.xxh3_64_hexdigest(json.dumps([config.seed, sampling], sort_keys=True).encode())
+
+
+class _StepFlight(NamedTuple):
+    flight: Flight
+    prompts: Mapping[int, str]
+    """Digests of the prompts, by id."""
+
+
+class _StepCompletion(NamedTuple):
     prompt: str
     """Digest."""
+    step: int | None
+    """Counted from 0; None where the checkpoint does not say, which then has completions of one step alone."""
     sampled: Sampled
 
 
@@ -111,10 +146,12 @@ def _digest(request: Request) -> str:
     return xxhash.xxh3_128_hexdigest(request.prompt.astype("<i8").tobytes())
 
 
-def _as_plain(sampled: Sampled, prompt: str, mark: str) -> dict[str, Any]:
+def _as_plain(completion: _StepCompletion, mark: str) -> dict[str, Any]:
+    sampled = completion.sampled
     return {
         "mark": mark,
-        "prompt": prompt,
+        "prompt": completion.prompt,
+        "step": completion.step,
         "request_id": sampled.request_id,
         "place": sampled.place,
         "tokens": base64.b64encode(sampled.tokens.astype("<i4").tobytes()).decode(),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.config.sections.environment import EnvironmentConfig
+from holdfast.config.sections.environment import AgentConfig, EnvironmentSection
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.tokens.chat import RowTokeniser
@@ -18,11 +19,14 @@ from holdfast.data.tokens.chat_template import ChatTemplate, TemplateRefuses
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
-from holdfast.rollout.engine import converse
-from holdfast.rollout.episodes.calls import Parse
+from holdfast.rollout.engine import AheadEngine, EpisodeRecords, TurnSource, converse
+from holdfast.rollout.episodes.agents import AgentLoop
+from holdfast.rollout.episodes.chat_calls import CallRefused
+from holdfast.rollout.episodes.endpoint import Endpoint
 from holdfast.rollout.episodes.history import History, TurnTemplate, classify
-from holdfast.rollout.episodes.loop import Episode, EpisodeLoop, EpisodeRequest, Limits
+from holdfast.rollout.episodes.loop import Decode, Episode, EpisodeLoop, EpisodeRequest, Limits
 from holdfast.rollout.episodes.proof import proved_parser, unwritable_name
+from holdfast.rollout.episodes.sessions import Syntax
 from holdfast.rollout.episodes.tokens import EpisodeTokens
 from holdfast.training.engines import stops_of
 from holdfast.training.policy.rewards import RewardLog
@@ -61,11 +65,12 @@ def open_environments(config: GRPOConfig, base: Path, world: World) -> Iterator[
             log.close(pool)
 
 
-class Syntax(NamedTuple):
-    """How turns of an environment are written and read."""
+class Loop(TurnSource, Protocol):
+    """Hands out what can be sampled of episodes, and knows what came of them."""
 
-    writer: TurnTemplate
-    parse: Parse | None
+    @property
+    def episodes(self) -> Sequence[Episode]:
+        """All of them."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class LocalEpisodes:
     """What samples episodes in the place of single answers; implements `Episodes` of `training/policy/run.py`."""
 
     pool: EnvironmentPool
-    section: EnvironmentConfig
+    section: EnvironmentSection
     rows: RowTokeniser
     syntaxes: Mapping[str, Syntax]
     """By the name of the environment."""
@@ -86,25 +91,34 @@ class LocalEpisodes:
 
         Raises:
             StepAbandoned: A rank was asked to stop; the same on all ranks.
-            RunStopped: The environments' processes died, or logits are NaN; the same on all ranks.
+            RunStopped: The environments' processes died, logits are NaN, or what should be recorded is not; the same
+                on all ranks.
         """
         setting, tokenizer, sampler = policy.setting, policy.sharded.origin.tokenizer, policy.sampler
         with setting.phase("rollout"):
             sampler.publish(policy.sharded)
+            if isinstance(engine := sampler.engine, EpisodeRecords):
+                groups = setting.ranks.on_all_ranks(
+                    lambda: [engine.episodes(prompt, seeds[prompt.prompt_id], sampling) for prompt in prompts]
+                )
+                return [_with_text(group, tokenizer) for group in groups]
             self.pool.before_step()
-            loop = EpisodeLoop(
-                [request for prompt in prompts for request in self._requests(prompt, seeds[prompt.prompt_id])],
-                self.pool,
-                lambda tokens, plain: str(tokenizer.decode(tokens, skip_special_tokens=plain)),
-                self._limits(sampling),
-                setting.interrupted,
-            )
-            setting.ranks.on_all_ranks(lambda: converse(sampler.engine, loop, sampling, setting.interrupted))
+            requests = [request for prompt in prompts for request in self._requests(prompt, seeds[prompt.prompt_id])]
+            with self._opened(requests, sampling, policy) as loop:
+                setting.ranks.on_all_ranks(lambda: converse(sampler.engine, loop, sampling, setting.interrupted))
             aborted = any(episode.finish is Finish.ABORT for episode in loop.episodes)
             if any(setting.ranks.gather(aborted)):
                 raise StepAbandoned
             refuse_nan(policy.sharded, _with_nan(loop.episodes))
             return _groups(prompts, loop.episodes, sampling, tokenizer)
+
+    @contextmanager
+    def _opened(
+        self, requests: Sequence[EpisodeRequest], sampling: SamplingConfig, policy: PolicyEvaluation
+    ) -> Iterator[Loop]:
+        """Open what hands out turns of these episodes; all ranks call this together."""
+        limits, in_order = self._limits(sampling), not isinstance(policy.sampler.engine, AheadEngine)
+        yield EpisodeLoop(requests, self.pool, decoder(policy), limits, policy.setting.interrupted, in_order=in_order)
 
     def _requests(self, prompt: Prompt, seeds: Sequence[int]) -> list[EpisodeRequest]:
         row_name = f"Row of prompt {prompt.prompt_id}"
@@ -119,6 +133,8 @@ class LocalEpisodes:
 
     def _limits(self, sampling: SamplingConfig) -> Limits:
         section = self.section
+        if isinstance(section, AgentConfig):
+            return Limits(section.max_turns, self.max_length, sampling.max_new_tokens, None, False, section.instances)
         return Limits(
             section.max_turns,
             self.max_length,
@@ -186,15 +202,34 @@ def episodes_of(
         return None
     if pool is None:
         raise ConfigError("environment: nothing has started it. Run the file by `holdfast grpo` or `holdfast eval`.")
-    ends = stops_of(sharded).tokens
-    splits = config.environment.history == "split"
-    syntaxes = {name: _proved_syntax(rows.template, tools, ends, splits=splits) for name, tools in pool.tools.items()}
-    return LocalEpisodes(pool, config.environment, rows, syntaxes, config.data.max_length)
+    section, ends = config.environment, stops_of(sharded).tokens
+    splits = isinstance(section, AgentConfig) or section.history == "split"
+    syntaxes = {name: proved_syntax(rows.template, tools, ends, splits=splits) for name, tools in pool.tools.items()}
+    if isinstance(section, AgentConfig):
+        return AgentEpisodes(pool, section, rows, syntaxes, config.data.max_length, ends)
+    return LocalEpisodes(pool, section, rows, syntaxes, config.data.max_length)
 
 
-def _proved_syntax(
+def decoder(policy: PolicyEvaluation) -> Decode:
+    """Return what makes text of a policy's tokens."""
+    tokenizer = policy.sharded.origin.tokenizer
+    return lambda tokens, plain: str(tokenizer.decode(tokens, skip_special_tokens=plain))
+
+
+def proved_syntax(
     template: ChatTemplate, tools: Sequence[Mapping[str, Any]], ends: Collection[int], *, splits: bool
 ) -> Syntax:
+    """Return how turns are written and read, proved on this template.
+
+    Args:
+        template: The policy's.
+        tools: Schemas of what may be called.
+        ends: Tokens that end a completion.
+        splits: Whether an episode may be several samples.
+
+    Raises:
+        ConfigError: The template cannot write such turns, or no call of a tool can be read back.
+    """
     if (name := unwritable_name(template, tools)) is not None:
         raise ConfigError(
             f"environment: the tokenizer writes {name!r}, the name of a tool, as {template.as_tokenised(name)!r}, and "
@@ -237,12 +272,48 @@ def _refuse_unproved(template: ChatTemplate, writer: TurnTemplate) -> None:
         )
 
 
+@dataclass(frozen=True)
+class AgentEpisodes(LocalEpisodes):
+    """What lets agents ask the policy, and makes an episode of each one's calls."""
+
+    ends: Collection[int]
+    """Tokens that end a completion."""
+    of_tools: dict[str, Syntax] = field(default_factory=dict)
+    """How conversations with the tools of agents are written and read, by these tools as JSON."""
+
+    @contextmanager
+    def _opened(
+        self, requests: Sequence[EpisodeRequest], sampling: SamplingConfig, policy: PolicyEvaluation
+    ) -> Iterator[Loop]:
+        """Open the endpoint of these agents; all ranks call this together."""
+        setting, limits = policy.setting, self._limits(sampling)
+        with setting.ranks.on_all_ranks(lambda: Endpoint(sampling)) as endpoint:
+            yield AgentLoop(requests, self.pool, endpoint, self.syntax_of, decoder(policy), limits, setting.interrupted)
+
+    def syntax_of(self, tools: tuple[Mapping[str, Any], ...]) -> Syntax:
+        """Return how conversations with an agent's tools are written and read.
+
+        Raises:
+            CallRefused: The template cannot write them, or calls of them cannot be read back.
+        """
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self.of_tools:
+            try:
+                self.of_tools[key] = proved_syntax(self.rows.template, tools, self.ends, splits=True)
+            except (ConfigError, LookupError, TypeError, AttributeError, ValueError) as error:
+                raise CallRefused(f"tools: {error}") from None
+        return self.of_tools[key]
+
+    def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
+        """Look at none: what an agent does with a row is seen when it asks."""
+
+
 def _with_nan(episodes: Sequence[Episode]) -> set[int]:
     """Return the ids of prompts with an episode whose log-probabilities are NaN."""
     return {
         episode.request.prompt_id
         for episode in episodes
-        if episode.tokens is not None and np.isnan(episode.tokens.logprobs).any()
+        if any(np.isnan(sample.logprobs).any() for sample in episode.samples)
     }
 
 
@@ -265,11 +336,17 @@ def group_of(prompt: Prompt, episodes: Sequence[Episode], sampling: SamplingConf
     for head in heads:
         differs = np.flatnonzero(head[: shared.size] != shared)
         shared = shared[: int(differs[0])] if differs.size else shared
-    if not np.array_equal(shared, prompt.tokens):
-        text = tokenizer.decode(shared.tolist(), skip_special_tokens=False)
-        prompt = replace(prompt, tokens=shared, text=text)
     pairs = zip(episodes, lines, strict=True)
-    return Group(prompt, tuple(_trajectory(episode, line, sampling) for episode, line in pairs))
+    group = Group(
+        replace(prompt, tokens=shared), tuple(_trajectory(episode, line, sampling) for episode, line in pairs)
+    )
+    return group if np.array_equal(shared, prompt.tokens) else _with_text(group, tokenizer)
+
+
+def _with_text(group: Group, tokenizer: Any) -> Group:
+    """Return the group with the text of its prompt's tokens."""
+    text = tokenizer.decode(group.prompt.tokens.tolist(), skip_special_tokens=False)
+    return replace(group, prompt=replace(group.prompt, text=text))
 
 
 def _trajectory(episode: Episode, line: Sequence[EpisodeTokens], sampling: SamplingConfig) -> Trajectory:
@@ -289,6 +366,7 @@ def _trajectory(episode: Episode, line: Sequence[EpisodeTokens], sampling: Sampl
         info=episode.info,
         fault=episode.fault,
         samples=tuple((sample.tokens.size, int(sample.sampled.sum())) for sample in line),
+        tools=request.writer.tools,
     )
     return Trajectory(
         prompt_id=request.prompt_id,

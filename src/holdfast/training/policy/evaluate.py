@@ -160,5 +160,5 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
                     "finish": trajectory.finish.value,
                 }
                 if trajectory.episode is not None:
-                    line["messages"] = list(trajectory.episode.messages)
+                    line |= {"messages": list(trajectory.episode.messages), "tools": list(trajectory.episode.tools)}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -118,7 +118,7 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
     layout = replace(
         layout_of(trained, run.evaluation.images),
         columns=batch_columns(run.config),
-        constant_length=_most_trained_tokens(run.config),
+        constant_length=run.config.most_trained_tokens,
         angles_of=angles_by_length(
             sharded.origin.skeleton.config for sharded in (trained, *run.common.companions.values())
         ),
@@ -131,12 +131,6 @@ def pack_rollout(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
             _mini_batch(run, rollout, rollout.facts[start:end], layout)
             for start, end in zip(edges[:-1], edges[1:], strict=True)
         ]
-
-
-def _most_trained_tokens(config: GRPOConfig) -> int:
-    """Return how many tokens of a completion, or of an episode, may be trained."""
-    turns = 1 if config.environment is None else config.environment.max_turns
-    return min(turns * config.rollout.max_new_tokens, config.data.max_length)
 
 
 def _pads_branches(policy: ShardedModel) -> bool:

@@ -38,6 +38,8 @@ class CompletionSummary(NamedTuple):
     """Minus the log-probability of its tokens under the distributions they were drawn from, summed, in nats."""
     episode: EpisodeSummary | None = None
     """Without its messages."""
+    oldest_weights: int = -1
+    """Updates of the oldest weights that sampled a token of it; -1 where no engine said."""
 
 
 class GroupFact(NamedTuple):
@@ -88,7 +90,8 @@ def _fact(trajectory: Trajectory, scored: Scored) -> CompletionSummary:
         scored.drop,
         dict(scored.metrics),
         -float(trajectory.sampler_logprobs[trajectory.loss_mask].sum(dtype=np.float64)),
-        None if trajectory.episode is None else replace(trajectory.episode, messages=()),
+        None if trajectory.episode is None else replace(trajectory.episode, messages=(), tools=()),
+        int(min(trajectory.weights_versions[trajectory.loss_mask], default=-1)),
     )
 
 

@@ -143,6 +143,20 @@ def _told_of(episodes: Sequence[EpisodeSummary]) -> dict[str, float]:
     return {f"calls/{name}": float(count) for name, count in sorted(calls.items())} | means
 
 
+def staleness_metrics(facts: Sequence[GroupFact], updates: int) -> dict[str, float]:
+    """Return sampling/staleness/mean and max: by how many updates the weights that sampled are older than the policy's.
+
+    Of a completion of several weights the oldest count.
+
+    Args:
+        facts: Of all groups.
+        updates: Of the policy, when it begins to learn from them.
+    """
+    told = [completion.oldest_weights for group in facts for completion in group.completions]
+    ages = [updates - version for version in told if version >= 0]
+    return {"sampling/staleness/mean": float(np.mean(ages)), "sampling/staleness/max": float(max(ages))} if ages else {}
+
+
 def entropy_estimate(facts: Sequence[GroupFact], sampling: SamplingConfig) -> dict[str, float]:
     """Return entropy_estimate: the mean of -log p over all sampled tokens, in nats, which costs nothing.
 

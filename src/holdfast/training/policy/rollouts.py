@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,17 +87,24 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
 
 
 def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
-    """Have the next step's completions sampled, from the weights that this step is about to change."""
-    step, total = run.trained.state.step + 1, run.trained.total_steps
-    if total is not None and step >= total:
-        return
-    with run.setting.phase("data"):
-        batch = _prompts(run).read_ahead(step, _rows(run, 0))
-    if batch is not None:
+    """Have completions of the next steps sampled, from the weights that this step is about to change."""
+    present, total, pushed = run.trained.state.step, run.trained.total_steps, False
+    for batches in range(1, run.config.rollout.max_staleness + 1):
+        step = present + batches
+        if total is not None and step >= total:
+            break
+        with run.setting.phase("data"):
+            batch = _prompts(run).read_ahead(step, _rows(run, 0), batches)
+        if batch is None:
+            break
         with run.setting.phase("rollout"):
-            run.evaluation.sampler.publish(run.trained)
+            if not pushed:
+                run.evaluation.sampler.publish(run.trained)
+                pushed = True
             requests = _requests(batch.own_prompts, _seeds_of(run, batch, step))
-            run.setting.ranks.on_all_ranks(lambda: ahead.begin(requests))
+            run.setting.ranks.on_all_ranks(partial(ahead.begin, step, requests))
+    if ahead.restored_count:
+        run.setting.log.messages += ahead.tell_restored(sum(run.setting.ranks.gather(ahead.taken_count)))
 
 
 def _prompts(run: PolicyRun) -> PromptStream:
@@ -278,19 +286,18 @@ def sample_groups(
     """
     setting = sharded.setting
     with setting.phase("rollout"):
-        if ahead is None or ahead.flight is None:
+        if ahead is None or not ahead.is_begun(sharded.state.step):
             sampler.publish(sharded)
         requests = _requests(prompts, seeds)
         # What ends an engine outside of this process for one rank ends the step on all.
         sampled = setting.ranks.on_all_ranks(lambda: _collected(sharded, sampler, requests, sampling, ahead))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)
-        taken = 0 if ahead is None else ahead.taken_count
-        everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled), taken))
-        if any(gone for gone, _, _ in everyone):
+        everyone = setting.ranks.gather((aborted, sum(completion.unscored for completion in sampled)))
+        if any(gone for gone, _ in everyone):
             raise StepAbandoned
         if ahead is not None:
-            setting.log.messages += ahead.end(sum(count for _, _, count in everyone))
-        if unscored := sum(count for _, count, _ in everyone):
+            ahead.end(sharded.state.step)
+        if unscored := sum(count for _, count in everyone):
             setting.log.messages.append(
                 f"warning: the engine tells no log-probability of {unscored} sampled tokens; nothing corrects them"
             )
@@ -324,7 +331,7 @@ def _collected(
     interrupted = sharded.setting.interrupted
     if ahead is None:
         return generate(sampler.engine, requests, sampling, interrupted)
-    return ahead.begin(requests).collect(interrupted)
+    return ahead.begin(sharded.state.step, requests).collect(interrupted)
 
 
 def _with_nan(sampled: Sequence[Sampled]) -> set[int]:

@@ -35,6 +35,8 @@ class SampleRow(NamedTuple):
     messages: list[Any] | None = None
     """The whole conversation of an episode."""
     prompt_messages: int = 0
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of what an episode may call."""
     images: tuple[bytes, ...] = ()
     """Files of its prompt's images."""
 
@@ -58,7 +60,7 @@ def tell_samples(run: PolicyRun, rollout: Rollout) -> None:
 
 def _queue(log: Logbook, samples: Sequence[SampleRow], tokens: Mapping[int, list[list[Any]]]) -> None:
     for item in samples:
-        log.samples.append(_line(item, tokens.get(item.sample_id)))
+        log.samples.append(sample_line(item, tokens.get(item.sample_id)))
         log.sample_images |= {image_name(image): image for image in item.images}
 
 
@@ -117,13 +119,14 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, _TOKEN_DIGITS)
 
 
-def _line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, Any]:
+def sample_line(item: SampleRow, tokens: list[list[Any]] | None) -> dict[str, Any]:
+    """Return a row of samples.jsonl."""
     line = item._asdict()
     del line["prompt_messages"], line["images"]
     if item.images:
         line["images"] = " ".join(map(image_name, item.images))
     if item.messages is None:
-        del line["messages"]
+        del line["messages"], line["tools"]
     return line | ({"tokens": tokens} if tokens else {})
 
 
@@ -142,6 +145,7 @@ def _sample_rows(step: int, group: Group, files: ImageFiles, *, trained: bool) -
             trained,
             None if trajectory.episode is None else list(trajectory.episode.messages),
             0 if trajectory.episode is None else trajectory.episode.prompt_messages,
+            () if trajectory.episode is None else trajectory.episode.tools,
             images,
         )
         for trajectory in group.trajectories

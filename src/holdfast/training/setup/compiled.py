@@ -34,8 +34,9 @@ def check_compiled(sharded: ShardedModel, check: Callable[[], list[str]]) -> lis
     try:
         lines = check()
     except Exception as error:  # noqa: BLE001 - as the comment says
-        message = str(error).strip().splitlines() or [""]
-        reason = f"{type(error).__name__}: {message[0]}"
+        lines_of_error = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # A compiler's first line names the backend, and the second says what it refused.
+        reason = f"{type(error).__name__}: {' '.join(lines_of_error[:2])}"
     reason = next(filter(None, sharded.setting.ranks.gather(reason)), "")
     if reason:
         leave_compiled(policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from holdfast import patience, registry
+from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointError, NoCheckpoint
 from holdfast.checkpoint.format.verification import check_names, read_manifest
 from holdfast.checkpoint.keep.retention import steps
@@ -36,6 +35,7 @@ from holdfast.features.plan.checks.machine import (
 )
 from holdfast.features.plan.checks.measured import look_at_plan
 from holdfast.features.plan.checks.model_files import MODEL, look_at_weights
+from holdfast.features.plan.checks.servers import look_at_servers
 from holdfast.files import size_words
 from holdfast.http import Endpoint, EndpointRefuses, EndpointUnwell, api_key
 from holdfast.models.files.origin import load_tokenizer
@@ -247,7 +247,7 @@ def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
     """Ask each endpoint for the names of its models, and see whether servers that the run starts can be."""
     for key, section in endpoints_of(run.config):
         if isinstance(section, VLLMEngineConfig) and section.start is not None:
-            yield _startable(run.config, key, section)
+            yield look_at_servers(run.config, key, section, lambda: _bytes_of(run, "export_bytes"))
             continue
         secret = api_key(section.api_key_variable, key)
         addresses = (
@@ -255,20 +255,6 @@ def look_at_endpoints(run: CheckedRun) -> Iterator[Finding]:
         )
         for url in addresses:
             yield _asked(key, section, url, secret)
-
-
-def _startable(config: TrainingConfig, key: str, section: VLLMEngineConfig) -> Finding:
-    if shutil.which(section.python) is None:
-        return fail(
-            "endpoints",
-            f"{key}: {section.python} is no program here, and servers of vLLM are to be started with it",
-            f"Install vLLM (tools/install_vllm.sh .venv-vllm), and name its Python in {key}.python.",
-        )
-    try:
-        where = registry.load(registry.SERVER_DEVICES)(config, section)
-    except ConfigError as error:
-        return fail("endpoints", str(error), f"Mend {key}.start, rollout.engine.url or launch.ranks.")
-    return ok("endpoints", f"{key}: the run starts its {len(section.url)} servers itself, by {section.python}, {where}")
 
 
 def _asked(key: str, section: Any, address: str, secret: str | None) -> Finding:
@@ -340,12 +326,15 @@ def changed_keys(run: CheckedRun) -> list[str]:
 
 def bytes_of_checkpoints(run: CheckedRun) -> int | None:
     """Return the planned bytes of all kept checkpoints and two more; None if there is no plan."""
+    size, keep = _bytes_of(run, "checkpoint_bytes"), run.config.checkpoint.keep
+    return None if size is None else size * (keep.last + sum(best.count for best in keep.best) + 2)
+
+
+def _bytes_of(run: CheckedRun, name: str) -> int | None:
     try:
-        size = int(run.planned()["checkpoint_bytes"])
+        return int(run.planned()[name])
     except (HoldfastError, OSError):
         return None  # the check of the plan says why
-    keep = run.config.checkpoint.keep
-    return size * (keep.last + sum(best.count for best in keep.best) + 2)
 
 
 def checks_of_run(run: CheckedRun) -> list[Check]:

@@ -31,6 +31,7 @@ from holdfast.features.plan.counting.traffic import TensorObserver, Traffic
 from holdfast.features.plan.execution.fake_devices import fake_devices
 from holdfast.features.plan.execution.origin import without_files
 from holdfast.features.plan.execution.saved import (
+    ahead_bytes,
     checkpoint_bytes,
     export_bytes,
     host_random_state,
@@ -110,7 +111,7 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
             execution.notes[:0] = notes
             execution.export_bytes = export_bytes(shapes, step.trained.model, step.trained.origin, execution.notes)
     small = small_bytes(shapes, step.trained.origin)
-    execution.checkpoint_bytes += small
+    execution.checkpoint_bytes += small + ahead_bytes(shapes)
     execution.export_bytes += small
     return execution
 

@@ -53,11 +53,18 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
     decode = sampling_of(
         step,
         section,
-        config.longest_prompt,
+        config.longest_context,
         rows=config.data.batch_size,
         group=group,
         sampler=run.evaluation.sampler,
     )
+    if config.environment is not None:
+        turns = config.environment.max_turns
+        step.repeats["rollout"] = turns * step.repeats.get("rollout", 1)
+        step.notes.append(
+            f"rollout: {turns} turns of every episode, each computing the longest context again; the processes of "
+            "environments, and the time that they take, are left out"
+        )
     # One mini-batch of two micro-batches stands for all of a rollout.
     run.pack = lambda run, rollout: [step.shortened(pack_rollout(run, rollout)[0])]
     rollout = _rollout(step, config)
@@ -105,8 +112,8 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
 
 def _rollout(step: PlannedStep, config: GRPOConfig) -> Rollout:
     """Return completions that all are as long as one may be, those of every rank on this one."""
-    prompt, size = config.longest_prompt, config.rollout.group_size
-    length = prompt + config.rollout.max_new_tokens
+    length, size = config.longest_context + config.rollout.max_new_tokens, config.rollout.group_size
+    prompt = max(1, length - config.most_trained_tokens)  # without an environment, exactly the prompt
     tokens, mask = np.zeros(length, np.int64), np.arange(length) >= prompt
     zeros, versions = np.zeros(length, np.float32), np.zeros(length, np.int32)
     groups = [

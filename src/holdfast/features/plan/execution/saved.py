@@ -28,6 +28,7 @@ from holdfast.checkpoint.format.snapshot import (
 )
 from holdfast.checkpoint.saving.agreement import described_optimizers
 from holdfast.config.sections.optim import UserOptimizerConfig
+from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ModelError
 from holdfast.models.adapters.files import PEFT_PREFIX, names_in_file
@@ -39,6 +40,7 @@ from holdfast.models.setup.model import Blueprint, storage_of
 from holdfast.optim.state import collect
 from holdfast.optim.wrapped import NotSeparable, shards_of
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.policy.ahead import largest_ahead
 from holdfast.training.run import Run
 from holdfast.training.saving.run_snapshot import Contents
 from holdfast.training.setup.optimizers import averages_of, build_optimizer, stacks_of, vocabulary_of
@@ -155,6 +157,14 @@ def export_bytes(config: TrainingConfig, policy: nn.Module, origin: Blueprint, n
             }
         )
     return written * (2 if ema is not None and ema.export == "beside" else 1)
+
+
+def ahead_bytes(config: TrainingConfig) -> int:
+    """Return the most bytes that a checkpoint has of completions of the next steps (`rollout.max_staleness`)."""
+    if not isinstance(config, GRPOConfig) or not config.rollout.max_staleness:
+        return 0
+    longest = largest_ahead(config)
+    return len(longest) * (len(json.dumps(longest[0])) + 2)
 
 
 def small_bytes(config: TrainingConfig, origin: Blueprint) -> int:
