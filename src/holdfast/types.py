@@ -316,9 +316,12 @@ class HostCopy:
         self._arrived: Event | None = None
         self._values: NDArray[Any] | None = None
         if tensor.is_cuda and not _answers:
-            from torch.cuda import current_stream  # configurations are read without torch
+            from torch import empty_like  # configurations are read without torch
+            from torch.cuda import current_stream
 
-            self._tensor = self._tensor.to("cpu", non_blocking=True)  # into pinned memory
+            # Memory of its own, into which no later copy writes. From unpinned memory `copy_` would wait.
+            self._tensor = empty_like(self._tensor, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor.detach(), non_blocking=True)
             self._arrived = current_stream(tensor.device).record_event()
 
     def read(self) -> NDArray[Any]:

@@ -31,7 +31,8 @@ def main(ranks: str) -> None:
     order: list[str] = []
 
     def answer(tensor: Tensor, reason: str) -> Any:
-        order.append(reason)
+        if tensor.device.type != "cpu":  # what host memory has is not waited for
+            order.append(reason)
         return np.ones(tuple(tensor.shape))
 
     def two_updates(*arguments: Any) -> Update:

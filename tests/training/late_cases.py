@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +16,7 @@ from holdfast.config.verbs.training import SFTConfig
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
-from holdfast.training.run import Run
+from holdfast.training.run import Run, StepAbandoned
 from holdfast.training.setup.begin import build_run
 from holdfast.training.step import StartedUpdate, start_step
 from holdfast.types import answered_by
@@ -22,8 +24,25 @@ from holdfast.types import answered_by
 UPDATE = "sums and gradient norm of an update"
 
 
-def fit_run(run: Run, *, late: bool, weights: Mapping[int, float] | None = None, fails_at: int | None = None) -> Any:
-    """Fit a run; `weights` multiplies those of a step's tokens, counted from 1, and a step can fail in its update."""
+def fit_run(
+    run: Run,
+    *,
+    late: bool,
+    weights: Mapping[int, float] | None = None,
+    fails_at: int | None = None,
+    abandoned_at: int | None = None,
+    fails_to_evaluate: bool = False,
+) -> Any:
+    """Fit a run in which steps, counted from 1, meet something.
+
+    Args:
+        run: The run.
+        late: Whether numbers are read one update late.
+        weights: Factor of the weights of a step's tokens.
+        fails_at: The step that raises an error before its update.
+        abandoned_at: The step that is abandoned because of a SIGTERM.
+        fails_to_evaluate: Whether evaluations raise an error.
+    """
 
     def step() -> StartedUpdate | None:
         number = run.trained.state.step + 1
@@ -35,9 +54,14 @@ def fit_run(run: Run, *, late: bool, weights: Mapping[int, float] | None = None,
             batch.weights.mul_((weights or {}).get(number, 1.0))
         if number == fails_at:
             raise ValueError("the step fails")
+        if number == abandoned_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise StepAbandoned
         return start_step(run.trained, mini_batch, run.evaluation.objective)
 
     def measure(interrupted: Any) -> dict[str, float]:
+        if fails_to_evaluate:
+            raise ValueError("the evaluation fails")
         return evaluate(run.evaluation, interrupted=interrupted)
 
     return fit(run, step, measure, reads_late=late)

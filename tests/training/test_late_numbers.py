@@ -20,6 +20,7 @@ from tests.training.late_cases import run_each, steps_when_read
 
 STEPS = 9
 NAN = float("nan")
+HELD = {"held": {"synthetic": {"task": "sort", "rows": 16, "seed": 7}}}
 TIMES = ("timing/", "step_time", "throughput/", "memory/", "ranks/")
 
 
@@ -62,12 +63,11 @@ def assert_same(tmp_path: Path) -> None:
 def test_reads_come_one_update_late_but_before_a_save_an_evaluation_and_the_last_step(
     pools: Any, tmp_path: Path
 ) -> None:
-    held = {"synthetic": {"task": "sort", "rows": 16, "seed": 7}}
     values = values_of(
         tmp_path,
         steps=STEPS,
         checkpoint={"every_steps": 4},
-        evaluation={"sets": {"held": held}, "every_steps": 6},
+        evaluation={"sets": HELD, "every_steps": 6},
     )
 
     (reads,) = pools(1).run(steps_when_read, values, True)
@@ -131,6 +131,45 @@ def test_what_is_saved_before_an_error_has_counted_the_update_before_it(pools: A
     assert states_of(tmp_path / "late") == states_of(tmp_path / "now")
     assert states_of(tmp_path / "late")[4]["skipped_steps"] == 1
     assert [line["step"] for line in lines_of(tmp_path / "late")] == [1, 2, 3, 4]
+
+
+def test_a_step_whose_evaluation_fails_has_its_line_as_it_has_its_checkpoint(pools: Any, tmp_path: Path) -> None:
+    sections = {"checkpoint": {"every_steps": 100}, "evaluation": {"sets": HELD, "every_steps": 4}}
+
+    now, late = of_both(pools, tmp_path, sections=sections, weights={4: NAN}, fails_to_evaluate=True)
+
+    assert now == late == [("ValueError", "the evaluation fails")]
+    for name in ("now", "late"):
+        assert saved_steps(tmp_path / name) == [4]
+        assert states_of(tmp_path / name)[4]["skipped_steps"] == 1
+        assert [line["step"] for line in lines_of(tmp_path / name)] == [1, 2, 3, 4]
+    assert lines_of(tmp_path / "late") == lines_of(tmp_path / "now")
+
+
+def test_a_run_whose_evaluations_got_no_better_ends_at_its_fewest_steps(pools: Any, tmp_path: Path) -> None:
+    """The loss falls, so that it never grows; the run would have ended at step 4."""
+    sections = {
+        "min_steps": 5,
+        "checkpoint": {"every_steps": 100},
+        "evaluation": {"sets": HELD, "every_steps": 2},
+        "stop_when": {"metric": "eval/held/loss", "mode": "max", "patience": 1},
+    }
+
+    now, late = of_both(pools, tmp_path, sections=sections)
+
+    assert now[0].stopped is not None
+    assert [(outcome.step, outcome.stopped) for outcome in now + late] == [(5, now[0].stopped)] * 2
+    assert_same(tmp_path)
+
+
+def test_an_abandoned_step_leaves_the_numbers_of_the_step_before_it(pools: Any, tmp_path: Path) -> None:
+    sections = {"checkpoint": {"every_steps": 100}}
+
+    now, late = of_both(pools, tmp_path, sections=sections, weights={4: NAN}, abandoned_at=5)
+
+    assert [(outcome.step, outcome.stopped) for outcome in now + late] == [(4, "stopped by SIGTERM")] * 2
+    assert states_of(tmp_path / "late")[4]["skipped_steps"] == 1
+    assert_same(tmp_path)
 
 
 def test_a_signal_finds_the_numbers_of_its_step_read(pools: Any, tmp_path: Path) -> None:

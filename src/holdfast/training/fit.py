@@ -76,7 +76,7 @@ def fit(run: Run, step: Step, evaluate: EvaluateRun, *, reads_late: bool | None 
         step: Makes a step.
         evaluate: Measures the run.
         reads_late: Whether the numbers of an update are read when the next one is on its way, so that the device does
-            not wait for the host. Default: on devices other than CPUs.
+            not wait for the host. Default: on CUDA devices.
     """
     dry, first = run.setting.config.dry_run, run.trained.state.step
     signals = StopRequests(speaks_first=run.setting.world.failure.directory is None)
@@ -86,7 +86,7 @@ def fit(run: Run, step: Step, evaluate: EvaluateRun, *, reads_late: bool | None 
             requests.start_clock(run)
             try:
                 loop = _Loop(run, step, evaluate, checkpoints, journal, requests)
-                loop.reads_late = run.setting.world.device.type != "cpu" if reads_late is None else reads_late
+                loop.reads_late = run.setting.world.device.type == "cuda" if reads_late is None else reads_late
                 stopped = loop.run_to_end()
             except Exception as error:
                 journal.failed(error)
@@ -121,12 +121,12 @@ class _Loop:
     journal: Journal
     requests: StopRequests
     line: dict[str, float] = field(default_factory=dict)
-    """Metrics of the step the run stands at, its evaluation included."""
+    """Metrics of the last step that was read, its evaluation included."""
     evaluated_at: int = -1
     reads_late: bool = False
     """Whether numbers that nothing waits for are read one update late."""
-    unread: list[StepNumbers] = field(default_factory=list)
-    """Of the last steps, in their order; more than one only while a step is being read."""
+    pending: list[StepNumbers] = field(default_factory=list)
+    """Of the last steps, in their order, those that are not reported; more than one only while one is being read."""
 
     def __post_init__(self) -> None:
         """Open the profiler."""
@@ -245,7 +245,7 @@ class _Loop:
             try:
                 result = self.step()
                 if result is None:
-                    self._read_late()
+                    self._report()
                     return None
                 self.profiler.after(run.trained.state.step)
                 self._note(result, first, stragglers)
@@ -254,6 +254,7 @@ class _Loop:
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
             except StepAbandoned:
+                self._report()
                 stop_reason = self.requests.pending(run.setting.ranks)
                 assert stop_reason is not None
                 stopped = stop_reason.text
@@ -268,15 +269,16 @@ class _Loop:
         return None
 
     def _note(self, result: dict[str, float] | StartedUpdate, first: int, stragglers: Stragglers) -> None:
-        """Take the numbers of a step that are needed now or that the host has, and report the step before it."""
-        run, update = self.run, result if isinstance(result, StartedUpdate) else None
-        line = dict(result.known if isinstance(result, StartedUpdate) else result)
-        numbers = StepNumbers(run.trained.state.step, run.stream.epoch, line, update)
-        self.unread.append(numbers)
-        self._read_late(keep=1)
+        """Report the step before, and read the numbers of this one if something waits for them."""
+        run, log, update = self.run, self.run.setting.log, result if isinstance(result, StartedUpdate) else None
+        line = {**(result.known if isinstance(result, StartedUpdate) else result), "epoch": run.stream.epoch}
+        numbers = StepNumbers(run.trained.state.step, line, update, list(log.batches))
+        log.batches.clear()
+        self.pending.append(numbers)
+        self._report(keep=1)
         if update is None or self._is_needed(first):
-            self.line = self.unread.pop().read()
-        numbers.line |= {"epoch": numbers.epoch} | measurements(run, numbers.line) | stragglers.look(numbers.step)
+            self._read()
+        numbers.line |= measurements(run, numbers.line) | stragglers.look(numbers.step)
 
     def _is_needed(self, first: int) -> bool:
         """Return whether something waits for the numbers of the step that was made last.
@@ -292,32 +294,34 @@ class _Loop:
             or state.step == first + 1
             or bool(run.observers)
             or follows_steps(run)
+            or reason_to_end(run) is not None
             or (every is not None and state.step % every == 0)
             or state.skipped_in_a_row + 1 >= config.optim.max_nonfinite_steps
         )
 
-    def _read_late(self, *, keep: int = 0) -> None:
-        """Read and report steps whose numbers are not read yet, all but the last `keep`."""
-        log = self.run.setting.log
-        while len(self.unread) > keep:
-            numbers = self.unread.pop(0)
+    def _read(self) -> None:
+        """Read the numbers of the step that was made last; it is not reported if they end the run."""
+        numbers = self.pending.pop()
+        self.line = numbers.read()
+        self.pending.append(numbers)
+
+    def _report(self, *, keep: int = 0) -> None:
+        """Read and report the steps that are pending, all but the last `keep`."""
+        while len(self.pending) > keep:
+            numbers = self.pending.pop(0)
             self.line = numbers.read()
-            later, log.batches[:] = list(log.batches), numbers.batches
+            self.run.setting.log.batches[:] = numbers.batches
             self.journal.report(self.line, numbers.step)
-            log.batches[:] = later
 
     def _follow(self, decision: Decision) -> str | None:
         """Do what was decided after a step; return why the run stops."""
         run, stopped = self.run, decision.stop
         if decision.collect:
             self.journal.saved(self.checkpoints.collect())
-        if self.unread:
+        if self.pending[-1].update is not None:
             if not (decision.save or decision.evaluate or decision.due or stopped is not None):
-                batches = run.setting.log.batches
-                self.unread[-1].batches = list(batches)
-                batches.clear()
                 return None
-            self.line = self.unread.pop().read()
+            self._read()
         numbers = self.line
         if decision.evaluate:
             owe(run, self.line)
@@ -330,7 +334,7 @@ class _Loop:
             if stop_reason is not None and (stop_reason.by_signal or stopped is None):
                 stopped = stop_reason.text
         stopped = watch_metric(run, numbers, due=decision.due, stopped=stopped)
-        self.journal.report(self.line)
+        self._report()
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.
         last = run.finished and run.setting.config.checkpoint.at_end
@@ -350,10 +354,9 @@ class _Loop:
         """Save the last whole step before an error that all ranks raise ends the run."""
         if isinstance(error, CheckpointError | RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
             return
-        if self.unread:
-            with suppress(Exception):  # the error that ends the run counts
-                self._read_late()
-            self.checkpoints.count_again()
+        with suppress(Exception):  # the error that ends the run counts
+            self._report()
+        self.checkpoints.count_again()
         manifest = self.checkpoints.save_before_leaving()
         if manifest is not None:
             print(f"checkpoint of step {manifest.step} is on disk, saved before the error", flush=True)

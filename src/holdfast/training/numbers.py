@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -18,12 +18,11 @@ class StepNumbers:
     """The numbers of a step, which the device may still be computing."""
 
     step: int
-    epoch: float
     line: dict[str, float]
     """Those that the host has."""
     update: StartedUpdate | None
     """Has the others, until they are read."""
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[Batch]
     """Of the step, to be recorded if it is a spike."""
 
     def read(self) -> dict[str, float]:
