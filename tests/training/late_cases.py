@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from holdfast.config.load import from_mapping, load_config
 from holdfast.config.verbs.training import SFTConfig
@@ -18,10 +17,7 @@ from holdfast.training.evaluate import evaluate
 from holdfast.training.fit import fit
 from holdfast.training.run import Run, StepAbandoned
 from holdfast.training.setup.begin import build_run
-from holdfast.training.step import StartedUpdate, start_step
-from holdfast.types import answered_by
-
-UPDATE = "sums and gradient norm of an update"
+from holdfast.training.step import StartedUpdate, Update, start_step
 
 
 def fit_run(
@@ -32,6 +28,7 @@ def fit_run(
     fails_at: int | None = None,
     abandoned_at: int | None = None,
     fails_to_evaluate: bool = False,
+    made: Callable[[StartedUpdate], StartedUpdate] = lambda update: update,
 ) -> Any:
     """Fit a run in which steps, counted from 1, meet something.
 
@@ -42,6 +39,7 @@ def fit_run(
         fails_at: The step that raises an error before its update.
         abandoned_at: The step that is abandoned because of a SIGTERM.
         fails_to_evaluate: Whether evaluations raise an error.
+        made: Returns what the loop gets of an update.
     """
 
     def step() -> StartedUpdate | None:
@@ -57,7 +55,7 @@ def fit_run(
         if number == abandoned_at:
             os.kill(os.getpid(), signal.SIGTERM)
             raise StepAbandoned
-        return start_step(run.trained, mini_batch, run.evaluation.objective)
+        return made(start_step(run.trained, mini_batch, run.evaluation.objective))
 
     def measure(interrupted: Any) -> dict[str, float]:
         if fails_to_evaluate:
@@ -79,18 +77,23 @@ def run_each(world: World, several: list[tuple[dict[str, Any], dict[str, Any]]],
     return results
 
 
+@dataclass
+class NotedUpdate(StartedUpdate):
+    """An update that notes how many steps were made when its numbers were read."""
+
+    reads: list[tuple[int, int]] = field(default_factory=list)
+
+    def read(self) -> Update:
+        """Note the update's step and the steps that were made, and return the metrics."""
+        self.reads.append((self.step, self.trained.state.step))
+        return super().read()
+
+
 def steps_when_read(world: World, values: dict[str, Any], late: bool, base: str = ".") -> list[tuple[int, int]]:
     """Return of each update, in the order of reads, how many steps were made when its numbers were read."""
     run = build_run(from_mapping(values, SFTConfig), Path(base), world)
     reads: list[tuple[int, int]] = []
-
-    def answer(tensor: Tensor, reason: str) -> Any:
-        if reason == UPDATE:
-            reads.append((len(reads) + 1, run.trained.state.step))
-        return tensor.detach().numpy().copy()
-
-    with answered_by(answer):
-        fit_run(run, late=late)
+    fit_run(run, late=late, made=lambda update: NotedUpdate(**vars(update), reads=reads))
     return reads
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.keep import find
 from holdfast.metrics.sink import read_metrics
 from tests.cli.fixtures import write_run
 from tests.cli.warm import WarmPython
@@ -35,6 +36,12 @@ def states_of(place: Path) -> dict[int, dict[str, Any]]:
     files = sorted((place / "r" / "checkpoints").glob("step-*/trainer.json"))
     states = [json.loads(file.read_text())["state"] for file in files]
     return {state["step"]: state for state in states}
+
+
+def averages_of(place: Path, step: int) -> dict[str, list[Any]]:
+    """Return the averages in the checkpoint of a step."""
+    stored = find.one(str(place / "r" / "checkpoints" / f"step-{step:08d}"))
+    return {key: stored.read(key).tolist() for key in stored.manifest.tensors if key.startswith("ema.")}
 
 
 def events_of(place: Path, kind: str) -> list[Any]:
@@ -93,20 +100,33 @@ def test_reads_come_at_once_where_an_observer_or_a_decision_needs_them(pools: An
 
 
 def test_lines_checkpoints_and_alarms_are_those_of_numbers_read_at_once(pools: Any, tmp_path: Path) -> None:
-    """Steps 3 and 5 are skipped, 3 before a save; a batch of fifty times the weights after 12 steps is a spike."""
+    """Steps 3, 4 and 7 are skipped, 4 before a save; a batch of fifty times the weights after 12 steps is a spike."""
     sections = {"steps": 16, "optim": {"lr": 2e-3, "schedule": "constant", "ema": {"decay": 0.75}}}
-    weights = {3: NAN, 5: NAN, 13: 50.0}
+    weights = {3: NAN, 4: NAN, 7: NAN, 13: 50.0}
 
     outcomes = of_both(pools, tmp_path, ranks=2, sections=sections, weights=weights)
 
     assert [outcome.step for both in outcomes for outcome in both] == [16] * 4
     assert_same(tmp_path)
-    assert [state["skipped_steps"] for state in states_of(tmp_path / "late").values()] == [0, 1, *[2] * 6]
+    assert [state["skipped_steps"] for state in states_of(tmp_path / "late").values()] == [0, 2, 2, *[3] * 5]
+    assert averages_of(tmp_path / "late", 4) == averages_of(tmp_path / "late", 2) != averages_of(tmp_path / "late", 6)
     assert events_of(tmp_path / "late", "health"), "the case must raise an alarm"
     spikes = [sorted((tmp_path / name / "r" / "spikes").iterdir()) for name in ("now", "late")]
     assert [file.name for file in spikes[0]] == [file.name for file in spikes[1]] != []
     for one, two in zip(*spikes, strict=True):
         assert one.read_text() == two.read_text()
+    trained = [json.loads(line)["sample_id"] for file in spikes[1] for line in file.read_text().splitlines()]
+    assert sorted(trained) == list(range(192, 200)), "the last 8 of 200 rows"
+
+
+def test_the_last_step_before_the_end_of_the_data_is_read(pools: Any, tmp_path: Path) -> None:
+    sections = {"steps": None, "epochs": 1, "checkpoint": {"every_steps": 100}}
+
+    now, late = of_both(pools, tmp_path, sections=sections, weights={12: NAN})
+
+    assert [outcome.step for outcome in now + late] == [13, 13]
+    assert states_of(tmp_path / "late")[13]["skipped_steps"] == 1
+    assert_same(tmp_path)
 
 
 def test_too_many_skipped_updates_end_the_run_at_the_same_step(pools: Any, tmp_path: Path) -> None:
@@ -186,6 +206,7 @@ def test_a_signal_finds_the_numbers_of_its_step_read(pools: Any, tmp_path: Path)
     ((outcome,),) = pools(1).run(run_each, [(values, {"late": True})], str(tmp_path))
 
     assert outcome.stopped == "stopped by SIGTERM"
+    assert outcome.step < STEPS
     assert saved_steps(tmp_path) == [outcome.step]
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, outcome.step + 1))
     assert all("loss" in line for line in lines_of(tmp_path))
@@ -239,8 +260,8 @@ def test_a_gpu_gives_the_numbers_that_it_gives_when_they_are_read_at_once(tmp_pa
     for name in ("now", "late"):
         place = tmp_path / name
         place.mkdir()
-        launch = {"ranks": 1, "device": "cuda"}
-        write_run(place / "run.yaml", values_of(place, steps=STEPS, determinism=True, launch=launch))
+        launch, averaged = {"ranks": 1, "device": "cuda"}, {"lr": 2e-3, "schedule": "constant", "ema": {"decay": 0.75}}
+        write_run(place / "run.yaml", values_of(place, steps=STEPS, determinism=True, launch=launch, optim=averaged))
         command = [sys.executable, "-m", "tests.training.late_cases", "run.yaml", name]
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr

@@ -52,10 +52,10 @@ class Averages:
             return
         for name, average in self.tensors.items():
             local, weight = local_part(average), local_part(parameters[name].detach())
-            before = None if skipped is None else local.clone()
-            local.mul_(self.decay).add_(weight.to(local.dtype), alpha=1 - self.decay)
-            if before is not None and skipped is not None:
-                local.copy_(torch.where(skipped, before, local))
+            following = local if skipped is None else local.clone()
+            following.mul_(self.decay).add_(weight.to(local.dtype), alpha=1 - self.decay)
+            if skipped is not None:
+                torch.where(skipped, local, following, out=local)
 
     @contextmanager
     def in_place(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:

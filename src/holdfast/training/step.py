@@ -186,21 +186,21 @@ def _update(
     state, was_updating, clip_norm = trained.state, trained.updating, trained.setting.config.optim.clip_norm
     values = torch.stack(list(reduced.values())).flatten()
     values = values if loads is None else torch.cat([values, loads])
+    skipped: Tensor | None = None
     if takes_tensors(trained.optimizer, parameters, device):
         trained.updating = True
         skipped = step_unless_skipped(trained.optimizer, reduced[_NORM][0].sqrt(), clip_norm)
-        if trained.averages is not None:
-            trained.averages.update(trained.parameters, state.step, skipped)
-        numbers = HostCopy(values, _WAIT)
-    else:
-        numbers = HostCopy(values, _WAIT)
+    numbers = HostCopy(values, _WAIT)
+    if skipped is None or device.type == "cpu":  # the host needs the norm, or has it without waiting
         norm = math.sqrt(numbers.read()[2 * list(reduced).index(_NORM)])
-        if _is_made(norm):
+        if skipped is None and _is_made(norm):
             scale(gradients, clip_factor(norm, clip_norm))
             trained.updating = True
             trained.optimizer.step()
-            if trained.averages is not None:
-                trained.averages.update(trained.parameters, state.step)
+        if trained.averages is not None and _is_made(norm):
+            trained.averages.update(trained.parameters, state.step)
+    elif trained.averages is not None:
+        trained.averages.update(trained.parameters, state.step, skipped)
     trained.optimizer.zero_grad(set_to_none=True)
     state.updates += 1
     if ends_step:
