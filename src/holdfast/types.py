@@ -324,6 +324,11 @@ class HostCopy:
             self._tensor.copy_(tensor.detach(), non_blocking=True)
             self._arrived = current_stream(tensor.device).record_event()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the host has the numbers."""
+        return self._values is not None
+
     def read(self) -> NDArray[Any]:
         """Return the numbers; on a GPU this waits until the device has come to the copy."""
         if self._values is None:

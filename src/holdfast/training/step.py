@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,7 @@ class StartedUpdate:
             RunStopped: Too many updates in a row were skipped.
         """
         trained, state = self.trained, self.trained.state
-        with trained.setting.phase("optimizer"):
+        with nullcontext() if self.numbers.is_read else trained.setting.phase("optimizer"):
             values = self.numbers.read().tolist()
         sums = {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(self.names)}
         norm = math.sqrt(sums.pop(_NORM)[0])
@@ -235,7 +236,8 @@ def _by_source(source_names: Sequence[str], batch: Batch, output: LossSum) -> di
     if len(source_names) < 2:
         return {}
     index = {name: number for number, name in enumerate(source_names)}
-    of_sequence = torch.tensor([index[name] for name in batch.sources] or [0], device=batch.tokens.device)
+    of_sequence = torch.tensor([index[name] for name in batch.sources] or [0])
+    of_sequence = of_sequence.to(batch.tokens.device, non_blocking=True)  # `device=` above would wait for the device
     of_token = of_sequence[batch.sequence_ids.flatten()[batch.scored]]
     totals = torch.zeros(2, len(index), dtype=torch.float64, device=batch.tokens.device)
     totals[0].index_add_(0, of_token, -output.scores.logprobs.double())
