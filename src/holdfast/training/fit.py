@@ -85,9 +85,7 @@ def fit(run: Run, step: Step, evaluate: EvaluateRun, *, reads_late: bool | None 
             checkpoints.rehearse(requests)
             requests.start_clock(run)
             try:
-                loop = _Loop(run, step, evaluate, checkpoints, journal, requests)
-                loop.reads_late = run.setting.world.device.type == "cuda" if reads_late is None else reads_late
-                stopped = loop.run_to_end()
+                stopped = _Loop(run, step, evaluate, checkpoints, journal, requests, reads_late).run_to_end()
             except Exception as error:
                 journal.failed(error)
                 raise
@@ -120,17 +118,19 @@ class _Loop:
     checkpoints: Checkpoints
     journal: Journal
     requests: StopRequests
+    reads_late: bool | None
+    """Whether numbers that nothing waits for are read one update late; None: on CUDA devices."""
     line: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step that was read, its evaluation included."""
     evaluated_at: int = -1
-    reads_late: bool = False
-    """Whether numbers that nothing waits for are read one update late."""
     pending: list[StepNumbers] = field(default_factory=list)
     """Of the last steps, in their order, those that are not reported; more than one only while one is being read."""
 
     def __post_init__(self) -> None:
-        """Open the profiler."""
+        """Open the profiler, and decide when numbers are read."""
         self.profiler = StepProfiler(self.run.setting)
+        if self.reads_late is None:
+            self.reads_late = self.run.setting.world.device.type == "cuda"
 
     def run_to_end(self) -> str | None:
         """Return why the run stopped early; None if it did not."""
@@ -319,7 +319,7 @@ class _Loop:
         if decision.collect:
             self.journal.saved(self.checkpoints.collect())
         if self.pending[-1].update is not None:
-            if not (decision.save or decision.evaluate or decision.due or stopped is not None):
+            if not decision.needs_numbers:
                 return None
             self._read()
         numbers = self.line

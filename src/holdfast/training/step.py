@@ -184,24 +184,10 @@ def _update(
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
     squares = squared_norm(gradients, device) / trained.plan.replicate
     reduced = reduce_sums({**sums, _NORM: ratio(squares, 0.0)}, device)
-    state, was_updating, clip_norm = trained.state, trained.updating, trained.setting.config.optim.clip_norm
+    state, was_updating = trained.state, trained.updating
     values = torch.stack(list(reduced.values())).flatten()
     values = values if loads is None else torch.cat([values, loads])
-    skipped: Tensor | None = None
-    if takes_tensors(trained.optimizer, parameters, device):
-        trained.updating = True
-        skipped = step_unless_skipped(trained.optimizer, reduced[_NORM][0].sqrt(), clip_norm)
-    numbers = HostCopy(values, _WAIT)
-    if skipped is None or device.type == "cpu":  # the host needs the norm, or has it without waiting
-        norm = math.sqrt(numbers.read()[2 * list(reduced).index(_NORM)])
-        if skipped is None and _is_made(norm):
-            scale(gradients, clip_factor(norm, clip_norm))
-            trained.updating = True
-            trained.optimizer.step()
-        if trained.averages is not None and _is_made(norm):
-            trained.averages.update(trained.parameters, state.step)
-    elif trained.averages is not None:
-        trained.averages.update(trained.parameters, state.step, skipped)
+    numbers = _make(trained, parameters, gradients, values, 2 * list(reduced).index(_NORM))
     trained.optimizer.zero_grad(set_to_none=True)
     state.updates += 1
     if ends_step:
@@ -209,6 +195,37 @@ def _update(
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
     return StartedUpdate(trained, numbers, tuple(reduced), {}, state.step, ends_step, was_updating)
+
+
+def _make(
+    trained: Trained, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], values: Tensor, norm_index: int
+) -> HostCopy:
+    """Make an update unless it is skipped, and let averages follow it; return its numbers, on their way to the host.
+
+    Args:
+        trained: The model.
+        parameters: Those of its optimizer.
+        gradients: This rank's shards of them.
+        values: The numbers, over all ranks.
+        norm_index: Index of the squared gradient norm in them.
+    """
+    device, clip_norm, skipped = trained.setting.world.device, trained.setting.config.optim.clip_norm, None
+    if takes_tensors(trained.optimizer, parameters, device):
+        trained.updating = True
+        skipped = step_unless_skipped(trained.optimizer, values[norm_index].sqrt(), clip_norm)
+    numbers = HostCopy(values, _WAIT)
+    if skipped is not None and device.type != "cpu":
+        if trained.averages is not None:
+            trained.averages.update(trained.parameters, trained.state.step, skipped)
+        return numbers
+    norm = math.sqrt(numbers.read()[norm_index])  # the host needs it, or has it without waiting
+    if skipped is None and _is_made(norm):
+        scale(gradients, clip_factor(norm, clip_norm))
+        trained.updating = True
+        trained.optimizer.step()
+    if trained.averages is not None and _is_made(norm):
+        trained.averages.update(trained.parameters, trained.state.step)
+    return numbers
 
 
 _WAIT = "sums and gradient norm of an update"
