@@ -235,7 +235,7 @@ def start(warm: WarmPython, place: Path, kill: str | None = None) -> tuple[int, 
     """Run the module's run in a process of its own; return its exit code and what it said of an error."""
     values = values_of(place, steps=STEPS, launch={"ranks": 1, "device": "cpu"})
     write_run(place / "run.yaml", values)
-    command = [warm.program, "-m", "tests.training.late_cases", "run.yaml"]
+    command = [str(warm.program), "-m", "tests.training.late_cases", "run.yaml"]
     variables = {} if kill is None else {"HOLDFAST_PROVE_KILL": kill}
     done = subprocess.run(
         command, cwd=place, env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=120
