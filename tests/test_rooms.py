@@ -74,7 +74,7 @@ ROOMS = {
         watched
         control fingerprints journal profiling stragglers
         engines saving step
-        evaluate
+        evaluate numbers
         fit setup
         other_models
         policy preference

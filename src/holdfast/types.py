@@ -6,9 +6,9 @@ embeddings), L tokens of one sequence, N scored tokens of a micro-batch.
 One index rule: position t speaks of token t. `predictor_index` says which position's hidden state predicts it; only
 packing writes it, and everything else gathers by it.
 
-Numbers of a device come to the host within a step by `host_value` alone. Each such value makes the host wait until the
-device has done all that was queued, so a step has few, and each says what it is for. Where tensors hold no numbers
-(`holdfast plan`, the lane of fake devices), whoever executes the step answers.
+Numbers of a device come to the host within a step by `host_value` and `HostCopy` alone. Reading one makes the host wait
+until the device has done all that was queued before it, so a step has few, and each says what it is for. Where tensors
+hold no numbers (`holdfast plan`, the lane of fake devices), whoever executes the step answers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+    from torch.cuda import Event
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,41 @@ def host_value(tensor: Tensor, reason: str) -> NDArray[Any]:
     # A copy on the CPU too: torch never again resizes a storage that NumPy has seen, and what rests in host memory is.
     values: NDArray[Any] = tensor.detach().to("cpu", copy=True).numpy()
     return values
+
+
+class HostCopy:
+    """The numbers of a tensor that the host reads later; a GPU copies them while host and device go on.
+
+    Args:
+        tensor: As that of `host_value`; nobody writes into it any more.
+        reason: As that of `host_value`.
+    """
+
+    def __init__(self, tensor: Tensor, reason: str) -> None:
+        self._reason, self._tensor = reason, tensor.detach()
+        self._arrived: Event | None = None
+        self._values: NDArray[Any] | None = None
+        if tensor.is_cuda and not _answers:
+            from torch import empty_like  # configurations are read without torch
+            from torch.cuda import current_stream
+
+            # Memory of its own, into which no later copy writes. From unpinned memory `copy_` would wait.
+            self._tensor = empty_like(self._tensor, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor.detach(), non_blocking=True)
+            self._arrived = current_stream(tensor.device).record_event()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host has the numbers."""
+        return self._values is not None
+
+    def read(self) -> NDArray[Any]:
+        """Return the numbers; on a GPU this waits until the device has come to the copy."""
+        if self._values is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._values = host_value(self._tensor, self._reason)
+        return self._values
 
 
 @contextmanager

@@ -16,21 +16,18 @@ pytestmark = [pytest.mark.devices, pytest.mark.timeout(1800)]
 UPDATE = "sums and gradient norm of an update"
 DRAWN = "drawn tokens"
 SAMPLED = "log-probabilities beside the sampler's"
-LOADS = "loads of experts"
 CHECKS = "transformers checks its inputs in get_placeholder_mask"
 OF_ADVANTAGES = ["values and rewards of tokens, for advantages"] * 2 + ["sequences of tokens, for advantages"]
 ROLLOUT = [DRAWN] * 8
 """Tokens and their log-probabilities: the first ones, an early one, one with which the cache grows, the last one."""
 WAITS: dict[str, list[str]] = {
-    "sft experts": [LOADS, UPDATE],
-    "sft experts, loads of the update": [LOADS, UPDATE],
     "sft images": [CHECKS, CHECKS, UPDATE],
     "kto": ["divergence of single answers", UPDATE],
     "grpo": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo reference": [*ROLLOUT, UPDATE, SAMPLED],
-    "grpo experts": [*ROLLOUT, LOADS, UPDATE, SAMPLED],
+    "grpo experts": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo experts replayed": [
-        "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 3, LOADS, UPDATE, SAMPLED
+        "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 3, UPDATE, SAMPLED
     ],
     "grpo offloaded": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo truncated sampling": [*ROLLOUT, UPDATE, SAMPLED],

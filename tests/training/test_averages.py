@@ -157,6 +157,24 @@ def test_weights_of_16_bits_are_averaged_in_float32_and_come_back_untouched() ->
     assert weight.tolist() == [1.0078125, 1.0078125]
 
 
+@pytest.mark.parametrize("start_step", [0, 2])
+def test_averages_follow_an_update_that_was_made_and_no_skipped_one_where_a_tensor_says_which(start_step: int) -> None:
+    torch.manual_seed(3)
+    weight, plain = nn.Parameter(torch.randn(5, 7)), Averages(0.9, start_step)
+    decided = Averages(0.9, start_step)
+    for averages in (plain, decided):
+        averages.begin({"w": weight})
+
+    for step, skipped in enumerate([False, True, False, True, True, False]):
+        if not skipped:
+            weight.data += torch.randn(5, 7)
+            plain.update({"w": weight}, step)
+        decided.update({"w": weight}, step, torch.tensor(skipped))
+
+        assert torch.equal(decided.tensors["w"], plain.tensors["w"])
+    assert not torch.equal(decided.tensors["w"], weight)
+
+
 def exported(place: Path, *words: str) -> dict[str, bytes]:
     """Return the files of what `holdfast checkpoint export` makes of a run's newest checkpoint."""
     output = place / "exported"

@@ -38,19 +38,24 @@ class Averages:
             local_part(self.tensors[name]).copy_(local_part(parameter))
 
     @torch.no_grad()
-    def update(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
+    def update(self, parameters: Mapping[str, nn.Parameter], step: int, skipped: Tensor | None = None) -> None:
         """Average the weights in after an update.
 
         Args:
             parameters: The trained parameters by canonical name.
             step: Step of the update, counted from 0.
+            skipped: [] bool on the weights' device, whether no update was made; the averages then stay as they are.
+                None: one was made.
         """
         if step < self.start_step:
             self.begin(parameters)
             return
         for name, average in self.tensors.items():
             local, weight = local_part(average), local_part(parameters[name].detach())
-            local.mul_(self.decay).add_(weight.to(local.dtype), alpha=1 - self.decay)
+            following = local if skipped is None else local.clone()
+            following.mul_(self.decay).add_(weight.to(local.dtype), alpha=1 - self.decay)
+            if skipped is not None:
+                torch.where(skipped, local, following, out=local)
 
     @contextmanager
     def in_place(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:

@@ -27,10 +27,13 @@ def takes_tensors(optimizer: Optimizer, parameters: Sequence[nn.Parameter], devi
     )
 
 
-def step_unless_skipped(optimizer: Optimizer, norm: Tensor, largest: float | None) -> None:
+def step_unless_skipped(optimizer: Optimizer, norm: Tensor, largest: float | None) -> Tensor:
     """Make the step of an optimizer that takes tensors, with clipped gradients; the host does not learn whether.
 
     No step is made where the norm is zero or not finite. The optimizer then counts none either.
+
+    Returns:
+        [] bool, whether the step was skipped.
 
     Args:
         optimizer: See `takes_tensors`.
@@ -45,6 +48,7 @@ def step_unless_skipped(optimizer: Optimizer, norm: Tensor, largest: float | Non
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    return skipped
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:

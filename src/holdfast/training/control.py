@@ -34,6 +34,11 @@ class Decision:
     collect: bool = False
     """A save in the background has ended on every rank."""
 
+    @property
+    def needs_numbers(self) -> bool:
+        """Whether the numbers of the step are needed before the next one."""
+        return self.stop is not None or self.save or self.evaluate or self.due
+
 
 class StopReason(NamedTuple):
     """Why the run has been asked to stop; rollouts and evaluations are interrupted for it."""

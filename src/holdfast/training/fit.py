@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import psutil
-import torch
 
 from holdfast.checkpoint.errors import CheckpointError
 from holdfast.data.batches.ahead import BatchesAhead
 from holdfast.errors import RankFailed
-from holdfast.metrics.throughput import peak_flops
 from holdfast.training import directory
 from holdfast.training.control import Control, Decision, StopRequests
 from holdfast.training.journal import Journal
+from holdfast.training.numbers import StepNumbers, measurements
 from holdfast.training.profiling import StepProfiler
-from holdfast.training.run import Run, Setting, StepAbandoned
+from holdfast.training.run import Run, StepAbandoned
 from holdfast.training.saving.checkpoints import Checkpoints
 from holdfast.training.saving.exports import (
     BEST,
@@ -29,10 +26,12 @@ from holdfast.training.saving.exports import (
     note_exported,
     rename_final_export,
 )
+from holdfast.training.step import StartedUpdate
 from holdfast.training.stragglers import Stragglers
 from holdfast.training.watched import (
     MADE_LATER,
     OWED,
+    follows_steps,
     is_end,
     owe,
     reason_to_end,
@@ -42,8 +41,8 @@ from holdfast.training.watched import (
 )
 from holdfast.types import StepEvent
 
-Step = Callable[[], dict[str, float] | None]
-"""Makes one step and returns its metrics, or None when the data has ended."""
+Step = Callable[[], dict[str, float] | StartedUpdate | None]
+"""Makes one step and returns its metrics or the update that tells them, or None when the data has ended."""
 
 
 class EvaluateRun(Protocol):
@@ -69,8 +68,16 @@ class Outcome:
     """Command that exports the newest checkpoint; None if there is no checkpoint."""
 
 
-def fit(run: Run, step: Step, evaluate: EvaluateRun) -> Outcome:
-    """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory."""
+def fit(run: Run, step: Step, evaluate: EvaluateRun, *, reads_late: bool | None = None) -> Outcome:
+    """Run steps until the end, from the newest verified checkpoint on, and leave the results in the run directory.
+
+    Args:
+        run: The run.
+        step: Makes a step.
+        evaluate: Measures the run.
+        reads_late: Whether the numbers of an update are read when the next one is on its way, so that the device does
+            not wait for the host. Default: on CUDA devices.
+    """
     dry, first = run.setting.config.dry_run, run.trained.state.step
     signals = StopRequests(speaks_first=run.setting.world.failure.directory is None)
     try:
@@ -78,7 +85,7 @@ def fit(run: Run, step: Step, evaluate: EvaluateRun) -> Outcome:
             checkpoints.rehearse(requests)
             requests.start_clock(run)
             try:
-                stopped = _Loop(run, step, evaluate, checkpoints, journal, requests).run_to_end()
+                stopped = _Loop(run, step, evaluate, checkpoints, journal, requests, reads_late).run_to_end()
             except Exception as error:
                 journal.failed(error)
                 raise
@@ -111,13 +118,19 @@ class _Loop:
     checkpoints: Checkpoints
     journal: Journal
     requests: StopRequests
+    reads_late: bool | None
+    """Whether numbers that nothing waits for are read one update late; None: on CUDA devices."""
     line: dict[str, float] = field(default_factory=dict)
-    """Metrics of the step the run stands at, its evaluation included."""
+    """Metrics of the last step that was read, its evaluation included."""
     evaluated_at: int = -1
+    pending: list[StepNumbers] = field(default_factory=list)
+    """Of the last steps, in their order, those that are not reported; more than one only while one is being read."""
 
     def __post_init__(self) -> None:
-        """Open the profiler."""
+        """Open the profiler, and decide when numbers are read."""
         self.profiler = StepProfiler(self.run.setting)
+        if self.reads_late is None:
+            self.reads_late = self.run.setting.world.device.type == "cuda"
 
     def run_to_end(self) -> str | None:
         """Return why the run stopped early; None if it did not."""
@@ -230,17 +243,18 @@ class _Loop:
             self.checkpoints.mark()
             self.profiler.before(done + 1)
             try:
-                line = self.step()
-                if line is None:
+                result = self.step()
+                if result is None:
+                    self._report()
                     return None
                 self.profiler.after(run.trained.state.step)
-                self.line = line | {"epoch": run.stream.epoch} | _measurements(run, line)
-                self.line |= stragglers.look(run.trained.state.step)
+                self._note(result, first, stragglers)
                 self.journal.saved(self.checkpoints.check_first_step(self.requests))
                 event = StepEvent(run.trained.state.step, run.stream.epoch, self.line)
                 decision = control.decide(event, self.checkpoints.session.status)
                 stopped = self._follow(decision)
             except StepAbandoned:
+                self._report()
                 stop_reason = self.requests.pending(run.setting.ranks)
                 assert stop_reason is not None
                 stopped = stop_reason.text
@@ -254,11 +268,60 @@ class _Loop:
                 return stopped
         return None
 
+    def _note(self, result: dict[str, float] | StartedUpdate, first: int, stragglers: Stragglers) -> None:
+        """Report the step before, and read the numbers of this one if something waits for them."""
+        run, log, update = self.run, self.run.setting.log, result if isinstance(result, StartedUpdate) else None
+        line = {**(result.known if isinstance(result, StartedUpdate) else result), "epoch": run.stream.epoch}
+        numbers = StepNumbers(run.trained.state.step, line, update, list(log.batches))
+        log.batches.clear()
+        self.pending.append(numbers)
+        self._report(keep=1)
+        if update is None or self._is_needed(first):
+            self._read()
+        numbers.line |= measurements(run, numbers.line) | stragglers.look(numbers.step)
+
+    def _is_needed(self, first: int) -> bool:
+        """Return whether something waits for the numbers of the step that was made last.
+
+        Args:
+            first: Steps that were done when this start began.
+        """
+        run, config = self.run, self.run.setting.config
+        state, every = run.trained.state, config.checkpoint.export_every
+        return (
+            not self.reads_late
+            or run.finished
+            or state.step == first + 1
+            or bool(run.observers)
+            or follows_steps(run)
+            or reason_to_end(run) is not None
+            or (every is not None and state.step % every == 0)
+            or state.skipped_in_a_row + 1 >= config.optim.max_nonfinite_steps
+        )
+
+    def _read(self) -> None:
+        """Read the numbers of the step that was made last; it is not reported if they end the run."""
+        numbers = self.pending.pop()
+        self.line = numbers.read()
+        self.pending.append(numbers)
+
+    def _report(self, *, keep: int = 0) -> None:
+        """Read and report the steps that are pending, all but the last `keep`."""
+        while len(self.pending) > keep:
+            numbers = self.pending.pop(0)
+            self.line = numbers.read()
+            self.run.setting.log.batches[:] = numbers.batches
+            self.journal.report(self.line, numbers.step)
+
     def _follow(self, decision: Decision) -> str | None:
         """Do what was decided after a step; return why the run stops."""
         run, stopped = self.run, decision.stop
         if decision.collect:
             self.journal.saved(self.checkpoints.collect())
+        if self.pending[-1].update is not None:
+            if not decision.needs_numbers:
+                return None
+            self._read()
         numbers = self.line
         if decision.evaluate:
             owe(run, self.line)
@@ -271,7 +334,7 @@ class _Loop:
             if stop_reason is not None and (stop_reason.by_signal or stopped is None):
                 stopped = stop_reason.text
         stopped = watch_metric(run, numbers, due=decision.due, stopped=stopped)
-        self.journal.report(self.line)
+        self._report()
         self._export(due_exports(run, self.line))  # before the save, which remembers the best one that stands
         # The last step is saved when its evaluation is done.
         last = run.finished and run.setting.config.checkpoint.at_end
@@ -291,6 +354,9 @@ class _Loop:
         """Save the last whole step before an error that all ranks raise ends the run."""
         if isinstance(error, CheckpointError | RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
             return
+        with suppress(Exception):  # the error that ends the run counts
+            self._report()
+        self.checkpoints.count_again()
         manifest = self.checkpoints.save_before_leaving()
         if manifest is not None:
             print(f"checkpoint of step {manifest.step} is on disk, saved before the error", flush=True)
@@ -302,27 +368,3 @@ class _Loop:
         ema = self.run.setting.config.optim.ema
         with self.run.trained.averaged() if ema is not None and ema.evaluate else nullcontext():
             return self.evaluate(interrupted=lambda: self.requests.pending(self.run.setting.ranks) is not None)
-
-
-def _measurements(run: Run, line: dict[str, float]) -> dict[str, float]:
-    """Return times, throughput and memory since the last step."""
-    times = run.setting.log.clock.read()
-    tokens = line.get("data/tokens", 0.0)
-    seconds = max(times["step_time"], 1e-9)
-    measured = {**times, "throughput/tokens_per_second": tokens / seconds}
-    flops_per_second = _peak_flops(run.setting)
-    if flops_per_second is not None and tokens:
-        flops = run.trained.cost.flops(tokens, line.get("data/mean_length", 0.0))
-        measured["throughput/mfu"] = flops / seconds / (flops_per_second * run.setting.world.size)
-    if run.setting.world.device.type == "cuda":
-        measured["memory/peak_gib"] = run.setting.log.peaks.largest / 2**30
-    else:
-        measured["memory/resident_gib"] = psutil.Process().memory_info().rss / 2**30
-    return measured
-
-
-def _peak_flops(setting: Setting) -> float | None:
-    """Return what one device can do."""
-    if setting.config.metrics.peak_flops is not None or setting.world.device.type != "cuda":
-        return setting.config.metrics.peak_flops
-    return peak_flops(torch.cuda.get_device_name(setting.world.device))

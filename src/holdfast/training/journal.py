@@ -162,12 +162,17 @@ class Journal:
         for change in changes:
             self.say(f"note: {change}. Sums are added up in another order, so numbers may differ by rounding")
 
-    def report(self, line: Mapping[str, float]) -> None:
-        """Take a step's numbers, or an evaluation's; one over no sets has none."""
+    def report(self, line: Mapping[str, float], step: int | None = None) -> None:
+        """Take a step's numbers, or an evaluation's; one over no sets has none.
+
+        Args:
+            line: The numbers.
+            step: Whose they are; default: the step that the run stands at.
+        """
         if not line:
             return
         self.latest.update(line)
-        step = self._run.trained.state.step
+        step = self._run.trained.state.step if step is None else step
         evaluated = {name: value for name, value in line.items() if name.startswith("eval/")}
         alarms = self._health.see(step, line) if "loss" in line and self._health is not None else {}
         if "loss" in line:
@@ -214,7 +219,7 @@ class Journal:
         for alarm, sentence in alarms.items():
             batch = self._recorded(step) if alarm in SPIKES else {}
             files_note = "".join(f" The rows of this batch are in {path}." for path in batch.values())
-            self.event("health", alarm=alarm, text=sentence + files_note, **batch)
+            self.event("health", step=step, alarm=alarm, text=sentence + files_note, **batch)
             self.say(f"warning: {sentence}{files_note}")
         _, sentence = cut_rows([line])
         if step == 1 and sentence and "cut_rows" not in alarms:
@@ -308,7 +313,7 @@ class Journal:
             setting.world.log.show(escaped_paragraph(sentence))
 
     def event(self, name: str, **values: object) -> None:
-        """Append something that happened, other than a step, to events.jsonl."""
+        """Append something that happened, other than a step, to events.jsonl; its step, unless `step` names another."""
         if self._run.setting.world.is_first:
             line = json.dumps({"event": name, "step": self._run.trained.state.step, **values}) + "\n"
             append_text(self._run.setting.directory / directory.EVENTS, line)

@@ -15,8 +15,8 @@ class PhaseClock:
     """Divides the time between two readings among phases, so that the phases add up to the total.
 
     The time of a phase within another one is subtracted from the outer one. Time outside of all phases is
-    `timing/other`. On a GPU, the work of a phase may still be queued when the phase ends; over a complete step the sum
-    is nevertheless right, since each step waits for the device once.
+    `timing/other`. On a GPU, the work of a phase may still be queued when the phase ends; over several steps the sum
+    is nevertheless right, since each step waits once for the device, for its own work or for that of the step before.
     """
 
     def __init__(self) -> None:

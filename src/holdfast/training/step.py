@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from holdfast.optim.schedule import learning_rate_factor, set_learning_rates
 from holdfast.parallel.collectives import add_over_ranks, reduce_sums
 from holdfast.parallel.shards import local_part, set_last_micro_batch, sharded_parameters
 from holdfast.training.run import Trained
-from holdfast.types import Batch, LossSum, MiniBatch, host_value
+from holdfast.types import Batch, HostCopy, LossSum, MiniBatch
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,65 @@ class Update:
     """[N] of this rank's scored tokens before the update, micro-batch by micro-batch, detached."""
 
 
+@dataclass
+class StartedUpdate:
+    """An update of which the host knows that it was made or skipped, and its numbers, once it has read them.
+
+    The counters of skipped updates count it when it is read; updates are read in their order.
+    """
+
+    trained: Trained
+    numbers: HostCopy
+    """Total and denominator of each sum, and what routers sent to experts."""
+    names: tuple[str, ...]
+    """Of the sums; one is the square of the gradient norm."""
+    known: dict[str, float]
+    """Metrics that the host knows already."""
+    step: int
+    """Steps of the model when the update was made, its own included if it ends one."""
+    ends_step: bool
+    was_updating: bool
+    logprobs: tuple[Tensor, ...] = ()
+
+    def read(self) -> Update:
+        """Return the update's metrics, once; on a GPU this waits until the device has made it.
+
+        Raises:
+            RunStopped: Too many updates in a row were skipped.
+        """
+        trained, state = self.trained, self.trained.state
+        with nullcontext() if self.numbers.is_read else trained.setting.phase("optimizer"):
+            values = self.numbers.read().tolist()
+        sums = {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(self.names)}
+        norm = math.sqrt(sums.pop(_NORM)[0])
+        made = _is_made(norm)
+        if not self.ends_step:
+            trained.updating = self.was_updating or made
+        if made or norm == 0.0:
+            state.skipped_in_a_row = 0
+        else:
+            state.skipped_steps += 1
+            state.skipped_in_a_row += 1
+        if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
+            raise RunStopped(
+                f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
+                f"{self.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
+            )
+        metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in sums.items()}
+        metrics |= {
+            "grad_norm": norm,
+            "optim/skipped_steps": float(state.skipped_steps),
+            "optim/no_gradient": float(norm == 0.0),
+            **self.known,
+            **dict(zip(_LOADS, values[2 * len(self.names) :], strict=False)),
+        }
+        return Update(metrics, sums, self.logprobs)
+
+
+_NORM = "grad_norm"
+_LOADS = ("router/load_max", "router/load_min", "router/idle_experts")
+
+
 def train_step(
     trained: Trained,
     mini_batch: MiniBatch,
@@ -45,7 +105,7 @@ def train_step(
     source_names: Sequence[str] = (),
     ends_step: bool = True,
 ) -> Update:
-    """Make one update of a model.
+    """Make one update of a model, and wait for its numbers.
 
     Args:
         trained: The model to update.
@@ -61,6 +121,18 @@ def train_step(
     Raises:
         RunStopped: Too many updates in a row were skipped.
     """
+    return start_step(trained, mini_batch, objective, source_names=source_names, ends_step=ends_step).read()
+
+
+def start_step(
+    trained: Trained,
+    mini_batch: MiniBatch,
+    objective: Objective,
+    *,
+    source_names: Sequence[str] = (),
+    ends_step: bool = True,
+) -> StartedUpdate:
+    """Make one update as `train_step` does, without waiting for its numbers where the optimizer does not need them."""
     factor = learning_rate_factor(trained.setting.config.optim.schedule, trained.state.step, trained.total_steps)
     factor *= trained.rate_on_plateau
     group_rates = set_learning_rates(trained.optimizer, factor)
@@ -93,71 +165,75 @@ def train_step(
             sums = {name: value + sums[name] if name in sums else value for name, value in batch_sums.items()}
             if output.router_loads is not None:
                 sent = output.router_loads if sent is None else sent + output.router_loads
-    loads = load_metrics(sent)
+    loads = extreme_loads(sent)
     trained.restore()
     with trained.setting.phase("optimizer"):
-        update = _update(trained, sums, mini_batch, rates, ends_step=ends_step)
-    return replace(update, metrics={**update.metrics, **loads}, logprobs=tuple(logprobs))
+        started = _update(trained, sums, loads, mini_batch, ends_step=ends_step)
+    started.known = {**rates, "num_tokens": float(trained.state.tokens), **mini_batch.metrics}
+    started.logprobs = tuple(logprobs)
+    return started
 
 
 def _update(
-    trained: Trained, sums: dict[str, Tensor], mini_batch: MiniBatch, rates: dict[str, float], *, ends_step: bool
-) -> Update:
+    trained: Trained, sums: dict[str, Tensor], loads: Tensor | None, mini_batch: MiniBatch, *, ends_step: bool
+) -> StartedUpdate:
     parameters = [parameter for group in trained.optimizer.param_groups for parameter in group["params"]]
     give_zero_gradients(parameters)
     gradients = local_gradients(parameters)
     device = trained.setting.world.device
     # Copies of the shards (HSDP) hold the same gradients: the sum over all ranks counts each `replicate` times.
     squares = squared_norm(gradients, device) / trained.plan.replicate
-    reduced = reduce_sums({**sums, "grad_norm": ratio(squares, 0.0)}, device)
-    state, was_updating, clip_norm = trained.state, trained.updating, trained.setting.config.optim.clip_norm
-    on_device = takes_tensors(trained.optimizer, parameters, device)
-    if on_device:
-        trained.updating = True
-        step_unless_skipped(trained.optimizer, reduced["grad_norm"][0].sqrt(), clip_norm)
-    totals = host_value(torch.stack(list(reduced.values())), "sums and gradient norm of an update")  # the one wait
-    numbers = dict(zip(reduced, totals.tolist(), strict=True))
-    norm = math.sqrt(numbers.pop("grad_norm")[0])
-    is_made = norm > 0.0 and math.isfinite(norm)  # at a norm of zero, momentum alone must not move the weights
-    trained.updating = was_updating or is_made
-    if is_made and not on_device:
-        scale(gradients, clip_factor(norm, clip_norm))
-        trained.optimizer.step()
+    reduced = reduce_sums({**sums, _NORM: ratio(squares, 0.0)}, device)
+    state, was_updating = trained.state, trained.updating
+    values = torch.stack(list(reduced.values())).flatten()
+    values = values if loads is None else torch.cat([values, loads])
+    numbers = _make(trained, parameters, gradients, values, 2 * list(reduced).index(_NORM))
     trained.optimizer.zero_grad(set_to_none=True)
-    _conclude(trained, mini_batch, norm, ends_step=ends_step)
-    metrics = {name: total / denominator if denominator else 0.0 for name, (total, denominator) in numbers.items()}
-    metrics |= {
-        "grad_norm": norm,
-        **rates,
-        "num_tokens": float(state.tokens),
-        "optim/skipped_steps": float(state.skipped_steps),
-        "optim/no_gradient": float(norm == 0.0),
-        **mini_batch.metrics,
-    }
-    return Update(metrics, {name: (total, denominator) for name, (total, denominator) in numbers.items()})
-
-
-def _conclude(trained: Trained, mini_batch: MiniBatch, norm: float, *, ends_step: bool) -> None:
-    """Let averages follow an update that was made, and count it, or one that was skipped.
-
-    Raises:
-        RunStopped: Too many were skipped in a row.
-    """
-    state, is_finite = trained.state, math.isfinite(norm)
-    if trained.averages is not None and is_finite and norm > 0.0:
-        trained.averages.update(trained.parameters, state.step)
-    state.skipped_steps += not is_finite
-    state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
     state.updates += 1
     if ends_step:
         _end_step(trained)
     state.tokens += mini_batch.tokens
     state.samples += mini_batch.samples
-    if state.skipped_in_a_row >= trained.setting.config.optim.max_nonfinite_steps:
-        raise RunStopped(
-            f"The gradient norm was not finite in {state.skipped_in_a_row} updates in a row, the last at step "
-            f"{state.step}. No weight was touched by them. Lower optim.lr, or look at the data of these steps."
-        )
+    return StartedUpdate(trained, numbers, tuple(reduced), {}, state.step, ends_step, was_updating)
+
+
+def _make(
+    trained: Trained, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], values: Tensor, norm_index: int
+) -> HostCopy:
+    """Make an update unless it is skipped, and let averages follow it; return its numbers, on their way to the host.
+
+    Args:
+        trained: The model.
+        parameters: Those of its optimizer.
+        gradients: This rank's shards of them.
+        values: The numbers, over all ranks.
+        norm_index: Index of the squared gradient norm in them.
+    """
+    device, clip_norm, skipped = trained.setting.world.device, trained.setting.config.optim.clip_norm, None
+    if takes_tensors(trained.optimizer, parameters, device):
+        trained.updating = True
+        skipped = step_unless_skipped(trained.optimizer, values[norm_index].sqrt(), clip_norm)
+    numbers = HostCopy(values, _WAIT)
+    if skipped is not None and device.type != "cpu":
+        if trained.averages is not None:
+            trained.averages.update(trained.parameters, trained.state.step, skipped)
+        return numbers
+    norm = math.sqrt(numbers.read()[norm_index])  # the host needs it, or has it without waiting
+    if skipped is None and _is_made(norm):
+        scale(gradients, clip_factor(norm, clip_norm))
+        trained.updating = True
+        trained.optimizer.step()
+    if trained.averages is not None and _is_made(norm):
+        trained.averages.update(trained.parameters, trained.state.step)
+    return numbers
+
+
+_WAIT = "sums and gradient norm of an update"
+
+
+def _is_made(norm: float) -> bool:
+    """Return whether an update is made: without a gradient, momentum alone must not move the weights."""
+    return norm > 0.0 and math.isfinite(norm)
 
 
 def _end_step(trained: Trained) -> None:
@@ -177,7 +253,8 @@ def _by_source(source_names: Sequence[str], batch: Batch, output: LossSum) -> di
     if len(source_names) < 2:
         return {}
     index = {name: number for number, name in enumerate(source_names)}
-    of_sequence = torch.tensor([index[name] for name in batch.sources] or [0], device=batch.tokens.device)
+    of_sequence = torch.tensor([index[name] for name in batch.sources] or [0])
+    of_sequence = of_sequence.to(batch.tokens.device, non_blocking=True)  # `device=` above would wait for the device
     of_token = of_sequence[batch.sequence_ids.flatten()[batch.scored]]
     totals = torch.zeros(2, len(index), dtype=torch.float64, device=batch.tokens.device)
     totals[0].index_add_(0, of_token, -output.scores.logprobs.double())
@@ -215,19 +292,19 @@ def loads_before(trained: Trained, mini_batch: MiniBatch) -> Tensor | None:
     return global_loads(total[:-1], total[-1], mini_batch.count)
 
 
-def load_metrics(loads: Tensor | None) -> dict[str, float]:
-    """Return the largest and the smallest load of an expert in any layer, over all ranks; 1 is its even share.
+def extreme_loads(loads: Tensor | None) -> Tensor | None:
+    """Return [3], of any layer over all ranks: an expert's largest and smallest load, and the number of idle experts.
+
+    A load of 1 is an expert's even share.
 
     Args:
         loads: [layers, E] how many tokens this rank sent to each expert; None without experts.
     """
     if loads is None:
-        return {}
+        return None
     total = add_over_ranks(loads)
     relative = total * total.shape[1] / total.sum(1, keepdim=True).clamp(min=1.0)
-    measured = torch.stack([relative.max(), relative.min(), (total == 0).sum()])
-    largest, smallest, idle = host_value(measured, "loads of experts").tolist()
-    return {"router/load_max": largest, "router/load_min": smallest, "router/idle_experts": idle}
+    return torch.stack([relative.max(), relative.min(), (total == 0).sum()])
 
 
 def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -74,6 +74,13 @@ def _followed(run: Run) -> Iterator[tuple[Trained, PatienceConfig]]:
             yield trained, schedule
 
 
+def follows_steps(run: Run) -> bool:
+    """Return whether numbers of training steps, and not of evaluations alone, decide about the run."""
+    best = run.setting.config.checkpoint.export_best
+    metrics = [section.metric for _, section in _followed(run)] + ([] if best is None else [best.metric])
+    return not all(map(_is_evaluated, metrics))
+
+
 def watch_metric(run: Run, line: Mapping[str, float], *, due: bool = False, stopped: str | None = None) -> str | None:
     """Take the numbers of a step, its evaluation included; all ranks call this together, and rank 0's numbers count.
 

@@ -319,6 +319,10 @@ class Checkpoints:
         """Note that the run stands between two steps."""
         self._emergency.mark()
 
+    def count_again(self) -> None:
+        """Note that numbers of the step that was marked were read since then."""
+        self._emergency.count_again()
+
     def save_before_leaving(self) -> Manifest | None:
         """Save the last whole step if all ranks are about to fail.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast import patience
@@ -77,6 +77,13 @@ class EmergencySave:
     def mark(self) -> None:
         """Note that the run stands between two steps."""
         self._moment = StepState.now(self._run)
+
+    def count_again(self) -> None:
+        """Take over the counters of skipped updates: the last update's numbers were read since the step was marked."""
+        state = self._run.trained.state
+        counted = {"skipped_steps": state.skipped_steps, "skipped_in_a_row": state.skipped_in_a_row}
+        if state.step == self._moment.step:
+            self._moment = replace(self._moment, state={**self._moment.state, **counted})
 
     def save(self) -> Manifest | None:
         """Save the last whole step together with all other ranks, which raise as well.
