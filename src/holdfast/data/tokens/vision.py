@@ -106,6 +106,16 @@ class ImageSide:
             sentences[0] += ", positions have a time, a row and a column"
         return sentences
 
+    @property
+    def processor(self) -> ModelProcessor:
+        """The processor, with the options of this run."""
+        return self._asked
+
+    @cached_property
+    def placeholder_ids(self) -> list[int]:
+        """The tokens of `placeholder`, the image token once among them."""
+        return self._asked.ids(self.family.placeholder)
+
     @cached_property
     def stand_in(self) -> dict[str, NDArray[Any]]:
         """The inputs of a small grey image."""
@@ -302,6 +312,18 @@ class ImageSide:
         """Return how many images and videos these tokens, not yet expanded, have a place for."""
         return sum(token in (self.image_id, self.video_id) for token in tokens)
 
+    def marked(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens, not yet expanded, with the mark that the processor reads in the place of each placeholder."""
+        family, marked = self.family, list(tokens)
+        if family.processor_token == family.image_token:
+            return marked
+        mark = self._tokenizer.convert_tokens_to_ids(family.processor_token)
+        placeholder = [*family.before, self.image_id, *family.after]
+        for start in range(len(marked) - len(placeholder), -1, -1):
+            if marked[start : start + len(placeholder)] == placeholder:
+                marked[start : start + len(placeholder)] = [mark]
+        return marked
+
     def expanded(self, stretch: Stretch, images: Sequence[PreparedImage]) -> Stretch:
         """Put each image's tokens in the place of its placeholder; none of them is trained."""
         tokens: list[int] = []
@@ -333,12 +355,8 @@ class ImageSide:
 
     def probe(self, tokens: NDArray[np.int64], sample_id: int) -> Example:
         """Return a trained sequence of these tokens, with a picture of noise in each place that they have for one."""
-        from PIL import Image
-
-        count = self.places(tokens.tolist())
-        size = PROBES[sample_id % len(PROBES)]
-        noise = np.random.default_rng(sample_id).integers(0, 256, (count, *size, 3), dtype=np.uint8)
-        images = [self.prepare(Image.fromarray(pixels), "an image of noise") for pixels in noise]
+        noise = probe_images(self.places(tokens.tolist()), sample_id)
+        images = [self.prepare(image, "an image of noise") for image in noise]
         stretch = Stretch(tokens.tolist(), [True] * tokens.size)
         laid = self.expanded(stretch, images)
         return example_of(laid, sample_id, "", self.positions(laid))
@@ -349,6 +367,15 @@ class ImageSide:
         if self.family.token_types is None:
             return arguments
         return {**arguments, self.family.token_types: np.isin(tokens, self.family.type_tokens).astype(np.int64)[None]}
+
+
+def probe_images(count: int, sample_id: int) -> list[Any]:
+    """Return the pictures of noise, in PIL, that `ImageSide.probe` puts into a sequence."""
+    from PIL import Image
+
+    size = PROBES[sample_id % len(PROBES)]
+    noise = np.random.default_rng(sample_id).integers(0, 256, (count, *size, 3), dtype=np.uint8)
+    return [Image.fromarray(pixels) for pixels in noise]
 
 
 def _words(shape: Sequence[int]) -> str:

@@ -9,11 +9,12 @@ Of several, requests go to the living one with the fewest; one that died gets no
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -34,6 +35,7 @@ from holdfast.features.vllm.answers import (
     digests_of,
     model_names_of,
     next_tops_of,
+    prompt_tokens_of,
     reply_of,
     route_names_of,
     server_lease_of,
@@ -41,6 +43,7 @@ from holdfast.features.vllm.answers import (
     tops_of,
 )
 from holdfast.http import Endpoint, EndpointBusy, EndpointRefuses, EndpointUnwell, api_key
+from holdfast.rollout.engine import Request
 
 BACKEND = "holdfast"
 """Of the transfer, as `extension.py` registers it."""
@@ -62,6 +65,58 @@ _ABORT_SECONDS = 1.0
 
 PROBE = "Sort 3 1 2: a's naïve  «x²» → \u65e5\u672c 10,000\n"
 """Servers cut the same text (`extension.py`)."""
+
+
+@dataclass(frozen=True)
+class ServedPrompt:
+    """A prompt as a server gets it, whose own processor reads the images."""
+
+    tokens: Sequence[int]
+    """Those of images included."""
+    marked: Sequence[int] = ()
+    """The prompt with one mark for each image, where it has some."""
+    png_files: Sequence[bytes] = ()
+
+    @classmethod
+    def of(cls, request: Request) -> ServedPrompt:
+        """Return the prompt of a request.
+
+        Raises:
+            DataError: An image cannot be read any more.
+        """
+        tokens, images = request.prompt.tolist(), request.images
+        return cls(tokens) if images is None else cls(tokens, images.prompt.tokens.tolist(), images.png_files)
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """What a request says of the prompt."""
+        if not self.png_files:
+            return {"token_ids": list(self.tokens)}
+        urls = [f"data:image/png;base64,{base64.b64encode(file).decode('ascii')}" for file in self.png_files]
+        images = [{"type": "image_url", "url": url} for url in urls]
+        return {"token_ids": list(self.marked), "content_parts": images, "return_token_ids": True}
+
+    def check(self, answer: Any) -> None:
+        """Compare the tokens that a server made of a prompt with images with the trainer's.
+
+        Raises:
+            EndpointMistaken: It does not say which.
+            EndpointRefuses: They are others.
+        """
+        if not self.png_files:
+            return
+        tokens = prompt_tokens_of(answer)
+        if tokens != list(self.tokens):
+            differs = next(
+                (index for index, pair in enumerate(zip(tokens, self.tokens, strict=False)) if pair[0] != pair[1]),
+                min(len(tokens), len(self.tokens)),
+            )
+            raise EndpointRefuses(
+                f"reads a prompt with {len(self.png_files)} images as {len(tokens)} tokens, the trainer as "
+                f"{len(self.tokens)}, and they differ from token {differs} on: its processor has other settings, or "
+                "its vLLM other rules for this model. Start servers by `holdfast serve`, which gives them the "
+                "trainer's; where that is so already, use rollout.engine: auto"
+            )
 
 
 @dataclass(frozen=True)
@@ -170,12 +225,12 @@ class VLLMServer:
         content = {"method": "holdfast_digests", "kwargs": {"directory": str(directory), "names": list(names)}}
         return digests_of(self.post(RPC, content), self.workers)
 
-    def complete(self, name: str, prompt: Sequence[int], sampling: Mapping[str, Any], adapter: str = "") -> Reply:
+    def complete(self, name: str, prompt: ServedPrompt, sampling: Mapping[str, Any], adapter: str = "") -> Reply:
         """Return one completion.
 
         Args:
             name: Of the request, for `abort`.
-            prompt: Token ids.
+            prompt: That is continued.
             sampling: In vLLM's words, from `sampling_words`.
             adapter: Name of the adapter that samples; "" for the model without one.
 
@@ -186,14 +241,15 @@ class VLLMServer:
         request = {
             "model": adapter or self.model or None,
             "request_id": name,
-            "token_ids": list(prompt),
+            **prompt.content,
             "sampling_params": sampling,
         }
         # Who asks decides where a request goes next, so the endpoint itself tries once.
         answer = replace(self.endpoint, attempts=1).ask("POST", GENERATE, request)
+        prompt.check(answer)
         return reply_of(answer, int(sampling["max_tokens"]), self.vocabulary, adapter)
 
-    def tops(self, prompt: Sequence[int], count: int, adapter: str = "") -> list[TopRow]:
+    def tops(self, prompt: ServedPrompt, count: int, adapter: str = "") -> list[TopRow]:
         """Return the most probable next tokens behind each token of a prompt, at temperature 1.
 
         All but the last row are told of the prompt, which never reads cached blocks; the last is of a generated token,
@@ -203,12 +259,13 @@ class VLLMServer:
             EndpointRefuses, EndpointUnwell: There is no such answer.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": count, "detokenize": False, "ignore_eos": True}
-        request = {"model": adapter or self.model or None, "token_ids": list(prompt)}
+        request = {"model": adapter or self.model or None, **prompt.content}
         generated = self.endpoint.ask("POST", GENERATE, request | {"sampling_params": sampling})
         scored = self.endpoint.ask(
             "POST", GENERATE, request | {"sampling_params": {**sampling, "prompt_logprobs": count}}
         )
-        rows = tops_of(scored, len(prompt), count, self.vocabulary)
+        prompt.check(scored)
+        rows = tops_of(scored, len(prompt.tokens), count, self.vocabulary)
         return [*rows, next_tops_of(generated, count, self.vocabulary)]
 
     def abort(self, names: Sequence[str]) -> None:
