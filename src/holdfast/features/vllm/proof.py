@@ -128,9 +128,7 @@ class Prover:
         """
         ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
         dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-        sequences = _sequences(sharded, self.lengths)
-        if self._images is not None and (seen := _with_image(self._images, sequences[0], self._longest)) is not None:
-            sequences.append(seen)
+        sequences = self._sequences(sharded)
         answers = ranks.on_first_rank(lambda: _ask(servers, sequences, adapter))
         logprobs = _score(sharded, sequences, answers)
         proofs = self._measured(dtype, answers, logprobs, sequences) if is_first else []
@@ -148,6 +146,21 @@ class Prover:
                     raise RunStopped(_words(wrong, proofs, self.limit, names))
         self._before = dict(answers)
         return proofs
+
+    def _sequences(self, sharded: ShardedModel) -> list[ProofSequence]:
+        """Return the fixed sequences, one with an image where the policy sees; all ranks call this together."""
+        sequences = _sequences(sharded, self.lengths)
+        if self._images is not None:
+            seen = _with_image(self._images, sequences[0])
+            if seen.example.tokens.size <= self._longest:
+                return [*sequences, seen]
+            if not self._before and sharded.setting.world.is_first:
+                print(
+                    f"warning: pushes are proved by text alone: a small image makes {seen.example.tokens.size} tokens, "
+                    f"and rows or the servers' contexts have {self._longest} (data.max_length)",
+                    flush=True,
+                )
+        return sequences
 
     def _measured(
         self,
@@ -252,13 +265,11 @@ def _one_more(stretch: Stretch) -> Stretch:
     return replace(stretch, tokens=[*stretch.tokens, stretch.tokens[0]], trained=[*stretch.trained, True])
 
 
-def _with_image(images: ImageSide, text: ProofSequence, longest: int) -> ProofSequence | None:
-    """Return the tokens of a sequence with an image of noise among them; None where servers have no room for it."""
+def _with_image(images: ImageSide, text: ProofSequence) -> ProofSequence:
+    """Return the tokens of a sequence with an image of noise among them."""
     half = len(text.served.tokens) // 2
     tokens = [*text.served.tokens[:half], *images.placeholder_ids, *text.served.tokens[half:]]
     example = images.probe(np.asarray([*tokens, tokens[0]], np.int64), 0)
-    if example.tokens.size > longest:
-        return None
     files = [png_of(image) for image in probe_images(1, 0)]
     return ProofSequence(ServedPrompt(example.tokens[:-1].tolist(), images.marked(tokens), files), example)
 

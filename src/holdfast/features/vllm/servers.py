@@ -83,8 +83,14 @@ class ServedPrompt:
 
         Raises:
             DataError: An image cannot be read any more.
+            RunStopped: Images of the prompt are there as inputs of a model alone.
         """
         tokens, images = request.prompt.tolist(), request.images
+        if request.model_inputs and images is None:
+            raise RunStopped(
+                "A prompt has images, and this recipe keeps what the model makes of them, not their files, which "
+                "servers are sent. Use rollout.engine: auto, which samples in this process."
+            )
         return cls(tokens) if images is None else cls(tokens, images.prompt.tokens.tolist(), images.png_files)
 
     @cached_property
@@ -112,7 +118,7 @@ class ServedPrompt:
                 min(len(tokens), len(self.tokens)),
             )
             raise EndpointRefuses(
-                f"reads a prompt with {len(self.png_files)} images as {len(tokens)} tokens, the trainer as "
+                f"reads a prompt with images as {len(tokens)} tokens, the trainer as "
                 f"{len(self.tokens)}, and they differ from token {differs} on: its processor has other settings, or "
                 "its vLLM other rules for this model. Start servers by `holdfast serve`, which gives them the "
                 "trainer's; where that is so already, use rollout.engine: auto"
