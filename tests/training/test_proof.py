@@ -16,8 +16,8 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import RunStopped
+from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.features.vllm.proof import Prover
-from holdfast.features.vllm.servers import ServedPrompt
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor

@@ -19,7 +19,8 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.data.content.images import ImageFiles
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.errors import RunStopped
-from holdfast.features.vllm.servers import ServedPrompt, VLLMServer
+from holdfast.features.vllm.prompts import ServedPrompt
+from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointMistaken, EndpointRefuses
 from holdfast.models.files.processors import write_processor
 from holdfast.rollout.engine import Request, RequestImages
@@ -39,7 +40,7 @@ class Recorder(ServedModel):
 
     def post(self, path: str, query: Any, asked: Any) -> Any:
         self.asked.append(asked)
-        content = [{"token_id": token, "logprob": -1.0, "top_logprobs": []} for token in (4, 5)]
+        content: list[Any] = [{"token_id": token, "logprob": -1.0, "top_logprobs": []} for token in (4, 5)]
         spans = [{"version": "a", "start": 0, "end": 2}]
         choice = {"token_ids": [4, 5], "finish_reason": "length", "weight_versions": spans}
         told: dict[str, Any] = {"model": "m", "choices": [choice | {"logprobs": {"content": content}}]}
@@ -129,7 +130,7 @@ def test_images_without_their_files_are_not_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "bounds"), [("llava", {}), ("gemma3", {}), ("qwen2_5_vl", {"max_pixels": 512})])
 def test_the_processor_that_is_written_for_servers_makes_the_same_pixels(
-    kind: str, bounds: dict[str, int], tmp_path: Path
+    kind: str, bounds: dict[str, Any], tmp_path: Path
 ) -> None:
     from transformers import AutoImageProcessor
 

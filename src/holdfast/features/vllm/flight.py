@@ -19,7 +19,8 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import Reply
-from holdfast.features.vllm.servers import Fleet, ServedPrompt, UnexpectedWeights, VLLMServer, sampling_words
+from holdfast.features.vllm.prompts import ServedPrompt
+from holdfast.features.vllm.servers import Fleet, UnexpectedWeights, VLLMServer, sampling_words
 from holdfast.http import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.rollout.engine import Interrupted, Request, Sampled
 from holdfast.rollout.sampling import Stops

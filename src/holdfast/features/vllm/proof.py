@@ -28,7 +28,8 @@ from holdfast.data.tokens.vision import ImageSide, probe_images
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import TopRow
 from holdfast.features.vllm.buckets import Inspection
-from holdfast.features.vllm.servers import ServedPrompt, VLLMServer
+from holdfast.features.vllm.prompts import ServedPrompt
+from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.check.rounding import rounded_otherwise
 from holdfast.models.chunks.logits import HeadWeights, logits_of

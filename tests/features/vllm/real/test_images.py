@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from holdfast.config.load import from_mapping
-from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.config.sections.engine import StartConfig, VLLMEngineConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.errors import RunStopped
@@ -121,7 +121,7 @@ def server(llava: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "config.json").write_text(json.dumps(as_plain(config)))
     module = "holdfast.features.vllm.server_files"
     subprocess.run([sys.executable, "-m", module, folder / "config.json", folder, folder / "model"], check=True)
-    section = VLLMEngineConfig(url=[url], start=True, python=PYTHON)
+    section = VLLMEngineConfig(url=[url], start=StartConfig(), python=PYTHON)
     with Servers(ServerSpec(section, folder / "model", "policy", "float32", 120, True, folder)):
         yield url
 
