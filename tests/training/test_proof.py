@@ -16,6 +16,7 @@ from holdfast.config.load import from_mapping
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import RunStopped
+from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.features.vllm.proof import Prover
 from holdfast.parallel.mesh import World, joined_world
 from holdfast.parallel.shards import sharded_parameters
@@ -44,9 +45,9 @@ class Twin:
     model: Any
     url: str = "http://twin"
 
-    def tops(self, prompt: list[int], count: int, adapter: str = "") -> list[dict[int, float]]:
+    def tops(self, prompt: ServedPrompt, count: int, adapter: str = "") -> list[dict[int, float]]:
         with torch.no_grad():
-            logprobs = self.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+            logprobs = self.model(torch.tensor([list(prompt.tokens)])).logits[0].log_softmax(-1)
         rows = [dict(zip(*(part.tolist() for part in row.topk(count)[::-1]), strict=True)) for row in logprobs]
         return [{int(token): value for token, value in row.items()} for row in rows]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,7 +16,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.types import Finish, Group, Prompt
+from holdfast.data.content.images import ImageFiles, png_of
+from holdfast.types import Finish, Group, Prompt, PromptImages
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """The images of a prompt for an engine whose own processor reads them."""
+
+    prompt: PromptImages
+    files: ImageFiles
+    """Opens what rows name."""
+
+    @cached_property
+    def png_files(self) -> tuple[bytes, ...]:
+        """The images as files without loss, upright and in RGB as the trainer has read them.
+
+        Raises:
+            DataError: An image cannot be read any more.
+        """
+        return tuple(png_of(self.files.open(source, "an image of a prompt")) for source in self.prompt.sources)
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,8 @@ class Request:
     """Inputs only the model understands, such as those of the prompt's images."""
     positions: NDArray[np.int64] | None = None
     """[A, P] of the prompt's tokens; None where all are 0, 1, 2, ..."""
+    images: RequestImages | None = None
+    """None where the prompt has none."""
 
 
 class Sampled(NamedTuple):

@@ -200,7 +200,7 @@ def samples_in_process(sharded: ShardedModel, kind: LocalKind) -> bool:
 def why_no_videos(sharded: ShardedModel, section: EngineSection) -> str:
     """Return why what this engine completes may have no videos; "" where it may."""
     if not isinstance(section, LocalEngineConfig):
-        return "servers get tokens alone" if isinstance(section, VLLMEngineConfig) else ""
+        return "servers are sent images and no videos" if isinstance(section, VLLMEngineConfig) else ""
     kind = section.kind
     if samples_in_process(sharded, kind):
         return ""

@@ -22,6 +22,7 @@ import pytest
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.vllm.answers import server_lease_of
+from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointMistaken, EndpointRefuses
 from holdfast.metrics.sink import METRICS, read_metrics
@@ -223,7 +224,7 @@ def plain_numbers(values: list[Any]) -> list[float]:
 
 
 def same_completion(server: VLLMServer, content: bytes) -> None:
-    reply = server.complete("a", [5, 9, 17, 33, 12], {"max_tokens": 6})
+    reply = server.complete("a", ServedPrompt([5, 9, 17, 33, 12]), {"max_tokens": 6})
     choice = json.loads(content)["choices"][0]
     assert all(type(token) is int and 0 <= token < 64 for token in choice["token_ids"])
     assert reply.tokens.tolist() == choice["token_ids"]
@@ -235,7 +236,7 @@ def same_completion(server: VLLMServer, content: bytes) -> None:
 
 
 def same_proof(server: VLLMServer, content: bytes) -> None:
-    *rows, last = server.tops([5, 9, 17, 33, 12], 20)
+    *rows, last = server.tops(ServedPrompt([5, 9, 17, 33, 12]), 20)
     told = json.loads(content)
     plain = [{int(name): entry["logprob"] for name, entry in row.items()} for row in told["prompt_logprobs"][1:]]
     top = told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

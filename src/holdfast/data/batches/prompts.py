@@ -57,14 +57,14 @@ def prompt_tokeniser(
     """
 
     def tokenise(row: Row, sample_id: int, source: str, name: str) -> Tokenised[Prompt]:
-        written, laid, positions, counts = tokeniser.opening(row, name, why_no_videos)
+        written, laid, positions, counts, images = tokeniser.opening(row, name, why_no_videos)
         tokens = np.asarray(laid.tokens, dtype=np.int64)
         if tokens.size == 0:
             raise DataError(f"{name}: its prompt is empty, and there is nothing to continue. Remove the row.")
         if tokens.size <= longest:
             columns: dict[str, Any] = dict(row)
             inputs = joined_inputs(laid)
-            prompt = Prompt(sample_id, tokens, decode(written), columns, source, inputs, positions)
+            prompt = Prompt(sample_id, tokens, decode(written), columns, source, inputs, positions, images)
             return Tokenised((prompt,), counts, lengths=(tokens.size,))
         if config.overlong == "refuse":
             limit, key = f"data.max_length={config.max_length} less rollout.max_new_tokens", "data.max_length"

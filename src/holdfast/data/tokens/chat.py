@@ -35,7 +35,7 @@ from holdfast.data.tokens.chat_template import ChatTemplate, PromptFormat, Templ
 from holdfast.data.tokens.row_images import RowImages
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import DataError
-from holdfast.types import Example, Prompt
+from holdfast.types import Example, Prompt, PromptImages
 
 BLIND = "This model reads text alone"
 
@@ -75,6 +75,8 @@ class Opening(NamedTuple):
     counts: Mapping[str, int] = MappingProxyType({})
     """`without_chat_template`: it is plain text, and the tokenizer it came with has a chat template, which is then not
     used; and roles that the template leaves out, as in `Tokenised`."""
+    images: PromptImages | None = None
+    """None where the prompt has none."""
 
 
 class RowTokeniser:
@@ -171,7 +173,8 @@ class RowTokeniser:
         images = self._images.prepared(content, row_name, one_sequence=True)
         written, counts = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
-        return Opening(written, laid, self._images.positions(laid), counts)
+        sources = self._images.unread(written, content.images)
+        return Opening(written, laid, self._images.positions(laid), counts, sources)
 
     @property
     def template(self) -> ChatTemplate:

@@ -25,6 +25,7 @@ from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.vision import ImageSide, PreparedImage
 from holdfast.errors import DataError
+from holdfast.types import PromptImages
 
 _COMPARED = 16
 """Rows with images whose sequences are compared with the processor's whole output, at every start."""
@@ -119,6 +120,12 @@ class RowImages:
                 prepared.append(side.prepare(opened[-1], name))
         self._last = (images, tuple(prepared), tuple(opened))
         return self._last[1:]
+
+    def unread(self, tokens: Sequence[int], sources: Sequence[Any]) -> PromptImages | None:
+        """Return the images of a sequence, not yet expanded, as a processor elsewhere gets them; None for none."""
+        if isinstance(self._side, str) or not sources:
+            return None
+        return PromptImages(np.asarray(self._side.marked(tokens), dtype=np.int64), tuple(sources))
 
     def in_text(self, content: C) -> C:
         """Return plain text with the placeholders that the family's tokenizer knows."""

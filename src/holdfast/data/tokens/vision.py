@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.data.content.grids import grid_positions
 from holdfast.data.content.lengths import Grid, ImageSpan, Stretch, example_of, joined_inputs
 from holdfast.data.content.model_inputs import array_arguments, flattened
 from holdfast.data.content.videos import VideoOptions, frame_size, patches_of, seconds_of
@@ -105,6 +106,16 @@ class ImageSide:
         if family.turns_by_grid:
             sentences[0] += ", positions have a time, a row and a column"
         return sentences
+
+    @property
+    def processor(self) -> ModelProcessor:
+        """The processor, with the options of this run."""
+        return self._asked
+
+    @cached_property
+    def placeholder_ids(self) -> list[int]:
+        """The tokens of `placeholder`, the image token once among them."""
+        return self._asked.ids(self.family.placeholder)
 
     @cached_property
     def stand_in(self) -> dict[str, NDArray[Any]]:
@@ -302,6 +313,18 @@ class ImageSide:
         """Return how many images and videos these tokens, not yet expanded, have a place for."""
         return sum(token in (self.image_id, self.video_id) for token in tokens)
 
+    def marked(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens, not yet expanded, with the mark that the processor reads in the place of each placeholder."""
+        family, marked = self.family, list(tokens)
+        if family.processor_token == family.image_token:
+            return marked
+        mark = self._tokenizer.convert_tokens_to_ids(family.processor_token)
+        placeholder = [*family.before, self.image_id, *family.after]
+        for start in range(len(marked) - len(placeholder), -1, -1):
+            if marked[start : start + len(placeholder)] == placeholder:
+                marked[start : start + len(placeholder)] = [mark]
+        return marked
+
     def expanded(self, stretch: Stretch, images: Sequence[PreparedImage]) -> Stretch:
         """Put each image's tokens in the place of its placeholder; none of them is trained."""
         tokens: list[int] = []
@@ -333,12 +356,8 @@ class ImageSide:
 
     def probe(self, tokens: NDArray[np.int64], sample_id: int) -> Example:
         """Return a trained sequence of these tokens, with a picture of noise in each place that they have for one."""
-        from PIL import Image
-
-        count = self.places(tokens.tolist())
-        size = PROBES[sample_id % len(PROBES)]
-        noise = np.random.default_rng(sample_id).integers(0, 256, (count, *size, 3), dtype=np.uint8)
-        images = [self.prepare(Image.fromarray(pixels), "an image of noise") for pixels in noise]
+        noise = probe_images(self.places(tokens.tolist()), sample_id)
+        images = [self.prepare(image, "an image of noise") for image in noise]
         stretch = Stretch(tokens.tolist(), [True] * tokens.size)
         laid = self.expanded(stretch, images)
         return example_of(laid, sample_id, "", self.positions(laid))
@@ -351,44 +370,17 @@ class ImageSide:
         return {**arguments, self.family.token_types: np.isin(tokens, self.family.type_tokens).astype(np.int64)[None]}
 
 
+def probe_images(count: int, sample_id: int) -> list[Any]:
+    """Return the pictures of noise, in PIL, that `ImageSide.probe` puts into a sequence."""
+    from PIL import Image
+
+    size = PROBES[sample_id % len(PROBES)]
+    noise = np.random.default_rng(sample_id).integers(0, 256, (count, *size, 3), dtype=np.uint8)
+    return [Image.fromarray(pixels) for pixels in noise]
+
+
 def _words(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
-
-
-def grid_positions(length: int, images: Sequence[ImageSpan], merge: int) -> NDArray[np.int64]:
-    """Return [3, L] positions: time, row and column for image tokens, three equal numbers for text.
-
-    An image of h x w features begins at the position p that a text token would have had: its features are at
-    (p, p + row, p + column), and what follows it goes on at p + max(h, w). So is each frame of a video; where those
-    lie side by side, frame f is at p + floor(f * interval) on the first axis.
-    """
-    blocks: list[NDArray[np.int64]] = []
-    end = position = 0
-    for span in images:
-        for grid in span.grids or (_grid_of(span, merge),):
-            start = span.start + grid.offset
-            text = np.arange(position, position + start - end)
-            blocks.append(np.broadcast_to(text, (3, text.size)))
-            position += text.size
-            block = np.indices((grid.frames, grid.rows, grid.columns)).reshape(3, -1)
-            # transformers multiplies in float32, and so decides whether 2.9999 becomes 2 or 3.
-            block[0] = (block[0].astype(np.float32) * np.float32(grid.interval)).astype(np.int64)
-            blocks.append(block + position)
-            position += max(grid.rows, grid.columns)
-            end = start + block.shape[1]
-    tail = np.arange(position, position + length - end)
-    return np.concatenate([*blocks, np.broadcast_to(tail, (3, tail.size))], axis=1).astype(np.int64)
-
-
-def _grid_of(span: ImageSpan, merge: int) -> Grid:
-    frames, height, width = (int(size) for size in span.inputs["image_grid_thw"][0])
-    return Grid(0, frames, height // merge, width // merge, 1.0)
-
-
-def going_on(positions: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return [A, L + count] positions: those given, [A, L], and those of `count` tokens of text after them."""
-    after = positions.max(initial=-1) + 1 + np.arange(count)
-    return np.concatenate([positions, np.broadcast_to(after, (len(positions), count))], axis=1)
 
 
 def _video_id(family: VisionFamily, tokenizer: Any, config: Any) -> int | None:

@@ -192,6 +192,15 @@ def _check_reply(finish: Finish, tokens: Sequence[int], scored: Sequence[int], l
         raise EndpointRefuses(f"answers {len(tokens)} tokens where 1 to {limit} were asked for")
 
 
+def prompt_tokens_of(answer: Any) -> list[int]:
+    """Read the tokens of a prompt after the server has put those of its images into it.
+
+    Raises:
+        EndpointMistaken: It does not say.
+    """
+    return [field.token() for field in Field(GENERATE, answer).key("prompt_token_ids").items()]
+
+
 def tops_of(answer: Any, length: int, count: int, vocabulary: int = LARGEST_VOCABULARY) -> Sequence[TopRow]:
     """Read the most probable tokens behind each token of a prompt but its last.
 

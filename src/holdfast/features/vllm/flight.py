@@ -19,6 +19,7 @@ from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import Reply
+from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.features.vllm.servers import Fleet, UnexpectedWeights, VLLMServer, sampling_words
 from holdfast.http import EndpointMistaken, EndpointRefuses, EndpointUnwell, pause_seconds
 from holdfast.rollout.engine import Interrupted, Request, Sampled
@@ -216,7 +217,7 @@ class VLLMFlight:
     def _completed(self, item: PendingCompletion, parameters: dict[str, Any]) -> Sampled:
         """Return one completion, from whichever server gives it."""
         sampling = parameters | {"seed": item.request.seeds[item.seed_index] & _LARGEST_SEED}
-        prompt, tries, avoided = item.request.prompt.tolist(), 0, ""
+        prompt, tries, avoided = ServedPrompt.of(item.request), 0, ""
         while not self._given_up.is_set():
             self._may_ask.wait()
             server, interruptions = self._fleet.take(avoided), self._interruptions

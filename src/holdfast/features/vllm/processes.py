@@ -83,6 +83,10 @@ def command_of(served: ServerSpec, url: str) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": served.extension,
         "--weight-transfer-config": json.dumps({"backend": _BACKENDS[served.section.transport]}),
+        # A push clears the cache of images that the engine has, and not the one of the API's process that mirrors it.
+        "--mm-processor-cache-gb": "0",
+        # transformers' other image processors resize by torchvision, to other pixels than the trainer's.
+        "--mm-processor-kwargs": json.dumps({"backend": "pil"}),
         # vLLM 0.32 leaves the old values packed in a tied output layer, so it is a matrix of its own there.
         "--hf-overrides": json.dumps({"tie_word_embeddings": False}),
     }

@@ -11,21 +11,24 @@ roundings, and the server may differ by a small multiple of what that changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
+from holdfast.data.content.images import png_of
+from holdfast.data.content.lengths import Stretch, example_of
+from holdfast.data.tokens.vision import ImageSide, probe_images
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import TopRow
 from holdfast.features.vllm.buckets import Inspection
+from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.check.rounding import rounded_otherwise
@@ -36,7 +39,7 @@ from holdfast.types import Batch, Example
 
 _TOP = 20
 _LENGTHS = (24, 64)
-"""TokenIds of the fixed sequences; one longer than a block of the cache comes beside them."""
+"""Tokens of the fixed sequences; one longer than a block of the cache comes beside them."""
 _BEYOND_BLOCK = 32
 _ROWS = 64
 """Places whose logits are there at a time."""
@@ -49,8 +52,23 @@ _LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Of one layer, relative to its largest output."""
 _MOST_NAMED = 4
 
-TokenIds = NDArray[np.int64]
-"""[L]"""
+
+@dataclass(frozen=True)
+class ProofSequence:
+    """A fixed sequence for which a server and the trainer tell log-probabilities."""
+
+    served: ServedPrompt
+    example: Example
+    """The sequence, with one token more, which its last place predicts; tokens of images are not compared."""
+
+    def __len__(self) -> int:
+        """Return the number of places that are compared."""
+        return self.example.trained_tokens
+
+    def asked(self, server: VLLMServer, adapter: str) -> list[TopRow]:
+        """Return what a server says of the places that are compared."""
+        rows = server.tops(self.served, _TOP, adapter)
+        return [row for row, trained in zip(rows, self.example.loss_mask[1:].tolist(), strict=True) if trained]
 
 
 Suspects = Mapping[str, Inspection]
@@ -80,10 +98,11 @@ class Prover:
         tolerance: Largest permitted difference in nats; with None, the trainer's own rounding decides.
         block: Number of tokens in a block of the servers' caches.
         longest: Number of tokens in the servers' contexts, or of the run's longest row where that is less.
+        images: Turns the images of rows into tokens, where the policy sees some.
     """
 
-    def __init__(self, tolerance: float | None, block: int, longest: int) -> None:
-        self._tolerance = tolerance
+    def __init__(self, tolerance: float | None, block: int, longest: int, images: ImageSide | None = None) -> None:
+        self._tolerance, self._images, self._longest = tolerance, images, longest
         self.lengths = tuple(min(size, longest - 1) for size in (*_LENGTHS, block + _BEYOND_BLOCK))
         """Tokens of the fixed sequences."""
         self.limit = 0.0
@@ -110,7 +129,7 @@ class Prover:
         """
         ranks, is_first = sharded.setting.ranks, sharded.setting.world.is_first
         dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-        sequences = _sequences(sharded, self.lengths)
+        sequences = self._sequences(sharded)
         answers = ranks.on_first_rank(lambda: _ask(servers, sequences, adapter))
         logprobs = _score(sharded, sequences, answers)
         proofs = self._measured(dtype, answers, logprobs, sequences) if is_first else []
@@ -129,12 +148,27 @@ class Prover:
         self._before = dict(answers)
         return proofs
 
+    def _sequences(self, sharded: ShardedModel) -> list[ProofSequence]:
+        """Return the fixed sequences, one with an image where the policy sees; all ranks call this together."""
+        sequences = _sequences(sharded, self.lengths)
+        if self._images is not None:
+            seen = _with_image(self._images, sequences[0])
+            if seen.example.tokens.size <= self._longest:
+                return [*sequences, seen]
+            if not self._before and sharded.setting.world.is_first:
+                print(
+                    f"warning: pushes are proved by text alone: a small image makes {seen.example.tokens.size} tokens, "
+                    f"and rows or the servers' contexts have {self._longest} (data.max_length)",
+                    flush=True,
+                )
+        return sequences
+
     def _measured(
         self,
         dtype: torch.dtype,
         answers: ServerAnswers,
         logprobs: Mapping[str, Tensor],
-        sequences: Sequence[TokenIds],
+        sequences: Sequence[ProofSequence],
     ) -> list[Proof]:
         ends = torch.as_tensor(np.cumsum([len(sequence) for sequence in sequences]) - 1)
         proofs = []
@@ -215,16 +249,35 @@ def _apart(first: Sequence[Sequence[TopRow]], second: Sequence[Sequence[TopRow]]
     return max((abs(a[token] - b[token]) for a, b in rows for token in a.keys() & b.keys()), default=float("inf"))
 
 
-def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[TokenIds]:
+def _sequences(sharded: ShardedModel, lengths: Sequence[int]) -> list[ProofSequence]:
     """Return fixed sequences of tokens that mean nothing."""
     vocabulary = int(sharded.origin.skeleton.config.get_text_config().vocab_size)
     marks = {sharded.origin.family.image_token_id, sharded.origin.family.video_token_id}
     plain = np.array([token for token in range(vocabulary) if token not in marks])
     draw = np.random.default_rng(20)
-    return [plain[draw.integers(0, plain.size, size)] for size in lengths]
+    drawn = [plain[draw.integers(0, plain.size, size)].astype(np.int64) for size in lengths]
+    examples = [example_of(_one_more(Stretch(tokens.tolist(), [True] * tokens.size)), 0, "") for tokens in drawn]
+    return [
+        ProofSequence(ServedPrompt(tokens.tolist()), example) for tokens, example in zip(drawn, examples, strict=True)
+    ]
 
 
-def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds], adapter: str) -> dict[str, list[list[TopRow]]]:
+def _one_more(stretch: Stretch) -> Stretch:
+    return replace(stretch, tokens=[*stretch.tokens, stretch.tokens[0]], trained=[*stretch.trained, True])
+
+
+def _with_image(images: ImageSide, text: ProofSequence) -> ProofSequence:
+    """Return the tokens of a sequence with an image of noise among them."""
+    half = len(text.served.tokens) // 2
+    tokens = [*text.served.tokens[:half], *images.placeholder_ids, *text.served.tokens[half:]]
+    example = images.probe(np.asarray([*tokens, tokens[0]], np.int64), 0)
+    files = [png_of(image) for image in probe_images(1, 0)]
+    return ProofSequence(ServedPrompt(example.tokens[:-1].tolist(), images.marked(tokens), files), example)
+
+
+def _ask(
+    servers: Sequence[VLLMServer], sequences: Sequence[ProofSequence], adapter: str
+) -> dict[str, list[list[TopRow]]]:
     """Return what every server says of the sequences, by address.
 
     Raises:
@@ -234,7 +287,7 @@ def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds], adapter: 
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
         waiting = {
             server.url: threads.submit(
-                lambda target: [target.tops(sequence.tolist(), _TOP, adapter) for sequence in sequences], server
+                lambda target: [sequence.asked(target, adapter) for sequence in sequences], server
             )
             for server in servers
         }
@@ -249,14 +302,15 @@ def _ask(servers: Sequence[VLLMServer], sequences: Sequence[TokenIds], adapter: 
     return answers
 
 
-def _batch(sharded: ShardedModel, sequences: Sequence[TokenIds]) -> Batch:
-    """Return the sequences, each with one token more, which the last of its places predicts."""
-    examples = []
-    for number, sequence in enumerate(sequences):
-        tokens = np.append(sequence, sequence[0]).astype(np.int64)
-        examples.append(Example(number, number, tokens, np.arange(tokens.size) > 0))
-    batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=sharded.model.padded)
-    return to_device(batch, sharded.setting.world.device)
+def _batches(sharded: ShardedModel, sequences: Sequence[ProofSequence]) -> Iterator[tuple[slice, Batch]]:
+    """Yield the sequences in batches of text alone and of text with an image, which do not go together."""
+    for sees in (False, True):
+        numbers = [index for index, sequence in enumerate(sequences) if bool(sequence.example.model_inputs) == sees]
+        if numbers:
+            group = slice(numbers[0], numbers[-1] + 1)
+            examples = [sequence.example for sequence in sequences[group]]
+            batch = pack(examples, [Share(1.0, 1.0)] * len(examples), padded=sharded.model.padded)
+            yield group, to_device(batch, sharded.setting.world.device)
 
 
 def _rows(sequences: Sequence[Sequence[TopRow]]) -> list[TopRow]:
@@ -273,18 +327,20 @@ def _values(sequences: Sequence[Sequence[TopRow]]) -> Tensor:
     return torch.tensor([list(row.values())[:_TOP] for row in _rows(sequences)], dtype=torch.float64)
 
 
-def _score(sharded: ShardedModel, sequences: Sequence[TokenIds], answers: ServerAnswers) -> dict[str, Tensor]:
+def _score(sharded: ShardedModel, sequences: Sequence[ProofSequence], answers: ServerAnswers) -> dict[str, Tensor]:
     """Return the trainer's log-probabilities [N, 20] of the servers' tokens by address, on rank 0."""
     chunks: dict[str, list[Tensor]] = {url: [] for url in answers}
-    look = partial(_gather, answers, sharded, chunks) if sharded.setting.world.is_first else _ignore
-    with without_dropout(sharded.model):
-        sharded.model.show_predictors(_batch(sharded, sequences), look)
+    for group, batch in _batches(sharded, sequences):
+        rows = {url: _rows(answer[group]) for url, answer in answers.items()}
+        look = partial(_gather, rows, sharded, chunks) if sharded.setting.world.is_first else _ignore
+        with without_dropout(sharded.model):
+            sharded.model.show_predictors(batch, look)
     return {url: torch.cat(values) for url, values in chunks.items() if values}
 
 
 def _rounding(
     sharded: ShardedModel,
-    sequences: Sequence[TokenIds],
+    sequences: Sequence[ProofSequence],
     answers: ServerAnswers,
     logprobs: Mapping[str, Tensor],
 ) -> float:
@@ -304,14 +360,13 @@ def _rounding(
 
 
 def _gather(
-    answers: ServerAnswers,
+    flat: Mapping[str, Sequence[TopRow]],
     sharded: ShardedModel,
     logprobs: dict[str, list[Tensor]],
     hidden: Tensor,
     head: HeadWeights,
 ) -> None:
     """Take the trainer's log-probabilities of the servers' tokens, a few places at a time."""
-    flat = {url: _rows(sequences) for url, sequences in answers.items()}
     for start in range(0, len(hidden), _ROWS):
         chunk = slice(start, start + _ROWS)
         logits, _ = logits_of(hidden[chunk], head, sharded.model.head_spec)

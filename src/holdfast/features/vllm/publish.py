@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from holdfast.config.sections.engine import VLLMEngineConfig
+from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.vllm.adapters import AdapterPublisher, adapter_headers, adapter_settings, adapter_tensors
 from holdfast.features.vllm.answers import ServerState
@@ -39,6 +40,7 @@ from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
 from holdfast.training.run import ShardedModel
+from holdfast.training.setup.model import image_side_of
 
 
 class Outgoing(NamedTuple):
@@ -360,7 +362,9 @@ def open_servers(sharded: ShardedModel, section: VLLMEngineConfig, stops: Stops)
     mark = ranks.agree(f"{sharded.setting.config.run.name}-{secrets.token_hex(4)}")
     block = max(int(state.facts["block"]) for state in states)
     longest = min(sharded.setting.config.data.max_length, *(state.longest for state in states))
-    return ServedEngine(section, identified, stops, mark, Prover(section.tolerance, block, longest))
+    side = ranks.on_all_ranks(lambda: image_side_of(sharded.setting.config, sharded.origin))
+    prover = Prover(section.tolerance, block, longest, side if isinstance(side, ImageSide) else None)
+    return ServedEngine(section, identified, stops, mark, prover)
 
 
 def _content_of_pushes(

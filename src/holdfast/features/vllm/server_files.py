@@ -22,7 +22,10 @@ def main() -> None:
     import torch
 
     from holdfast.checkpoint.export.model import write_assets
+    from holdfast.data.tokens.vision import ImageSide
+    from holdfast.models.files.processors import write_processor
     from holdfast.models.setup.model import blueprint
+    from holdfast.training.setup.model import image_side_of
 
     file, base, directory = (Path(argument) for argument in sys.argv[1:4])
     config = run_from_mapping(json.loads(file.read_text(encoding="utf-8")))
@@ -30,6 +33,9 @@ def main() -> None:
         origin = blueprint(config.model, base, seed=config.seed)
         directory.mkdir(parents=True, exist_ok=True)
         write_assets(directory, origin, torch.float32)
+        side = image_side_of(config, origin)
+        if isinstance(side, ImageSide):
+            write_processor(directory, side.processor.upstream, side.processor.options)
     except HoldfastError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

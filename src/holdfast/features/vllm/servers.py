@@ -40,6 +40,7 @@ from holdfast.features.vllm.answers import (
     server_state_of,
     tops_of,
 )
+from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.http import Endpoint, EndpointBusy, EndpointRefuses, EndpointUnwell, api_key
 
 BACKEND = "holdfast"
@@ -170,12 +171,12 @@ class VLLMServer:
         content = {"method": "holdfast_digests", "kwargs": {"directory": str(directory), "names": list(names)}}
         return digests_of(self.post(RPC, content), self.workers)
 
-    def complete(self, name: str, prompt: Sequence[int], sampling: Mapping[str, Any], adapter: str = "") -> Reply:
+    def complete(self, name: str, prompt: ServedPrompt, sampling: Mapping[str, Any], adapter: str = "") -> Reply:
         """Return one completion.
 
         Args:
             name: Of the request, for `abort`.
-            prompt: Token ids.
+            prompt: That is continued.
             sampling: In vLLM's words, from `sampling_words`.
             adapter: Name of the adapter that samples; "" for the model without one.
 
@@ -186,14 +187,15 @@ class VLLMServer:
         request = {
             "model": adapter or self.model or None,
             "request_id": name,
-            "token_ids": list(prompt),
+            **prompt.content,
             "sampling_params": sampling,
         }
         # Who asks decides where a request goes next, so the endpoint itself tries once.
         answer = replace(self.endpoint, attempts=1).ask("POST", GENERATE, request)
+        prompt.check(answer)
         return reply_of(answer, int(sampling["max_tokens"]), self.vocabulary, adapter)
 
-    def tops(self, prompt: Sequence[int], count: int, adapter: str = "") -> list[TopRow]:
+    def tops(self, prompt: ServedPrompt, count: int, adapter: str = "") -> list[TopRow]:
         """Return the most probable next tokens behind each token of a prompt, at temperature 1.
 
         All but the last row are told of the prompt, which never reads cached blocks; the last is of a generated token,
@@ -203,12 +205,13 @@ class VLLMServer:
             EndpointRefuses, EndpointUnwell: There is no such answer.
         """
         sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": count, "detokenize": False, "ignore_eos": True}
-        request = {"model": adapter or self.model or None, "token_ids": list(prompt)}
+        request = {"model": adapter or self.model or None, **prompt.content}
         generated = self.endpoint.ask("POST", GENERATE, request | {"sampling_params": sampling})
         scored = self.endpoint.ask(
             "POST", GENERATE, request | {"sampling_params": {**sampling, "prompt_logprobs": count}}
         )
-        rows = tops_of(scored, len(prompt), count, self.vocabulary)
+        prompt.check(scored)
+        rows = tops_of(scored, len(prompt.tokens), count, self.vocabulary)
         return [*rows, next_tops_of(generated, count, self.vocabulary)]
 
     def abort(self, names: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,24 @@ def whole_processor(image_processor: Any, tokenizer: Any, config: Any, settings:
         except (TypeError, ValueError, ImportError) as error:
             raise NoProcessor(f"transformers' {name} cannot be built: {error}") from None
     raise NoProcessor(f"transformers' {name} cannot be built: its tokenizer names too few tokens")
+
+
+def write_processor(directory: Path, processor: Any, options: Mapping[str, Any]) -> None:
+    """Write the files of a processor for another process, which then prepares images as this one does.
+
+    Args:
+        directory: Where to; files of a processor that are there are replaced.
+        processor: From `whole_processor`.
+        options: Settings of the image processor in the place of its own.
+    """
+    images = processor.image_processor
+    of_images = json.loads(images.to_json_string()) | dict(options)
+    names = inspect.signature(type(processor).__init__).parameters.keys() - {"chat_template"}
+    settings = {name: getattr(processor, name, None) for name in names}
+    of_whole = {name: value for name, value in settings.items() if isinstance(value, str | int | float)}
+    of_whole |= {_CLASS: type(processor).__name__}
+    for name, values in zip(PROCESSOR_FILES, (of_images, of_whole), strict=True):
+        (directory / name).write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _nothing(_: Any) -> Mapping[str, Any]:

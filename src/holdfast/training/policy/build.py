@@ -11,7 +11,6 @@ from pathlib import Path
 from holdfast.advantages.group import RewardMatrix
 from holdfast.advantages.user import Groups, user_advantages
 from holdfast.config.sections.advantage import UserAdvantageConfig
-from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.reference import ServerReferenceConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.candidates import Tokenise
@@ -225,8 +224,6 @@ def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
         return "episodes of an environment are text alone; leave it out"
     if config.rollout.record:
         return "rollout.record keeps no images, so a step with some could not be made again; leave it out"
-    if isinstance(config.rollout.engine, VLLMEngineConfig):
-        return "rollout.engine: vllm is sent tokens alone; use rollout.engine: auto"
     if isinstance(config.reference, ServerReferenceConfig) and config.kl.coefficient > 0:
         return NO_IMAGES
     return image_side_of(config, origin)

@@ -123,7 +123,7 @@ def solved_metrics(rewards: NDArray[np.float64], success: float) -> dict[str, fl
 def _without_tensors(group: Group) -> Group:
     """Return what is written of a group: texts and rewards, and no images."""
     trajectories = tuple(replace(trajectory, model_inputs={}) for trajectory in group.trajectories)
-    return Group(replace(group.prompt, row={}, model_inputs={}, positions=None), trajectories)
+    return Group(replace(group.prompt, row={}, model_inputs={}, positions=None, images=None), trajectories)
 
 
 def pass_at(right: NDArray[np.int64], counts: NDArray[np.int64], k: int) -> float:

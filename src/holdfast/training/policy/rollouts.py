@@ -17,10 +17,11 @@ import numpy as np
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.prompts import PromptBatch, PromptStream
+from holdfast.data.content.images import ImageFiles
 from holdfast.errors import RunStopped
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
 from holdfast.rewards.base import Scored
-from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.engine import Request, RequestImages, Sampled, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.groups import (
@@ -39,7 +40,7 @@ from holdfast.training.policy.run import (
     offloaded,
 )
 from holdfast.training.policy.scoring import score_groups
-from holdfast.training.run import ShardedModel, StepAbandoned
+from holdfast.training.run import Setting, ShardedModel, StepAbandoned
 from holdfast.types import Finish, Group, Prompt, Trajectory
 
 _MESSAGES = 3
@@ -101,7 +102,7 @@ def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
             if not pushed:
                 run.evaluation.sampler.publish(run.trained)
                 pushed = True
-            requests = _requests(batch.own_prompts, _seeds_of(run, batch, step))
+            requests = _requests(run.setting, batch.own_prompts, _seeds_of(run, batch, step))
             run.setting.ranks.on_all_ranks(partial(ahead.begin, step, requests))
     if ahead.restored_count:
         run.setting.log.messages += ahead.tell_restored(sum(run.setting.ranks.gather(ahead.taken_count)))
@@ -202,9 +203,17 @@ def _seeds_of(run: PolicyRun, batch: PromptBatch, step: int) -> dict[int, tuple[
     return {prompt_id: tuple(mixed(seed, step, prompt_id, index) for index in indices) for prompt_id in ids}
 
 
-def _requests(prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]]) -> list[Request]:
+def _requests(setting: Setting, prompts: Sequence[Prompt], seeds: Mapping[int, tuple[int, ...]]) -> list[Request]:
+    files = ImageFiles(setting.config.data.image_dir, setting.base)
     return [
-        Request(prompt.prompt_id, prompt.tokens, seeds[prompt.prompt_id], prompt.model_inputs, prompt.positions)
+        Request(
+            prompt.prompt_id,
+            prompt.tokens,
+            seeds[prompt.prompt_id],
+            prompt.model_inputs,
+            prompt.positions,
+            None if prompt.images is None else RequestImages(prompt.images, files),
+        )
         for prompt in prompts
     ]
 
@@ -288,7 +297,7 @@ def sample_groups(
     with setting.phase("rollout"):
         if ahead is None or not ahead.is_begun(sharded.state.step):
             sampler.publish(sharded)
-        requests = _requests(prompts, seeds)
+        requests = _requests(setting, prompts, seeds)
         # What ends an engine outside of this process for one rank ends the step on all.
         sampled = setting.ranks.on_all_ranks(lambda: _collected(sharded, sampler, requests, sampling, ahead))
         aborted = any(completion.finish is Finish.ABORT for completion in sampled)

@@ -49,7 +49,7 @@ def test_a_sound_push_differs_by_less_than_a_few_roundings(case: Case) -> None:
     (proof,) = policy.engine.proofs
     prover = policy.engine._prover
     sequences = _sequences(policy.sharded, prover.lengths)
-    answers = _ask(policy.engine.servers, sequences)
+    answers = _ask(policy.engine.servers, sequences, "")
     rounding = _rounding(policy.sharded, sequences, answers, _score(policy.sharded, sequences, answers))
     print(f"differs by {proof.difference:.2e}, rounding {rounding:.2e}, limit {prover.limit:.2e}")
     assert proof.difference < 3 * rounding
