@@ -166,7 +166,8 @@ def rank_of_rollouts(device: str) -> None:
         engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
         meter, times = Meter(), []
         for number in range(STEPS):
-            batch: Any = run.common.stream.next(number, 2)
+            stream: Any = run.common.stream
+            batch = stream.next(number, 2)
             prompts = batch.own_prompts[:1]
             run.trained.state.updates = number  # new weights, as far as the engine can know
             seeds = {prompt.prompt_id: tuple(mixed(number, i) for i in range(shape.group)) for prompt in prompts}

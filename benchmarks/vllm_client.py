@@ -24,6 +24,7 @@ from pathlib import Path
 
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.features.vllm.servers import VLLMServer, sampling_words
 
 TOKENS, AT_A_TIME, REPLIES, ROUNDS = 256, 64, 1000, 5
@@ -72,7 +73,7 @@ def serve() -> None:
 def measure(server: VLLMServer, at_a_time: int) -> float:
     """Return milliseconds of CPU for a reply."""
     words = sampling_words(SamplingConfig(max_new_tokens=TOKENS), [2])
-    prompt = list(range(4, 60))
+    prompt = ServedPrompt(list(range(4, 60)))
     before = resource.getrusage(resource.RUSAGE_SELF)
     with ThreadPoolExecutor(at_a_time) as threads:
         replies = list(

@@ -164,7 +164,9 @@ class BatchesAhead(Generic[T]):
             arguments = (self._queue, self._stream, self._options.prepare)
             self._thread = threading.Thread(target=_work, args=arguments, name=THREAD, daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
+            # At the end of the process it stays asleep: a thread that lets go of a group of ranks while Python shuts
+            # down is ended inside of a C++ destructor, which aborts the process.
+            weakref.finalize(self, self._queue.put, None).atexit = False
         reading = self._reading = _Reading[T](step)
         self._queue.put(reading)
         return reading
