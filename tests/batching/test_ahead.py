@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from holdfast.errors import DataError, RunStopped
 from tests.batching.sources import as_tokens, indexed, numbered, streamed
 from tests.batching.streams import Alone, held, stream
 from tests.batching.test_resume import KINDS
+
+ROOT = Path(__file__).parents[2]
 
 
 class Ours(Alone):
@@ -172,3 +177,24 @@ def test_the_thread_of_a_run_that_nobody_closed_ends_with_it() -> None:
 
     thread.join(10)
     assert not thread.is_alive()
+
+
+LEFT_OPEN = """
+import torch
+from tests.batching.sources import indexed
+from tests.batching.streams import stream
+from tests.batching.test_ahead import ahead
+
+left = ahead(stream(indexed(30)))
+left.next(0)
+left.settle()
+left._stream.tensors = [torch.zeros(1) for _ in range(300_000)]
+del left
+"""
+
+
+def test_a_process_ends_in_order_after_a_run_that_nobody_closed() -> None:
+    """Where the thread let go of tensors while Python shuts down, it would be ended within a destructor of C++."""
+    ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr[-500:]

@@ -8,6 +8,7 @@ read ahead, and a resumed run reads it again.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -152,8 +153,7 @@ class BatchesAhead(Generic[T]):
         """End the thread, unless it hangs."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._queue.put(None)
-            thread.join(_CLOSING_SECONDS)
+            _end(thread, self._queue)
         if thread is None or not thread.is_alive():
             self._options.own_ranks.close()
 
@@ -164,9 +164,7 @@ class BatchesAhead(Generic[T]):
             arguments = (self._queue, self._stream, self._options.prepare)
             self._thread = threading.Thread(target=_work, args=arguments, name=THREAD, daemon=True)
             self._thread.start()
-            # At the end of the process it stays asleep: a thread that lets go of a group of ranks while Python shuts
-            # down is ended inside of a C++ destructor, which aborts the process.
-            weakref.finalize(self, self._queue.put, None).atexit = False
+            weakref.finalize(self, _end, self._thread, self._queue).atexit = False
         reading = self._reading = _Reading[T](step)
         self._queue.put(reading)
         return reading
@@ -193,6 +191,17 @@ class BatchesAhead(Generic[T]):
             f"(launch.timeout_minutes): {late}. A filter, a file system or a tokenizer does not answer. "
             f"{how_to_go_on(reading.step)}"
         )
+
+
+def _end(thread: threading.Thread, requests: queue.SimpleQueue[Any]) -> None:
+    """End a thread, unless the process ends: it sleeps through that.
+
+    A thread that frees a tensor while Python shuts down is ended within a destructor of C++, which aborts the process.
+    """
+    if not sys.is_finalizing():
+        requests.put(None)
+        if thread is not threading.current_thread():  # which may be the one that collects garbage
+            thread.join(_CLOSING_SECONDS)
 
 
 def _work(
