@@ -268,7 +268,10 @@ def test_a_gpu_gives_the_numbers_that_it_gives_when_they_are_read_at_once(tmp_pa
         launch, averaged = {"ranks": 1, "device": "cuda"}, {"lr": 2e-3, "schedule": "constant", "ema": {"decay": 0.75}}
         write_run(place / "run.yaml", values_of(place, steps=STEPS, determinism=True, launch=launch, optim=averaged))
         command = [sys.executable, "-m", "tests.training.late_cases", "run.yaml", name]
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, timeout=300)
+        variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            command, cwd=place, env=variables, capture_output=True, text=True, check=False, timeout=300
+        )
         assert done.returncode == 0, done.stderr
 
     assert_same(tmp_path)
