@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,25 @@ def test_a_process_ends_in_order_after_a_run_that_nobody_closed() -> None:
     ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr[-500:]
+
+
+def test_a_thread_that_waits_keeps_no_batch() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def prepare(batch: Any) -> Any:
+        kept.append(weakref.ref(batch))
+        return batch
+
+    tell: Any = lambda _: None  # noqa: E731 - the form of an option
+    found = BatchesAhead(stream(indexed(30)), ReadAhead(Alone(), Ours(), 1, 1.0, tell, prepare))
+
+    batch = found.next(0)
+    assert kept[0]() is batch
+    del batch
+
+    assert found._thread is not None
+    for _ in range(100):
+        if kept[0]() is None:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the thread has the batch")

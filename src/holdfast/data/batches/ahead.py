@@ -209,14 +209,18 @@ def _work(
 ) -> None:
     """Read what is requested, one batch after another, until None is requested."""
     while (reading := requests.get()) is not None:
-        try:
-            batch = stream.next(reading.step)
-            reading.batch = None if batch is None else prepare(batch)
-            reading.after = Position.of(stream)
-        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
-            reading.error = error
-        notes = stream.rows.notes
-        reading.notes = list(notes)
-        notes.clear()
-        reading.done.set()
+        _read(reading, stream, prepare)
         del reading  # a batch belongs to whoever asked for it, and not to a thread that waits
+
+
+def _read(reading: _Reading[T], stream: BatchStream[Any, T], prepare: Callable[[T], T]) -> None:
+    try:
+        batch = stream.next(reading.step)
+        reading.batch = None if batch is None else prepare(batch)
+        reading.after = Position.of(stream)
+    except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
+        reading.error = error
+    notes = stream.rows.notes
+    reading.notes = list(notes)
+    notes.clear()
+    reading.done.set()
