@@ -82,7 +82,7 @@ def _number(request: str) -> int:
 
 def test_no_adapter_is_proved_while_completions_are_decoded_with_another(tmp_path: Path) -> None:
     """vLLM 0.32 on a CPU dies of that."""
-    decoded = []
+    decoded: list[int] = []
 
     def answer(path: str, told: Any) -> Any:
         if path.endswith("generate") and "prompt_logprobs" in told:
