@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 directory="${1:?usage: tools/install_vllm.sh DIRECTORY}"
 version="${VLLM_VERSION:-0.32.0}"
 stamp="$directory/.installed-$version"
-test ! "$stamp" -nt constraints-vllm.txt || exit 0
+if test "$stamp" -nt constraints-vllm.txt && test "$stamp" -nt tools/install_vllm.sh; then exit 0; fi
 test -x "$directory/bin/python" || "${PYTHON:-python3}" -m venv "$directory"
 torchvision_of() { # torch 2.13.x goes with torchvision 0.28.x
   local minor="${1#*==2.}"
