@@ -42,6 +42,7 @@ from holdfast.features.vllm.answers import (
 )
 from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.http import Endpoint, EndpointBusy, EndpointRefuses, EndpointUnwell, api_key
+from holdfast.types import Finish
 
 BACKEND = "holdfast"
 """Of the transfer, as `extension.py` registers it."""
@@ -192,8 +193,10 @@ class VLLMServer:
         }
         # Who asks decides where a request goes next, so the endpoint itself tries once.
         answer = replace(self.endpoint, attempts=1).ask("POST", GENERATE, request)
-        prompt.check(answer)
-        return reply_of(answer, int(sampling["max_tokens"]), self.vocabulary, adapter)
+        reply = reply_of(answer, int(sampling["max_tokens"]), self.vocabulary, adapter)
+        if reply.finish is not Finish.ABORT:  # what was given up before it began has no tokens of its prompt
+            prompt.check(answer)
+        return reply
 
     def tops(self, prompt: ServedPrompt, count: int, adapter: str = "") -> list[TopRow]:
         """Return the most probable next tokens behind each token of a prompt, at temperature 1.
