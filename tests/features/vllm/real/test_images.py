@@ -108,6 +108,7 @@ def test_a_server_that_resizes_otherwise_is_refused_before_step_1(llava: Path, r
 
     ended = finished(tree, tmp_path)
 
+    print(ended.stdout[-1000:])
     assert ended.returncode != 0
     assert "say other log-probabilities than the trainer" in ended.stdout + ended.stderr
     assert not list(tmp_path.glob("**/checkpoints/step-*"))
@@ -149,6 +150,7 @@ def test_pushes_are_proved_with_an_image_and_a_wrong_one_is_noticed(
             policy.move(0.05)  # the tower with the rest; features of the same image that were kept would be old ones
             policy.publish()
             (second,) = policy.engine.proofs
+            print(f"proofs with an image: log-probabilities differ by {first.difference:.1e}, {second.difference:.1e}")
             assert max(first.difference, second.difference) < 1e-4
             assert second.from_before > 1e-3
 
