@@ -177,12 +177,14 @@ class BatchStream(ABC, Generic[S, T]):
         fitting = takewhile(lambda pair: pair[0].rows == pair[1], zip(self._ahead, sizes, strict=False))
         self._ahead = [batch for batch, _ in fitting]
         before = self.cursor, self._totals
-        for size in sizes[len(self._ahead) :]:
-            if self._ahead:
-                self.cursor, self._totals = self._ahead[-1].cursor, self._ahead[-1].totals
-            batch = self._read(size)
-            self._ahead.append(_BatchAhead(size, batch, self.cursor, self._totals))
-        self.cursor, self._totals = before
+        try:
+            for size in sizes[len(self._ahead) :]:
+                if self._ahead:
+                    self.cursor, self._totals = self._ahead[-1].cursor, self._ahead[-1].totals
+                batch = self._read(size)
+                self._ahead.append(_BatchAhead(size, batch, self.cursor, self._totals))
+        finally:
+            self.cursor, self._totals = before
         return self._ahead[batches - 1].batch
 
     def next(self, step: int, rows: int | None = None) -> T | None:
