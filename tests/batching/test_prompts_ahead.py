@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,8 @@ def test_any_order_of_calls_gives_the_prompts_and_states_of_a_stream_without_a_t
                 assert numbers(found.read_ahead(step, ROWS, batches)) == numbers(plain.read_ahead(step, ROWS, batches))
             case "load":
                 found.load_state(found.state())
-        if source is indexed:  # who peeks learns of a stream's end
-            assert found.epoch == plain.epoch
-        assert found.state()["cursor"] == plain.state()["cursor"]
+        assert found.epoch == plain.epoch
+        assert found.state() == plain.state()
 
 
 def test_what_is_being_read_shows_in_no_state() -> None:
@@ -162,3 +162,63 @@ def test_prompts_that_are_not_ready_in_time_end_the_run_with_the_row_named() -> 
     with pytest.raises(RunStopped, match=r"step 2 was not ready after 0\.005 minutes .*rank 0 reads rows row 6"):
         found.next(1, ROWS)
     gate.set()
+
+
+def test_a_wait_leaves_it_to_the_next_step_to_say_that_prompts_are_late() -> None:
+    gate = threading.Event()
+
+    def hangs(row: Any, *others: Any) -> Tokenised[Any]:
+        if row["number"] == 6:
+            gate.wait(60)
+        return as_prompt(row, *others)
+
+    found = ahead(prompts(indexed(31), hangs, shuffle=False), minutes=0.02)
+    found.next(0, ROWS)
+    found.begin(1, ROWS)
+
+    found.wait()
+    before = time.monotonic()
+    with pytest.raises(RunStopped, match=r"step 2 was not ready after 0\.02 minutes"):
+        found.next(1, ROWS)
+
+    assert time.monotonic() - before < 1  # and not 1.2 s again
+    gate.set()
+
+
+def test_what_fails_on_one_rank_alone_is_raised_before_that_rank_talks_to_others_again() -> None:
+    asked: list[str] = []
+
+    def breaks(row: Any, *others: Any) -> Tokenised[Any]:
+        asked.append(threading.current_thread().name)
+        if row["number"] == 6:
+            raise OSError(5, "Input/output error")
+        return as_prompt(row, *others)
+
+    found = ahead(prompts(indexed(31), breaks, shuffle=False))
+    found.next(0, ROWS)
+    found.begin(1, ROWS)
+    found.wait()
+    del asked[:]
+
+    for act in (lambda: found.next(1, ROWS), found.settle, lambda: found.begin(2, ROWS)):
+        with pytest.raises(OSError, match="Input/output error"):
+            act()
+    assert asked == []
+
+
+def test_a_stream_s_end_is_known_from_the_batch_on_that_met_it_whatever_was_read_ahead() -> None:
+    straight = ahead(prompts(streamed(20), shuffle=False))
+    seen = []
+    for step in range(8):
+        straight.next(step, ROWS)
+        straight.begin(step + 2, ROWS, 2)
+        straight.settle()
+        seen.append((straight.epoch, straight.state()["sizes"]))
+    plain = prompts(streamed(20), shuffle=False)
+    alone = []
+    for step in range(8):
+        plain.next(step, ROWS)
+        alone.append((plain.epoch, plain.state()["sizes"]))
+
+    assert seen == alone
+    assert [sizes for _, sizes in seen].index([20]) > 3

@@ -350,10 +350,12 @@ class _Loop:
 
     def _save_before(self, error: Exception) -> None:
         """Save the last whole step before an error that all ranks raise ends the run."""
-        if isinstance(error, CheckpointError | RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
+        if isinstance(error, RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
             return
         with suppress(Exception):  # the error that ends the run counts
             self._report()
+        if isinstance(error, CheckpointError):
+            return
         self.checkpoints.count_again()
         manifest = self.checkpoints.save_before_leaving()
         if manifest is not None:

@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from holdfast.data.batches.candidates import Ranks
 from holdfast.data.batches.prompts import PromptBatch
 from holdfast.data.batches.stream import BatchStream
-from holdfast.errors import RunStopped, how_to_go_on
+from holdfast.errors import RunStopped, UserError, how_to_go_on
 
 T = TypeVar("T")
 
@@ -58,6 +58,8 @@ class _Reading(Generic[T]):
     """Where the stream stands after the batch."""
     notes: list[str] = field(default_factory=list)
     error: BaseException | None = None
+    late: bool = False
+    """Whether somebody has waited for it as long as anybody may."""
 
 
 class ClosableRanks(Ranks, Protocol):
@@ -145,9 +147,19 @@ class StreamAhead(ABC, Generic[T]):
 
         Raises:
             RunStopped: The batch that is being read was not ready in time; the same on all ranks.
+            Exception: Reading failed on this rank in a way that other ranks do not know of.
         """
-        if self._reading is not None:
-            self._arrive(self._reading)
+        if self._reading is None:
+            return
+        self._arrive(self._reading)
+        error = self._reading.error
+        if error is not None and not isinstance(error, UserError):  # a user's error comes in its step, on all ranks
+            raise error
+
+    def wait(self) -> None:
+        """Wait likewise, and leave it to whoever asks for the batch to raise."""
+        if self._reading is not None and not self._reading.late:
+            self._reading.late = not self._reading.done.wait(60 * self._options.minutes)
 
     def close(self) -> None:
         """End the thread, unless it hangs."""
@@ -174,7 +186,7 @@ class StreamAhead(ABC, Generic[T]):
         self._options.tell(notes)
 
     def _arrive(self, reading: _Reading[T]) -> None:
-        if reading.done.wait(60 * self._options.minutes):
+        if reading.done.wait(0 if reading.late else 60 * self._options.minutes):
             return
         # Other ranks wait for the late one's rows, and so no rank has the batch: all come here.
         reads = {rank: what for rank, what in enumerate(self._options.ranks.gather(self._stream.rows.reads)) if what}

@@ -209,7 +209,7 @@ def _requests(setting: Setting, prompts: Sequence[Prompt], seeds: Mapping[int, t
             seeds[prompt.prompt_id],
             prompt.model_inputs,
             prompt.positions,
-            None if prompt.images is None else RequestImages(prompt.images, files),
+            None if prompt.images is None else RequestImages(prompt.prompt_id, prompt.images, files),
         )
         for prompt in prompts
     ]
