@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from measure import ENVIRONMENT, Round, Verdicts, show_round
+from measure import ENVIRONMENT, Round, show_round
+from verdicts import Verdicts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
