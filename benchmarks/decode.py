@@ -100,7 +100,11 @@ def holdfast(shape: Shape, device: str, *, graphs: bool = True) -> None:
         engine.update_weights(weights.items(), number)
         texts = shape.texts()[number * shape.prompts : (number + 1) * shape.prompts]
         requests = [
-            Request(place, np.array(tokenizer(text)["input_ids"]), tuple(mixed(number, place, i) for i in range(shape.group)))
+            Request(
+                place,
+                np.array(tokenizer(text)["input_ids"]),
+                tuple(mixed(number, place, i) for i in range(shape.group)),
+            )
             for place, text in enumerate(texts)
         ]
         found = generate(engine, requests, SamplingConfig(max_new_tokens=shape.completion))

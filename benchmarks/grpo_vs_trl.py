@@ -33,9 +33,10 @@ from typing import Any
 import numpy as np
 import sft_vs_trl
 from measure import FAILED, Meter, alternate, heading
-from models import random_model
-from verdicts import Verdicts, skip
 from sft_vs_trl import OPTIMIZER, TEXT_ENDS
+from verdicts import Verdicts, skip
+
+from models import random_model
 
 WARM_UP, TRL_ROWS = 2, 16
 """Steps that are not timed, and the rows that TRL trains at once (it accumulates the rest)."""
@@ -116,7 +117,7 @@ class Watch:
         self._shape, self._meter = shape, meter
         for backbone in backbones:
             backbone.register_forward_pre_hook(self._count, with_kwargs=True)
-        meter.begin_peak(whole=shape.model == "0.5b")
+        meter.begin_peak(whole=meter.on_gpu)
 
     def _count(self, _: Any, arguments: Any, named: dict[str, Any]) -> None:
         import torch
@@ -280,7 +281,7 @@ TARGETS = {
 }
 UPDATE_TARGET = 1.3
 """TRL's seconds of an update over ours, on a GPU."""
-MEMORY_TARGETS: dict[str, dict[str, float]] = {"cpu": {"trl_gpu_like": 1.0, "trl": 0.5}, "cuda": {}, "tiny": {}}
+MEMORY_TARGETS = {"trl_gpu_like": 1.0, "trl": 0.5}
 
 
 def check_alike(rounds: Sequence[dict[str, dict[str, Any]]], arms: Sequence[str]) -> None:
@@ -310,32 +311,37 @@ def main() -> None:
         trainer, shape = options.arm.split()
         TRAINERS[trainer](SHAPES[shape], device)
         return
-    setting = "tiny" if options.tiny else device
-    targets = {} if options.part == "groups" else TARGETS[setting]
-    if find_spec("trl") is None and setting != "cpu":
-        skip("arm trl", "trl is not installed")
-        targets = {}
-    print(heading(*("trl",) * bool(targets), "transformers", device=device))
-    shapes = {other.split()[1] for other in TARGETS[setting]} if options.part != "groups" else set()
+    if options.tiny or device == "cuda":
+        sys.exit(compare_on_gpu("tiny" if options.tiny else device, options))
+    print(heading("trl", "transformers"))
+    targets = {} if options.part == "groups" else TARGETS["cpu"]
+    shapes = {other.split()[1] for other in targets}
     arms = sorted([f"holdfast {shape}" for shape in shapes] + list(targets))
-    with_groups = setting == "cpu" and options.part != "trainers"
-    if with_groups:
+    if with_groups := options.part != "trainers":
         arms += ["holdfast 64+64x4", "holdfast 64+64x16"]
-    rounds = alternate(__file__, arms, options.rounds, "--device", device, alone=setting != "cpu")
+    rounds = alternate(__file__, arms, options.rounds)
     check_alike(rounds, arms)
-    verdicts = Verdicts(rounds, judged=not options.tiny)
-    compare_trainers(verdicts, targets, MEMORY_TARGETS[setting])
-    if setting != "cpu":
-        compare_on_gpu(verdicts, arms)
+    verdicts = Verdicts(rounds)
+    compare_trainers(verdicts, targets, MEMORY_TARGETS)
     if with_groups:
         title = "seconds per step, groups of 16 over groups of 4"
         verdicts.at_most(2.2, title, "holdfast 64+64x16", "holdfast 64+64x4", "step_seconds")
     sys.exit(verdicts.missed)
 
 
-def compare_on_gpu(verdicts: Verdicts, arms: list[str]) -> None:
-    """Print what is asked of an update alone, and peaks."""
-    ours = arms[0]
+def compare_on_gpu(setting: str, options: argparse.Namespace) -> bool:
+    """Compare with TRL, one arm in memory at a time; return whether something failed or missed its target."""
+    targets = TARGETS[setting]
+    (shape,) = {other.split()[1] for other in targets}
+    if find_spec("trl") is None:
+        skip("arm trl", "trl is not installed")
+        targets = {}
+    print(heading(*("trl",) * bool(targets), "transformers", device=options.device))
+    ours, arms = f"holdfast {shape}", [f"holdfast {shape}", *targets]
+    rounds = alternate(__file__, arms, options.rounds, "--device", options.device, alone=True)
+    check_alike(rounds, arms)
+    verdicts = Verdicts(rounds, judged=not options.tiny)
+    compare_trainers(verdicts, targets, {})
     for arm in arms:
         for name in ("step_seconds", "update_seconds", "decode_ms", "peak_mib"):
             verdicts.tell(f"{name}, {arm}", arm, name)
@@ -343,6 +349,7 @@ def compare_on_gpu(verdicts: Verdicts, arms: list[str]) -> None:
         title = f"seconds of an update, {other} over Holdfast"
         verdicts.at_least(UPDATE_TARGET, title, other, ours, "update_seconds")
         verdicts.at_most(None, f"peak memory, Holdfast over {other}", ours, other, "peak_mib")
+    return verdicts.missed
 
 
 def compare_trainers(verdicts: Verdicts, targets: dict[str, float], memory_targets: dict[str, float]) -> None:

@@ -103,7 +103,8 @@ def main() -> None:
     print(heading(device=device))
     if options.tiny:
         skip("kernels", "they need a CUDA device")
-    sys.exit(any([compare(size, setting, options) for size in setting.sizes]))
+    missed = [compare(size, setting, options) for size in setting.sizes]
+    sys.exit(any(missed))
 
 
 def compare(size: int, setting: Setting, options: argparse.Namespace) -> bool:

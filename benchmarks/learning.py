@@ -28,6 +28,7 @@ from typing import Any
 
 from measure import heading
 from sft_vs_trl import OPTIMIZER, trl_arguments
+from verdicts import write_row
 
 UPDATES, ROWS = 20, 4
 RATE = 1e-5
@@ -289,6 +290,7 @@ def compare_grpo(options: argparse.Namespace) -> bool:
         for name, span in spans.items():
             values = [result[name] for result in seeds]
             span.append((min(values), max(values)))
+            write_row(f"{arm} on sums, {name} of {len(seeds)} seeds", f"{min(values):.3f} to {max(values):.3f}")
     return not options.ours and _spreads_apart(spans)
 
 

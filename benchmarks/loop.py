@@ -15,6 +15,7 @@ from pathlib import Path
 
 import sft_vs_trl
 from measure import heading
+
 from models import random_model
 
 WARM_UP, LIMIT = 2, 0.014

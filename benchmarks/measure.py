@@ -70,13 +70,13 @@ class Meter:
     """Time and peak memory of this process on one kind of device."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self._cuda = device == "cuda"
+        self.on_gpu = device == "cuda"
         self._before = 0.0
         self._peak: Callable[[], int] = lambda: 0
 
     def seconds(self) -> float:
         """Return CPU seconds of this process, or wall seconds at which the GPU had nothing left to do."""
-        if not self._cuda:
+        if not self.on_gpu:
             return time.process_time()
         import torch
 
@@ -89,7 +89,7 @@ class Meter:
         Args:
             whole: What is in use now is part of the peak.
         """
-        if self._cuda:
+        if self.on_gpu:
             import torch
 
             self._peak = peak_from_here(torch.cuda)
@@ -101,7 +101,7 @@ class Meter:
 
     def peak_mib(self) -> float:
         """Return the most memory in use since `begin_peak`; without `whole`, above what was in use then."""
-        if self._cuda:
+        if self.on_gpu:
             return self._peak() / 2**20 - self._before
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM"):

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 from measure import Meter, alternate, heading, take_turn
-from models import random_model
 from verdicts import Verdicts
+
+from models import random_model
 
 ROWS, STEPS, WARM_UP, PACKS = 8, 12, 2, 3
 """Rows to an update, updates (all of the data), updates that are not timed, and TRL's packs to an update."""

@@ -5,10 +5,10 @@
 Every arm is a run as its user starts it: `holdfast.sft` and `SFTTrainer.train` with their own defaults, the same model,
 the same rows in the same order (their mean loss must agree within 1 %), float32 weights under bfloat16 compute, the
 same optimizer, no recomputation, no checkpoint. Rows have equal lengths and fill one micro-batch, so no arm pads. With
-LoRA the frozen weights are bfloat16. One arm is in memory at a time; seconds are those of the clock from the end of the
-warm-up, at which nothing waits for the device, to the last update. A peak is the largest that the process allocated from
-the moment the model was drawn, checks and compiling included. `--tiny` trains a tiny model on the CPU, which says that
-the script runs and nothing else.
+LoRA the frozen weights are bfloat16. One arm is in memory at a time. Time is taken over all updates behind the warm-up
+together, so that no clock makes the device wait between them. A peak is the most that the process has allocated since
+the model was drawn, checks and compiling included. `--tiny` trains a tiny model on the CPU, which says that the script
+runs and nothing else.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import Any
 
 import numpy as np
 from measure import FAILED, Meter, Round, alternate, heading
-from models import random_model
 from sft_vs_trl import OPTIMIZER, TEXT_ENDS, train, trl_arguments
 from verdicts import Verdicts, skip
+
+from models import random_model
 
 UPDATES, WARM_UP = 12, 4
 """Updates, and those at the start that are not timed: they compile, and fill the allocator's pool."""
