@@ -324,7 +324,7 @@ def main() -> None:
     if options.arm:
         Path(options.out).write_text(json.dumps(ARMS[options.arm](options)))
         return
-    print(heading("trl", "transformers", device=options.device))
+    print(heading(*(() if options.ours else ("trl",)), "transformers", device=options.device))
     missed = False
     if options.part != "grpo":
         missed |= compare_sft(options)
