@@ -109,7 +109,8 @@ def holdfast(case: Case, device: str) -> None:
     meter.seconds()
     lines = [json.loads(line) for line in Path(directory, "arm", "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_time" in line]
-    assert len(steps) == UPDATES, f"{len(steps)} updates"
+    tokens = {step["data/tokens"] for step in steps}
+    assert len(steps) == UPDATES and tokens == {case.rows * case.length}, f"{len(steps)} updates of {tokens} tokens"
     timed = steps[WARM_UP:]
     seconds = sum(step["step_time"] for step in timed)
     waited = sum(step.get("timing/data", 0.0) for step in timed)
