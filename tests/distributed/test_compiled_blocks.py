@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "windows and caps": ("gemma2", {}, 8),
     "sinks": ("gpt_oss", {}, 32),
     "sinks, grouped experts": ("gpt_oss", {"model": {"dtype": "float32"}}, 8),
+    # A program more than a dense block has: routers tell what they chose in training, and not in the check before it.
     "grouped experts": ("qwen3_moe", {"model": {"dtype": "float32"}}, 5),
     "padded": ("llama", {"data": {"packing": "none"}}, 8),
 }

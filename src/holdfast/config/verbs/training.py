@@ -210,7 +210,7 @@ class TrainingConfig(_Root):
         return choice == "blocks" or (choice != "off" and device == "cuda" and not self.not_compiled())
 
     def left_uncompiled(self, device: str) -> str:
-        """Return why `auto` compiles no blocks on a GPU, as a sentence without its end; "" elsewhere, and if it does."""
+        """Return why `auto` compiles no blocks on a GPU, as a sentence without its end; "" elsewhere or if it does."""
         return self.not_compiled() if device == "cuda" and self.parallel.compile != "off" else ""
 
     def not_compiled(self) -> str:
