@@ -54,11 +54,11 @@ SFT, REFERENCE, POLICY = ("sft",), ("dpo offloaded reference", "dpo"), ("grpo",)
 PLANTED = (
     Bug("batch left on the CPU", "training/step.py", "batch = to_device(micro_batch, trained.setting.world.device)",
         "batch = micro_batch", SFT),
-    Bug("offsets left on the CPU", "models/layers/attention.py", ".to(device, non_blocking=True)", "", SFT),
+    Bug("offsets left on the CPU", "models/layers/documents.py", "ends.to(device, non_blocking=True)", "ends", SFT),
     Bug("an item of the loss", "training/step.py", "assert isinstance(output, LossSum)\n            torch",
         "assert isinstance(output, LossSum)\n            output.loss.item()\n            torch", SFT),
-    Bug("a data-dependent index", "models/heads/policy.py", "targets = batch.tokens.flatten()[batch.scored]",
-        "targets = batch.tokens.flatten()[batch.loss_mask.flatten()]", SFT),
+    Bug("a data-dependent index", "models/heads/policy.py", "batch.tokens.flatten()[spans.scored_here(batch)]",
+        "batch.tokens.flatten()[batch.loss_mask.flatten()]", SFT),
     Bug("slopes copied for the product", "models/scores.py", "narrow = slopes.to(states.dtype)",
         "narrow = slopes.to(states.dtype).clone()", SFT),
     Bug("a head gradient in float64", "models/scores.py", "else torch.float32\n        self._states",
@@ -99,7 +99,7 @@ PLANTED = (
 
 DRAWN_FROM = (
     "training/step.py", "models/scores.py", "models/chunks/kernel_form.py", "models/heads/policy.py",
-    "models/layers/attention.py",
+    "models/layers/attention.py", "models/layers/documents.py",
     "models/layers/routers.py", "parallel/apply.py", "parallel/shards.py", "parallel/collectives.py", "optim/lowbit.py",
     "optim/muon.py", "data/batches/packing.py", "training/other_models/reference.py", "training/policy/critic.py",
     "rollout/local/inprocess.py", "rollout/local/cache.py", "rollout/local/replica.py", "rollout/local/predictor.py",

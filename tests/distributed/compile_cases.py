@@ -24,7 +24,7 @@ def refused_by_its_machine(*_: Any) -> Any:
 def compiled_by(backend: str | Callable[..., Any]) -> Iterator[None]:
     """Let modules be compiled by another backend than inductor, which takes minutes; the front end is the same."""
     before = nn.Module.compile
-    nn.Module.compile = lambda module: before(module, backend=backend)  # type: ignore[method-assign, assignment]  # of this process
+    nn.Module.compile = lambda module, **_: before(module, backend=backend)  # type: ignore[method-assign, assignment]  # of this process
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.config.suppress_errors = False

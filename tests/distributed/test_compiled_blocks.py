@@ -28,6 +28,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "frozen": ("llama", {"model": {"freeze": ["embed_tokens", r"layers\.0\."]}}, 8),
     "windows and caps": ("gemma2", {}, 8),
     "sinks": ("gpt_oss", {}, 32),
+    "sinks, grouped experts": ("gpt_oss", {"model": {"dtype": "float32"}}, 8),
+    # A program more than a dense block has: routers tell what they chose in training, and not in the check before it.
+    "grouped experts": ("qwen3_moe", {"model": {"dtype": "float32"}}, 5),
     "padded": ("llama", {"data": {"packing": "none"}}, 8),
 }
 
@@ -44,7 +47,7 @@ def test_compiled_blocks_train_as_eager_ones_by_few_programs(pools: Any, tmp_pat
     expected = pools(ranks).run(train, tree, ROWS, 30)[0]
     found = pools(ranks).run(train_compiled, compiled, ROWS, 30, False)[0]
 
-    assert_same(found, expected, 1e-9)
+    assert_same(found, expected, 1e-5 if "grouped" in kind else 1e-9)
     # The eager form of gpt-oss's experts, which float64 needs, asks which experts have tokens.
     assert all("aten.nonzero" in reason for reason in found["breaks"]) if kind == "sinks" else not found["breaks"]
     assert 0 < found["graphs"] <= most_graphs

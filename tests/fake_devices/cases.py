@@ -62,6 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft experts, loads of the update": tree(model={"config": EXPERTS, "router_loss": "global"}),
     "sft LoRA": tree(model={"lora": {"rank": 4}}),
     "sft LoRA, 4 bits": tree(model={"lora": {"rank": 4, "quantize": "nf4"}, "frozen_dtype": "bfloat16"}),
+    "sft uncompiled": tree(parallel={"compile": "off"}),
     "sft offload": tree(parallel={"cpu_offload": True}),
     "sft copies": tree(parallel={"replicate": 2}),
     "sft recomputed": tree(parallel={"recompute": "full"}),
@@ -107,7 +108,7 @@ ONE_RANK_LESS = {"sft copies"}
 NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""
 NOT_BY_PLACE = {
-    "sft one pass", "sft chunks of logits", "sft head in float32", "sft experts, loads of the update",
+    "sft uncompiled", "sft one pass", "sft chunks of logits", "sft head in float32", "sft experts, loads of the update",
     "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
     "grpo experts replayed", "grpo truncated sampling", "grpo by covariance", "distill on own texts",
 }  # fmt: skip

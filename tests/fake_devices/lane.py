@@ -57,6 +57,7 @@ def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str
         "sharded": made.plan.sharded,
         "notes": made.notes,
         "recorders": len(recorders),
+        "compiled_blocks": len(made.plan.compile_blocks),
     }
 
 

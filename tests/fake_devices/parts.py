@@ -7,8 +7,8 @@ of the moments at which a phase takes most:
 - forward: in the head, with its first and only chunk of logits. A head of its own is gathered alone; a tied one with
   the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
   logits, which stay in bfloat16 and become their own slopes, stand the gradient of the matrix in float32, and three
-  [tokens, hidden] of states and their gradients. Of activations: what goes into each
-  block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of.
+  [tokens, hidden] of states and their gradients. Of activations: what a compiled block keeps, what comes out of the
+  last one, the last norm's float32 copy, what its weight's gradient is made of, and two tables of rotary angles.
 - backward: two blocks are gathered, the one at work and the next, with the rows that pad their shards, and a tied root
   with them; where the head outweighs them, a backward pass takes most at its start, with what the forward pass ended
   with.
@@ -150,7 +150,8 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     rows = shape.tokens * shape.hidden * 2
     one_block = gathered(block(shape), shape.shards) + (gathered(adapters(shape), shape.shards) if shape.lora else 0)
     root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0
-    forward = {"activations": (shape.layers + (3 if shape.lora else 4)) * rows, "head": head(shape)}
+    kept = shape.layers * kept_by_block(shape) + (3 if shape.lora else 4) * rows + angles(shape)
+    forward = {"activations": kept, "head": head(shape)}
     backward: dict[str, float] = {}
     optimizer: dict[str, float] = {}
     if shape.shards > 1:
@@ -163,6 +164,27 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
         forward |= {"parameters": parameters, "optimizer": moments}
         optimizer |= {"parameters": parameters, "gradients": shards, "optimizer": moments}
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
+
+
+def kept_by_block(shape: Shape) -> int:
+    """Return what a compiled block keeps for its backward pass: what goes into it alone, where it is recomputed.
+
+    Otherwise what its products and its attention read, and of the rest only what no products come before: the inputs
+    of both norms, their normed forms, the output of attention and that of its projection; queries, keys and values;
+    both halves of the gated layer and their product; in float32 the norms' factors and attention's sums of each head.
+    Normed and activated numbers in float32, which an eager block keeps, are computed again.
+    """
+    if shape.recompute == "full":
+        return 2 * shape.tokens * shape.hidden
+    queries, keys = shape.heads * shape.size, shape.key_heads * shape.size
+    narrow = 4 * shape.hidden + 2 * queries + 2 * keys + 3 * shape.ffn
+    return shape.tokens * (2 * narrow + 4 * (2 + shape.heads))
+
+
+def angles(shape: Shape) -> int:
+    """Return the bytes of cosines and sines of rotary angles."""
+    size = shape.hidden // shape.heads if shape.experts else shape.size
+    return 2 * 2 * shape.tokens * size
 
 
 def resumed_by_hand(shape: Shape) -> dict[str, dict[str, float]]:
@@ -199,7 +221,9 @@ SHAPES = {
     "dense, 64 ranks": Shape(ranks=64),
     "dense, larger vocabulary": Shape(tokens=1536, vocabulary=65536, starts=True),
     "bfloat16 states": Shape(bfloat16=True),
-    "LoRA": Shape(lora=8),
+    "LoRA": Shape(lora=8, vocabulary=12288),
+    "kept": Shape(recompute="none"),
+    "kept, one rank": Shape(recompute="none", ranks=1),
     "offload": Shape(offload=True),
     "copies": Shape(replicate=2),
     "experts": Shape(experts=4, expert_ffn=256),

@@ -62,7 +62,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_turn_and_exits_with_1(tmp_path:
     needs_guard()
     wide = {"batch_size": 64, "max_length": 128, "tokens_per_micro_batch": 4096}
 
-    done = plan(run_file(tmp_path, data=wide), "--ranks", "8", "--memory", "1742.2MiB", "--json")
+    done = plan(run_file(tmp_path, data=wide), "--ranks", "8", "--memory", "1742MiB", "--json")
 
     made = json.loads(done.stdout)
     assert done.returncode == 1

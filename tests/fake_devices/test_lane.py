@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from tests.fake_devices.cases import NOT_BY_PLACE, PLACES, RUNS, is_made
-from tests.fake_devices.conftest import Lane
+from tests.fake_devices.conftest import Lane, child
 from tests.fake_devices.expected import difference, expected
 from tests.fake_devices.parts import Matrix, Shape, block, ends
 
@@ -150,3 +151,43 @@ def test_what_rests_in_host_memory_is_not_on_the_device_while_completions_are_sa
 )
 def test_decoding_on_devices_records_its_steps_by_default(lane: Lane, name: str, recorders: int) -> None:
     assert of(lane, name, (8, 0))["recorders"] == recorders
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sft LoRA, 4 bits", "model.lora.quantize computes with matrices"),
+        ("grpo experts replayed", "rollout.replay_routing says which experts"),
+    ],
+)
+def test_what_does_not_compile_is_executed_uncompiled_by_name(lane: Lane, name: str, reason: str) -> None:
+    said = of(lane, name, (8, 0))
+
+    assert said["compiled_blocks"] == 0
+    assert [note for note in said["notes"] if note.startswith(f"blocks: planned uncompiled, since {reason}")]
+
+
+def test_every_other_run_is_executed_with_compiled_blocks(lane: Lane) -> None:
+    off = {"sft uncompiled", "sft LoRA, 4 bits", "grpo experts replayed"}
+
+    assert {name for name in RUNS if of(lane, name, (8, 0))["compiled_blocks"] == 0} == off
+
+
+def test_compiled_blocks_keep_less_and_send_as_much_as_uncompiled_ones(lane: Lane) -> None:
+    compiled, eager = (of(lane, name, (8, 0)) for name in ("sft", "sft uncompiled"))
+
+    kept, kept_eager = (said["peaks"]["forward cuda"][1]["activations"] for said in (compiled, eager))
+    assert kept < 0.8 * kept_eager
+    assert compiled["messages"] == eager["messages"]
+
+
+def test_blocks_that_a_compiler_refuses_are_executed_uncompiled_by_name(lane: Lane) -> None:
+    done = child("tests.fake_devices.refused", "8")
+
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("refused ")]
+    notes, compiled, kept = json.loads(line.removeprefix("refused "))
+    assert compiled == 0
+    assert kept == of(lane, "sft uncompiled", (8, 0))["peaks"]["forward cuda"][1]["activations"]
+    (note,) = notes
+    assert note.startswith("blocks: planned uncompiled, since they fail compiled (")
+    assert "no C++ compiler was found" in note

@@ -51,13 +51,14 @@ _KEPT_OPERATIONS = [
 """What selective recomputation keeps: matrix products and attention cost the most to run again."""
 
 
-def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
+def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh, *, backend: str = "inductor") -> None:
     """Wrap a policy in place: recompute, then compile, then shard.
 
     Args:
         policy: The root (`PolicyModel`), its parameters on any device.
         plan: Made for it.
         mesh: From `build_mesh`.
+        backend: The compiler of blocks, by dynamo's name.
     """
     for path, kind in plan.recompute.items():
         # The order that torch prescribes: what is compiled contains the checkpoint wrapper, and FSDP2 wraps both.
@@ -69,7 +70,7 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
     for path in plan.compile_blocks:
         # `Module.compile` compiles the call in place; `torch.compile(module)` would insert a wrapper with
         # "_orig_mod" in the names of parameters.
-        _module(policy, path).compile()
+        _module(policy, path).compile(backend=backend)
     methods = filter(partial(hasattr, policy), FORWARD_METHODS)
     if plan.copied:
         attach_copies(policy, getattr(torch, plan.compute_dtype), [unit.parameters for unit in plan.units], methods)

@@ -209,6 +209,10 @@ class TrainingConfig(_Root):
         choice = self.parallel.compile
         return choice == "blocks" or (choice != "off" and device == "cuda" and not self.not_compiled())
 
+    def left_uncompiled(self, device: str) -> str:
+        """Return why `auto` compiles no blocks on a GPU, as a sentence without its end; "" elsewhere or if it does."""
+        return self.not_compiled() if device == "cuda" and self.parallel.compile != "off" else ""
+
     def not_compiled(self) -> str:
         """Return what of the run compiled blocks do not do, as a sentence without its end; "" if they do all of it."""
         lora = self.model.lora

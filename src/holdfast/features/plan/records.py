@@ -107,6 +107,7 @@ def plain_plan(execution: Execution, device: Device | None, memory: int) -> dict
     return {
         "format": PLAN_FORMAT,
         "executed": execution.executed,
+        "compiled_blocks": len(execution.plan.compile_blocks),
         "ranks": execution.spec.ranks,
         "rank": execution.spec.rank,
         "device": None if device is None else device.name,

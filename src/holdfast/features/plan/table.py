@@ -27,7 +27,8 @@ _SHORT = {
 
 def table(plan: Mapping[str, Any]) -> list[str]:
     """Return the lines that people read."""
-    how = "executed on devices that compute nothing"
+    blocks = plan["compiled_blocks"]
+    how = "executed on devices that compute nothing" + (f", {_several(blocks, 'compiled block')}" if blocks else "")
     if not plan["executed"]:
         how = "BY FORMULAS: nothing could be executed here, see the notes"
     counts = Counter(f"{value['phase']}: {value['reason']}" for value in plan["host_values"])

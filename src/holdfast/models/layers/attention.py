@@ -168,12 +168,18 @@ def head_sizes(model: Any) -> set[tuple[int, int]]:
     return sizes or {(size, size)}
 
 
-@cache
+# Dynamo traces what a cache wraps, with a warning; a constant it asks for once.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def _flash_takes_groups() -> bool:
     """Whether torch's kernel takes fewer key heads than query heads; torch 2.11 does not."""
+    return "enable_gqa" in _flash_options()
+
+
+@cache
+def _flash_options() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, runs: KernelRuns, options: AttentionOptions) -> Tensor:

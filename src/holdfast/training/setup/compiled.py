@@ -27,7 +27,8 @@ def check_compiled(sharded: ShardedModel, check: Callable[[], list[str]]) -> lis
     """
     policy = sharded.model
     if not compiled_blocks(policy):
-        return check()
+        reason = sharded.setting.config.left_uncompiled(sharded.setting.world.device.type)
+        return [*check(), *([f"blocks: not compiled, since {reason}"] if reason else [])]
     before = _seconds_of_compiling()
     lines, reason = [], ""
     # A compiler raises errors of many kinds, and those of the check are among them: the second check tells which.

@@ -45,6 +45,10 @@ from holdfast.training.setup.gradient_check import Gradients, check_gradients
 from holdfast.training.setup.head import check_head_form, choose_head_form
 from holdfast.types import Example, Scores
 
+_WITHOUT_NUMBERS = "aot_eager_decomp_partition"
+"""The compiler of blocks whose tensors hold no numbers: it chooses what is saved for the backward pass as inductor
+does, which itself fails on such tensors, and runs the operations one by one."""
+
 
 def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -> ShardedModel:
     """Plan, shard, fill and check a model; one that is not `trained` is stored like it, and all of it is frozen.
@@ -57,14 +61,14 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     images = ranks.on_all_ranks(lambda: image_side_of(config, origin))
     policy, router_note = unplaced_policy(setting, origin, trained=trained)
     device = world.device.type
-    compiled = setting.without_numbers is None and config.compiles_blocks(device)
+    compiled = config.compiles_blocks(device)
     plan = ranks.on_all_ranks(lambda: make_plan(config, policy, mesh.size(1), device, compiled=compiled))
     ranks.on_all_ranks(lambda: join_context(config, world, origin, policy))
     no_kernels = choose_head_form(setting, policy, plan)
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     if setting.without_numbers is not None:
         with setting.without_numbers():
-            apply_plan(policy, plan, mesh)
+            apply_plan(policy, plan, mesh, backend=_WITHOUT_NUMBERS)
             place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
         return sharded
     apply_plan(policy, plan, mesh)

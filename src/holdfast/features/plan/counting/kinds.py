@@ -8,7 +8,7 @@ KINDS = {
     GATHERED: "whole parameters of units that are in use, and what they are gathered through; on one rank its copies",
     GRADIENTS: "of this rank's shards, those of a unit before they are reduced, and what they are reduced through",
     OPTIMIZER: "states of the optimizer, averages of weights",
-    ACTIVATIONS: "what the blocks make in a forward pass, kept or made again",
+    ACTIVATIONS: "what a forward pass makes, kept or made again",
     HEAD: "logits of a chunk, gradients of the output matrix and of what goes into it",
     TEMPORARY: "what a backward pass, an optimizer or a collective needs for a moment",
     ROLLOUT_WEIGHTS: "the copy that completions are sampled with",

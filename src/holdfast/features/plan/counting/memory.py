@@ -149,8 +149,10 @@ class Ledger:
             return self._scopes[-1]
         if self.phase == "load":
             return self.loading
+        if self.moment == "forward":
+            return ACTIVATIONS  # also where autograd is off, as within the program of a compiled block
         if torch.is_grad_enabled() and self.phase not in {"optimizer", "save"}:
-            return ACTIVATIONS  # of a forward pass, or made again in a backward pass
+            return ACTIVATIONS  # made again in a backward pass
         if size >= _LARGE and torch._C._current_graph_task_id() != -1:
             node: Any = torch._C._current_autograd_node()
             if node is not None and node.name() in _HEAD_NODES:

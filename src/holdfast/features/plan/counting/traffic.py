@@ -223,6 +223,11 @@ class TensorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._ledger, self._traffic, self._asked = ledger, traffic, answer
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let blocks be compiled within the mode, which sees the operations that their programs run."""
+        return True
+
     def __torch_dispatch__(  # noqa: D105, PLW3201 - torch's form
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

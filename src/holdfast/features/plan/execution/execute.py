@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpoint.format.manifest import Manifest
@@ -64,6 +65,8 @@ class _Phases(PhaseClock):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what the block takes towards a phase."""
+        if name == "optimizer":
+            gc.collect()  # what the compiler was called with lies in cycles, beside what a later step takes
         before, self._ledger.phase = self._ledger.phase, name
         self._traffic.begin_phase()
         try:
@@ -89,13 +92,33 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
     shapes, notes = without_files(config, base)
     _refuse_more_ranks_than_rows(shapes, spec.ranks)
     import_first(shapes)
+    if reason := shapes.left_uncompiled(spec.device):
+        notes.append(f"blocks: planned uncompiled, since {reason}")
+    try:
+        execution = _executed_on_devices(shapes, base, spec)
+    except (RuntimeError, DynamicOutputShapeException) as error:
+        if not shapes.compiles_blocks(spec.device):
+            raise
+        # A compiler raises errors of many kinds, and those of the step are among them: without it those come again.
+        off = shapes.parallel.model_copy(update={"compile": "off"})
+        execution = _executed_on_devices(shapes.model_copy(update={"parallel": off}), base, spec)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        notes.append(f"blocks: planned uncompiled, since they fail compiled ({' '.join(lines[:2])[:160]})")
+    execution.notes[:0] = notes
+    return execution
+
+
+def _executed_on_devices(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
+    """Execute a run whose models are shapes."""
     counts = _StepCounts(spec)
     with contextlib.ExitStack() as stack:
+        world = stack.enter_context(_alone_among(spec.ranks, spec.rank, spec.torch_device))
+        if config.compiles_blocks(spec.device):
+            _prepare_compiler()
         free = lambda: max(0, spec.memory - counts.ledger.totals["cuda"])  # noqa: E731 - as short as what it asks
         mode = stack.enter_context(fake_devices(spec.device, free, spec.memory))
-        world = stack.enter_context(_alone_among(spec.ranks, spec.rank, spec.torch_device))
         setting = Setting(
-            config=shapes,
+            config=config,
             base=base,
             world=world,
             ranks=_AlikeRanks(spec.rank, spec.ranks),
@@ -108,12 +131,20 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
         step = planned_step(setting, counts.ledger, counts.traffic)
         with counts.without_numbers(mode):
             execution = _executed(counts, step)
-            execution.notes[:0] = notes
-            execution.export_bytes = export_bytes(shapes, step.trained.model, step.trained.origin, execution.notes)
-    small = small_bytes(shapes, step.trained.origin)
-    execution.checkpoint_bytes += small + ahead_bytes(shapes)
+            execution.export_bytes = export_bytes(config, step.trained.model, step.trained.origin, execution.notes)
+    small = small_bytes(config, step.trained.origin)
+    execution.checkpoint_bytes += small + ahead_bytes(config)
     execution.export_bytes += small
     return execution
+
+
+def _prepare_compiler() -> None:
+    """Drop programs of an earlier execution, and let dynamo find torch's functions before one stand-in is several.
+
+    It looks them up by identity, once, and forgets them where a process group begins.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
 
 
 class _AlikeRanks(RankGroup):

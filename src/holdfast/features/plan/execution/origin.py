@@ -33,9 +33,6 @@ def without_files(config: TrainingConfig, base: Path) -> tuple[TrainingConfig, l
     changed: dict[str, Any] = {"model": model}
     if model.lora is not None and model.lora.path is not None:
         changed["model"] = model.model_copy(update={"lora": model.lora.model_copy(update={"path": None})})
-    changed["parallel"] = config.parallel.model_copy(update={"compile": "off"})
-    if config.parallel.compile == "blocks":
-        notes.append("parallel.compile: planned as if off, which takes no less")
     if getattr(config.optim, "compile", False):
         changed["optim"] = config.optim.model_copy(update={"compile": False})
     if isinstance(config, GRPOConfig):
