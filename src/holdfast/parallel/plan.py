@@ -106,6 +106,8 @@ class ShardPlan:
     """Bytes that each rank stores; FSDP2 pads a parameter's first dimension to a multiple of the number of ranks."""
     parameters: int
     trainable: int
+    offload_blocks: tuple[str, ...] = ()
+    """Blocks whose activations are offloaded to host memory, in order; see `activations.py`."""
     copied: bool = False
     """Whether the passes of one rank read copies of float32 parameters in the compute dtype; see `copies.py`."""
 
@@ -128,7 +130,8 @@ class ShardPlan:
             f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
             + (" on the last micro-batch" if self.reduce_last_only else "")
             + (f", {_recompute_summary(self.recompute)}" if self.recompute else "")
-            + (", parameters in host memory" if self.cpu_offload else ""),
+            + (", parameters in host memory" if self.cpu_offload else "")
+            + (f", activations of {len(self.offload_blocks)} blocks in host memory" if self.offload_blocks else ""),
         ]
         return "\n".join(lines)
 
@@ -184,7 +187,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
-    alone = shard * config.replicate == 1 and not config.cpu_offload
+    alone = shard * config.replicate == 1 and "parameters" not in config.offloads
     read = _read_alone(numbers, compute, last_only=last_only) if alone else None
     return ShardPlan(
         units=_units(parameters, groups, ends, config),
@@ -196,13 +199,25 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         compute_dtype=compute,
         reduce_dtype=wide,
         reduce_last_only=last_only,
-        cpu_offload=config.cpu_offload,
+        cpu_offload="parameters" in config.offloads,
+        offload_blocks=_offload_blocks(blocks, config, trained=trained),
         sharded=read is None,
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
         copied=read == "copies",
     )
+
+
+def _offload_blocks(blocks: Sequence[str], config: ParallelConfig, *, trained: bool) -> tuple[str, ...]:
+    if "activations" not in config.offloads or not trained:
+        return ()
+    if not blocks:
+        raise PlanError(
+            "parallel.offload: activations are offloaded block by block, and this model has no list of blocks. Leave "
+            "activations out."
+        )
+    return tuple(blocks)
 
 
 def _storage(numbers: Sequence[ParameterInfo], trained: bool) -> set[str]:

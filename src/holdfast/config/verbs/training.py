@@ -250,9 +250,9 @@ class TrainingConfig(_Root):
             )
         if kind == "adamw_bf16" and dtype != "bfloat16":
             yield "optim.kind", f"adamw_bf16 needs model.dtype: bfloat16, not {dtype}; set it, or use optim.kind: adamw"
-        if kind == "muon" and self.parallel.cpu_offload:
+        if kind == "muon" and "parameters" in self.parallel.offloads:
             yield (
-                "parallel.cpu_offload",
+                "parallel.offload",
                 "optim.kind: muon gathers whole matrices, and host memory has no group to do so; choose one of the two",
             )
         if dtype == "float64" and self.parallel.compute_dtype != "auto":
