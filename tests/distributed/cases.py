@@ -10,6 +10,7 @@ import torch
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
+from holdfast.parallel.activations import offload_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -67,6 +68,8 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     """Train and return losses, norms, first gradients, final parameters and the sample ids of every step."""
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
     gradients = recorded_gradients(run.trained)
+    offload = offload_of(run.trained.model)
+    copied_before = offload.copied_bytes if offload else 0  # checks before step 1 run passes too
     losses, norms, forwards, lines = [], [], [], []
     for _ in range(steps):
         metrics = sft_step(run)
@@ -85,6 +88,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "metrics": lines,
         "rows_tokenised": run.stream.rows_tokenised,
         "padded": run.trained.model.padded,
+        "offloaded_bytes": offload.copied_bytes - copied_before if offload else 0,
     }
 
 

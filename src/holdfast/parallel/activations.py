@@ -100,6 +100,16 @@ class ActivationOffload:
             self._send(block_pass, storages_of(_staying(block, args, options)))
         return result
 
+    def start_backward(self, block_pass: _BlockPass) -> None:
+        """Have what a block saved on the device, and start to fetch what the block before it did."""
+        block_pass.in_backward = True
+        self._fetch(block_pass)  # has been fetched, unless it is the first of a backward pass
+        before = None if block_pass.before is None else block_pass.before()
+        if before is not None:
+            self._fetch(before)
+        if block_pass.fetched is not None:
+            torch.cuda.current_stream().wait_event(block_pass.fetched)
+
     def _keep(self, tensor: Tensor) -> _Saved:
         assert self._running is not None
         saved = _Saved(self._running, tensor)
@@ -108,7 +118,7 @@ class ActivationOffload:
 
     def _read(self, saved: _Saved) -> Tensor:
         if not saved.block.in_backward:
-            self._begin_backward(saved.block)
+            self.start_backward(saved.block)
         if saved.stored is None or saved.view is None:
             assert saved.tensor is not None
             return saved.tensor
@@ -155,15 +165,6 @@ class ActivationOffload:
             torch.cuda.current_stream().wait_event(block_pass.copied)
         for stored in _alive(block_pass.stored):
             stored.device = None
-
-    def _begin_backward(self, block_pass: _BlockPass) -> None:
-        block_pass.in_backward = True
-        self._fetch(block_pass)  # has been fetched, unless it is the first of a backward pass
-        before = None if block_pass.before is None else block_pass.before()
-        if before is not None:
-            self._fetch(before)
-        if block_pass.fetched is not None:
-            torch.cuda.current_stream().wait_event(block_pass.fetched)
 
     def _fetch(self, block_pass: _BlockPass) -> None:
         """Start the copies of a pass back to the device, of what is not there."""

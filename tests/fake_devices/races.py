@@ -1,0 +1,155 @@
+"""A detector of races between streams: what one stream reads or writes must be ordered with what another one did.
+
+Each stream has a vector clock. An event carries the clock of its stream to whoever waits for it. Two accesses of one
+storage of which one writes must be ordered by these clocks, and so must its release and every access, unless the
+storage was told of the other stream by `record_stream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Event:
+    """A moment of a stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.clock: dict[int, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Take the present moment of a stream."""
+        self.clock = dict((stream or Stream.current).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait."""
+        (stream or Stream.current).wait_event(self)
+
+
+class Stream:
+    """A queue of work; the first is the one that computes."""
+
+    current: Stream
+    count = 0
+    device, priority, cuda_stream, stream_id = torch.device("cuda:0"), 0, 0, 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.number = Stream.count
+        Stream.count += 1
+        self.clock = {self.number: 0}
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return the present moment."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is queued from now on wait for an event."""
+        for number, count in event.clock.items():
+            self.clock[number] = max(self.clock.get(number, 0), count)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let what is queued from now on wait for all that another stream has been given."""
+        self.wait_event(other.record_event())
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    """Queue on a stream within the block."""
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+@dataclass
+class Access:
+    """What a stream did with a storage, and when."""
+
+    stream: int
+    count: int
+    writes: bool
+    operation: str
+
+
+@dataclass
+class Storage:
+    """What was done with a storage."""
+
+    owner: Stream
+    accesses: list[Access] = field(default_factory=list)
+    told: set[int] = field(default_factory=set)
+    reference: Any = None
+
+
+class Detector(TorchDispatchMode):
+    """Notes every operation's accesses, and the races among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: list[str] = []
+        self.order: list[str] = []
+        """Copies between host and device, and by which stream, in the order in which they were queued."""
+        self._storages: dict[int, Storage] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note its accesses."""
+        result = function(*args, **(kwargs or {}))
+        name = str(function).removeprefix("aten.")
+        if name.startswith(("set_", "detach", "alias", "empty")) or function.is_view:
+            return result
+        schema, written = function._schema, set()
+        for argument, value in zip(schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                written.add(id(value))
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        for value in tensors:
+            self._access(value, name, writes=id(value) in written)
+        known = {value.untyped_storage()._cdata for value in tensors}
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in known:
+                self._access(value, name, writes=True)
+        if name.startswith("copy_") and args[0].device.type != args[1].device.type:
+            way = "to the host" if args[0].device.type == "cpu" else "to the device"
+            self.order.append(f"{args[0].untyped_storage().nbytes()} bytes {way} by stream {Stream.current.number}")
+        return result
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Note that a storage must outlive what a stream does with it."""
+        self._storage(tensor).told.add(stream.number)
+
+    def _storage(self, tensor: Tensor) -> Storage:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            reference = weakref.ref(storage, functools.partial(self._freed, key))
+            self._storages[key] = Storage(Stream.current, reference=reference)
+        return self._storages[key]
+
+    def _access(self, tensor: Tensor, operation: str, *, writes: bool) -> None:
+        storage, stream = self._storage(tensor), Stream.current
+        stream.clock[stream.number] += 1
+        for earlier in storage.accesses:
+            if (writes or earlier.writes) and stream.clock.get(earlier.stream, 0) < earlier.count:
+                self.races.append(f"{operation} by stream {stream.number} and {earlier.operation} by {earlier.stream}")
+        storage.accesses.append(Access(stream.number, stream.clock[stream.number], writes, operation))
+
+    def _freed(self, key: int, _: object) -> None:
+        storage = self._storages.pop(key, None)
+        if storage is None:
+            return
+        for access in storage.accesses:
+            done = storage.owner.clock.get(access.stream, 0) >= access.count
+            if not done and access.stream not in storage.told and access.stream != storage.owner.number:
+                self.races.append(f"freed before {access.operation} by stream {access.stream} is known to be done")
