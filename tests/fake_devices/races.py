@@ -87,7 +87,8 @@ class Access:
 class Storage:
     """What was done with a storage."""
 
-    owner: Stream
+    owner: Stream | None
+    """The stream that allocates it; None in pinned host memory, which is given away when all copies are done."""
     accesses: list[Access] = field(default_factory=list)
     told: set[int] = field(default_factory=set)
     reference: Any = None
@@ -100,14 +101,16 @@ class Detector(TorchDispatchMode):
         super().__init__()
         self.races: list[str] = []
         self.order: list[str] = []
-        """Copies between host and device, and by which stream, in the order in which they were queued."""
+        """Products, and copies between host and device, with their stream, in the order in which they were queued."""
         self._storages: dict[int, Storage] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note its accesses."""
         result = function(*args, **(kwargs or {}))
         name = str(function).removeprefix("aten.")
-        if name.startswith(("set_", "detach", "alias", "empty")) or function.is_view:
+        if name.startswith("empty"):
+            self._storage(result)  # belongs to the stream that allocates it, whichever writes to it first
+        if name.startswith(("empty", "prim", "detach", "alias")) or function.is_view:
             return result
         schema, written = function._schema, set()
         for argument, value in zip(schema.arguments, args, strict=False):
@@ -122,7 +125,9 @@ class Detector(TorchDispatchMode):
                 self._access(value, name, writes=True)
         if name.startswith("copy_") and args[0].device.type != args[1].device.type:
             way = "to the host" if args[0].device.type == "cpu" else "to the device"
-            self.order.append(f"{args[0].untyped_storage().nbytes()} bytes {way} by stream {Stream.current.number}")
+            self.order.append(f"{way} by {Stream.current.number}")
+        if name.startswith("mm."):
+            self.order.append(f"product by {Stream.current.number}")
         return result
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
@@ -134,7 +139,8 @@ class Detector(TorchDispatchMode):
         key = storage._cdata
         if key not in self._storages:
             reference = weakref.ref(storage, functools.partial(self._freed, key))
-            self._storages[key] = Storage(Stream.current, reference=reference)
+            owner = None if tensor.device.type == "cpu" else Stream.current
+            self._storages[key] = Storage(owner, reference=reference)
         return self._storages[key]
 
     def _access(self, tensor: Tensor, operation: str, *, writes: bool) -> None:
@@ -147,7 +153,7 @@ class Detector(TorchDispatchMode):
 
     def _freed(self, key: int, _: object) -> None:
         storage = self._storages.pop(key, None)
-        if storage is None:
+        if storage is None or storage.owner is None:
             return
         for access in storage.accesses:
             done = storage.owner.clock.get(access.stream, 0) >= access.count

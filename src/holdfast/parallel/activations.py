@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from holdfast.parallel.storages import bytes_of, storages_of
+from holdfast.parallel.storages import storages_of
 
 SMALL_BYTES = 4096
 """Storages of fewer bytes stay: a copy takes longer to start than to run."""
@@ -124,8 +124,9 @@ class ActivationOffload:
             return saved.tensor
         assert saved.stored.device is not None
         dtype, offset, shape, strides = saved.view
-        storage = saved.stored.device.untyped_storage()
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+        bytes_ = saved.stored.device
+        whole = bytes_.numel() // dtype.itemsize * dtype.itemsize
+        return bytes_[:whole].view(dtype).as_strided(shape, strides, offset)
 
     def _send(self, block_pass: _BlockPass, staying: Mapping[int, object]) -> None:
         """Start the copies of a pass to host memory."""
@@ -136,10 +137,11 @@ class ActivationOffload:
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata  # noqa: SLF001 - the identity that torch itself goes by
-            if key in staying or storage.nbytes() < SMALL_BYTES:
+            size = storage.nbytes()
+            if key in staying or size < SMALL_BYTES or size % tensor.element_size():
                 continue
             if key not in by_storage:
-                by_storage[key] = _Stored(bytes_of(storage))
+                by_storage[key] = _Stored(_bytes_behind(tensor))
                 block_pass.stored.append(weakref.ref(by_storage[key]))
             saved.view = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
             saved.stored, saved.tensor = by_storage[key], None
@@ -227,6 +229,13 @@ def offload_of(policy: nn.Module) -> ActivationOffload | None:
 
 def _alive(references: Iterable[Callable[[], Any]]) -> Iterator[Any]:
     return (value for value in (reference() for reference in references) if value is not None)
+
+
+def _bytes_behind(tensor: Tensor) -> Tensor:
+    """Return the bytes [nbytes] (uint8) of a tensor's whole storage, which share its memory."""
+    # Not `set_`: the cache of a FakeTensorMode keeps a storage that is an argument.
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
 
 
 def _staying(block: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[Tensor]:
