@@ -108,7 +108,8 @@ ONE_RANK_LESS = {"sft copies"}
 NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""
 NOT_BY_PLACE = {
-    "sft one pass", "sft activations offloaded", "sft chunks of logits", "sft head in float32", "sft experts, loads of the update",
+    "sft one pass", "sft activations offloaded", "sft chunks of logits", "sft head in float32",
+    "sft experts, loads of the update",
     "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
     "grpo experts replayed", "grpo truncated sampling", "grpo by covariance", "distill on own texts",
 }  # fmt: skip

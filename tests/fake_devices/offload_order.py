@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
+import importlib
 import json
 import random
 import sys
@@ -28,10 +29,13 @@ FAULTS = {
     "a backward pass does not wait for what is fetched": (
         "            torch.cuda.current_stream().wait_event(block_pass.fetched)\n", "            pass\n"
     ),
-    "what is fetched is not kept for the copy": ("                target.record_stream(self._stream)\n", "                pass\n"),
+    "what is fetched is not kept for the copy": (
+        "                target.record_stream(self._stream)\n", "                pass\n"
+    ),
     "the event is recorded before the copies": (
         "        with torch.cuda.stream(self._stream):\n            for target",
-        "        event = self._stream.record_event()\n        with torch.cuda.stream(self._stream):\n            for target",
+        "        event = self._stream.record_event()\n        with torch.cuda.stream(self._stream):\n"
+        "            for target",
     ),
     "the event is of the other stream": (
         "event: torch.cuda.Event = self._stream.record_event()",
@@ -48,7 +52,13 @@ def mutant(source: str, seed: int) -> str:
     drawn = random.Random(seed)
 
     def concerns(node: ast.AST) -> bool:
-        call = node.value if isinstance(node, ast.Expr) else node.items[0].context_expr if isinstance(node, ast.With) else None
+        call = (
+            node.value
+            if isinstance(node, ast.Expr)
+            else node.items[0].context_expr
+            if isinstance(node, ast.With)
+            else None
+        )
         return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in names
 
     bodies = [
@@ -70,7 +80,7 @@ def main(*seeds: str) -> None:
     from holdfast.features.plan.execution.process import load_guard
 
     load_guard()
-    import torch._dynamo  # reads names of torch, before stand-ins have them
+    importlib.import_module("torch._dynamo")  # reads names of torch, before stand-ins have them
 
     from holdfast.parallel import activations
 
@@ -92,7 +102,6 @@ def main(*seeds: str) -> None:
 
 def passes(module: Any, kind: str) -> tuple[list[str], list[str]]:
     """Run a forward and a backward pass of four blocks; return the order of copies, and races."""
-    import torch
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
 
@@ -122,7 +131,7 @@ def passes(module: Any, kind: str) -> tuple[list[str], list[str]]:
         "torch.cuda:Event": Event,
         "torch.cuda:current_stream": lambda *_: Stream.current,
         "torch.cuda:stream": on_stream,
-        "torch:Tensor.record_stream": lambda tensor, stream: detector.record_stream(tensor, stream),
+        "torch:Tensor.record_stream": detector.told,
     }
     fake_devices.REPLACED |= replaced
     with fake_devices.fake_devices("cuda") as mode, mode:

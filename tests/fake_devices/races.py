@@ -130,9 +130,14 @@ class Detector(TorchDispatchMode):
             self.order.append(f"product by {Stream.current.number}")
         return result
 
-    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Note that a storage must outlive what a stream does with it."""
-        self._storage(tensor).told.add(stream.number)
+    @property
+    def told(self) -> Any:
+        """What stands for `Tensor.record_stream`: a storage must outlive what the stream does with it."""
+
+        def record_stream(tensor: Tensor, stream: Stream) -> None:
+            self._storage(tensor).told.add(stream.number)
+
+        return record_stream
 
     def _storage(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()

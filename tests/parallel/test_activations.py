@@ -68,7 +68,9 @@ def passed(blocks: nn.ModuleList, passes: int = 1) -> dict[str, Tensor]:
         results.append(result)
     loss = torch.stack(results).square().sum()
     loss.backward()
-    gradients = {canonical_name(name): value.grad for name, value in blocks.named_parameters() if value.grad is not None}
+    gradients = {
+        canonical_name(name): value.grad for name, value in blocks.named_parameters() if value.grad is not None
+    }
     assert hidden.grad is not None
     return {"loss": loss.detach(), "hidden": hidden.grad} | gradients
 

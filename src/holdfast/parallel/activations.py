@@ -1,10 +1,11 @@
 """Offload activations to host memory, block by block, while passes run.
 
-Autograd hands each tensor that a block saves for its backward pass to a hook (`torch.autograd.graph.saved_tensors_hooks`).
-When the block has run, the storages of these tensors are copied to host memory on a stream of their own, and their device
-memory is freed when the next block has run. The backward pass of a block begins with the fetch of the storages of the
-block before it, so that copies in both directions run beside a block's computation. A block that is recomputed saves
-its inputs alone. Values come back bit for bit, with the strides that they had.
+Autograd hands each tensor that a block saves for its backward pass to a hook
+(`torch.autograd.graph.saved_tensors_hooks`). When the block has run, the storages of these tensors are copied to host
+memory on a stream of their own, and their device memory is freed when the next block has run. The backward pass of a
+block begins with the fetch of the storages of the block before it, so that copies in both directions run beside a
+block's computation. A block that is recomputed saves its inputs alone. Values come back bit for bit, with the strides
+that they had.
 
 On the device remain: parameters and buffers (FSDP2 gathers them again, and hooks see them), inputs that need no
 gradient, which all blocks share (rotary angles, masks), small tensors, and what the last block saves, since its
@@ -148,9 +149,7 @@ class ActivationOffload:
         pairs = []
         for stored in by_storage.values():
             assert stored.device is not None
-            stored.host = torch.empty(
-                stored.device.numel(), dtype=torch.uint8, pin_memory=self._device_type == "cuda"
-            )
+            stored.host = torch.empty(stored.device.numel(), dtype=torch.uint8, pin_memory=self._device_type == "cuda")
             self.copied_bytes += stored.host.numel()
             pairs.append((stored.host, stored.device))
         block_pass.copied = self._copy(pairs)
@@ -250,5 +249,7 @@ def _staying(block: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) 
             # A unit inside the block has its shards in place again. `_unsharded_param` is what it gathers into, and
             # has no public reader.
             group = module._get_fsdp_state()._fsdp_param_group
-            gathered = [] if group is None else [getattr(value, "_unsharded_param", None) for value in group.fsdp_params]
+            gathered = (
+                [] if group is None else [getattr(value, "_unsharded_param", None) for value in group.fsdp_params]
+            )
             yield from (value for value in gathered if value is not None)

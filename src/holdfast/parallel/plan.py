@@ -120,6 +120,7 @@ class ShardPlan:
         """Return a few lines for the start of a run."""
         largest = max(self.units, key=lambda unit: unit.bytes_)
         total = sum(unit.bytes_ for unit in self.units)
+        kinds = sorted(set(self.recompute.values()))
         lines = [
             f"{self.parameters:,} parameters, {self.trainable:,} trained, {self.parameters - self.trainable:,} frozen",
             f"{len(self.units)} units over shard={self.shard} replicate={self.replicate}; largest {largest.name} "
@@ -129,7 +130,7 @@ class ShardPlan:
             + (f", and copies in {self.compute_dtype} that its passes read" if self.copied else ""),
             f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
             + (" on the last micro-batch" if self.reduce_last_only else "")
-            + (f", {_recompute_summary(self.recompute)}" if self.recompute else "")
+            + (f", {len(self.recompute)} blocks recomputed ({', '.join(kinds)})" if self.recompute else "")
             + (", parameters in host memory" if self.cpu_offload else "")
             + (f", activations of {len(self.offload_blocks)} blocks in host memory" if self.offload_blocks else ""),
         ]
@@ -142,11 +143,6 @@ class ShardPlan:
 
 def _mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
-
-
-def _recompute_summary(recompute: Mapping[str, Recomputed]) -> str:
-    kinds = sorted(set(recompute.values()))
-    return f"{len(recompute)} blocks recomputed ({', '.join(kinds)})"
 
 
 def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure function
@@ -200,24 +196,13 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         reduce_dtype=wide,
         reduce_last_only=last_only,
         cpu_offload="parameters" in config.offloads,
-        offload_blocks=_offload_blocks(blocks, config, trained=trained),
+        offload_blocks=tuple(blocks) if trained and "activations" in config.offloads else (),
         sharded=read is None,
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),
         trainable=_count([parameter for parameter in parameters if parameter.trainable]),
         copied=read == "copies",
     )
-
-
-def _offload_blocks(blocks: Sequence[str], config: ParallelConfig, *, trained: bool) -> tuple[str, ...]:
-    if "activations" not in config.offloads or not trained:
-        return ()
-    if not blocks:
-        raise PlanError(
-            "parallel.offload: activations are offloaded block by block, and this model has no list of blocks. Leave "
-            "activations out."
-        )
-    return tuple(blocks)
 
 
 def _storage(numbers: Sequence[ParameterInfo], trained: bool) -> set[str]:
