@@ -48,14 +48,16 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 def recorded_gradients(trained: Trained) -> list[dict[str, Any]]:
     """Return the list that every update will add its gradients to, whole and by name."""
     names = {id(parameter): name for name, parameter in sharded_parameters(trained.model).items()}
+    # By position: a step in host memory is made on other parameters.
+    ordered = [names[id(parameter)] for group in trained.optimizer.param_groups for parameter in group["params"]]
     gradients: list[dict[str, Any]] = []
 
     def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients.append(
             {
-                names[id(parameter)]: full_tensor(parameter.grad).double().numpy().copy()
-                for group in optimizer.param_groups
-                for parameter in group["params"]
+                name: full_tensor(parameter.grad).double().numpy().copy()
+                for name, parameter in zip(ordered, parameters, strict=True)
                 if parameter.grad is not None
             }
         )

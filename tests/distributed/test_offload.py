@@ -64,7 +64,11 @@ def with_offload(tree: dict[str, Any], *parts: str) -> dict[str, Any]:
 
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("parts", [("activations",), ("activations", "optimizer", "parameters")], ids=",".join)
+@pytest.mark.parametrize(
+    "parts",
+    [("activations",), ("optimizer",), ("activations", "optimizer"), ("activations", "optimizer", "parameters")],
+    ids=",".join,
+)
 def test_three_updates_have_the_bits_of_a_run_without_offloading(
     pools: Any, directory: Any, case: str, parts: tuple[str, ...]
 ) -> None:
@@ -80,7 +84,7 @@ def test_three_updates_have_the_bits_of_a_run_without_offloading(
     for one, two in zip(found, expected, strict=True):
         assert_bits(one, two)
         assert two["offloaded_bytes"] == 0
-        assert one["offloaded_bytes"] > 0
+        assert (one["offloaded_bytes"] > 0) == ("activations" in parts)
 
 
 def test_of_recomputed_blocks_inputs_alone_are_copied(pools: Any, directory: Any) -> None:

@@ -79,9 +79,9 @@ class ParallelConfig(Section):
     stay where a backward pass follows, which begins with them."""
     offload: list[Offloaded] = Field(default_factory=list)
     """What is kept in host memory, for less device memory and more time. `activations`: what the backward pass reads of
-    each block, or of a recomputed block its input, copied beside the passes; `parameters`: shards, gradients and
-    optimizer state, where FSDP2 gathers from host memory and the optimizer runs on the CPU: name `optimizer` beside
-    it."""
+    each block, or of a recomputed block its input, copied beside the passes; `optimizer`: its state, so that it runs on
+    the CPU, to which gradients are copied during the backward pass; `parameters`, with `optimizer` alone: shards and
+    gradients too, so that FSDP2 gathers from host memory."""
     cpu_offload: bool = False
     """`true` is read as `offload: [optimizer, parameters]`."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -115,12 +115,6 @@ class ParallelConfig(Section):
             yield (
                 "offload",
                 "parameters in host memory are updated there, so gradients and optimizer state are too; add optimizer",
-            )
-        if offloads in ({"optimizer"}, {"optimizer", "activations"}):
-            yield (
-                "offload",
-                "optimizer state alone cannot be offloaded, since the optimizer runs where the parameters are; add "
-                "parameters, or let optim.kind: adamw_8bit make it smaller",
             )
         if "activations" in offloads and self.recompute.kind == "selective":
             yield (

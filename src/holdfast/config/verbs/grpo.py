@@ -264,7 +264,7 @@ class GRPOConfig(TrainingConfig):
 
     def _offload(self) -> Iterator[Mistake]:
         for name in ("parameters", "optimizer"):
-            if "parameters" in self.parallel.offloads and getattr(self.residency, name) == "host":
+            if name in self.parallel.offloads and getattr(self.residency, name) == "host":
                 yield f"residency.{name}", "parallel.offload keeps them in host memory all the time; leave it out"
 
     def _environment(self) -> Iterator[Mistake]:

@@ -261,7 +261,7 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
         PARAMETERS: plan.shard_bytes,
         GATHERED: _copies(origin, plan) if plan.copied else computed * sum(units[:3]) if plan.shard > 1 else 0,
         GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
-        OPTIMIZER: 0 if plan.cpu_offload else states // plan.shard,
+        OPTIMIZER: 0 if "optimizer" in config.parallel.offloads else states // plan.shard,
         ACTIVATIONS: int(activations * tokens * width),
         HEAD: head,
     }
