@@ -64,6 +64,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft LoRA, 4 bits": tree(model={"lora": {"rank": 4, "quantize": "nf4"}, "frozen_dtype": "bfloat16"}),
     "sft offload": tree(parallel={"cpu_offload": True}),
     "sft activations offloaded": tree(parallel={"offload": ["activations"]}),
+    "sft optimizer offloaded": tree(parallel={"offload": ["optimizer"]}),
     "sft copies": tree(parallel={"replicate": 2}),
     "sft recomputed": tree(parallel={"recompute": "full"}),
     "sft recomputed by half": tree(parallel={"recompute": "every_k"}),

@@ -1,6 +1,6 @@
-"""A process that offloads activations of a fake GPU: python -m tests.fake_devices.offload_order [SEED...].
+"""A process that offloads activations and optimizer of a fake GPU: python -m tests.fake_devices.offload_order [SEED...].
 
-It prints the order of copies and the races of the module as it is, of faults that are written down here, and of
+For each module it prints the order of copies and the races of it as it is, of faults that are written down here, and of
 mutants that are drawn, one for each seed.
 """
 
@@ -20,35 +20,46 @@ from typing import Any
 TOKENS, WIDTH = 64, 32
 
 FAULTS = {
-    "copies do not wait for what computes": (
-        "        self._stream.wait_event(torch.cuda.current_stream().record_event())\n", ""
-    ),
-    "memory is freed before it is copied": (
-        "            torch.cuda.current_stream().wait_event(block_pass.copied)\n", "            pass\n"
-    ),
-    "a backward pass does not wait for what is fetched": (
-        "            torch.cuda.current_stream().wait_event(block_pass.fetched)\n", "            pass\n"
-    ),
-    "what is fetched is not kept for the copy": (
-        "                target.record_stream(self._stream)\n", "                pass\n"
-    ),
-    "the event is recorded before the copies": (
-        "        with torch.cuda.stream(self._stream):\n            for target",
-        "        event = self._stream.record_event()\n        with torch.cuda.stream(self._stream):\n"
-        "            for target",
-    ),
-    "the event is of the other stream": (
-        "event: torch.cuda.Event = self._stream.record_event()",
-        "event: torch.cuda.Event = torch.cuda.current_stream().record_event()",
-    ),
+    "activations": {
+        "copies do not wait for what computes": (
+            "        self._stream.wait_event(torch.cuda.current_stream().record_event())\n", ""
+        ),
+        "memory is freed before it is copied": (
+            "            torch.cuda.current_stream().wait_event(block_pass.copied)\n", "            pass\n"
+        ),
+        "a backward pass does not wait for what is fetched": (
+            "            torch.cuda.current_stream().wait_event(block_pass.fetched)\n", "            pass\n"
+        ),
+        "what is fetched is not kept for the copy": (
+            "                target.record_stream(self._stream)\n", "                pass\n"
+        ),
+        "the event is of the other stream": (
+            "event: torch.cuda.Event = self._stream.record_event()",
+            "event: torch.cuda.Event = torch.cuda.current_stream().record_event()",
+        ),
+    },
+    "host_steps": {
+        "copies do not wait for what computes": (
+            "        self._stream.wait_event(torch.cuda.current_stream().record_event())\n", ""
+        ),
+        "a gradient is freed before it is copied": (
+            "            local_part(gradient).record_stream(self._stream)\n", "            pass\n"
+        ),
+        "the step does not wait for gradients": ("            self._stream.synchronize()\n", "            pass\n"),
+        "gradients are copied when the backward pass has ended": (
+            "        if self.last_micro_batch:", "        if False:"
+        ),
+        "weights are not written back": ("copy_(local_part(pair.twin.data)", "copy_(local_part(pair.parameter.data)"),
+    },
 }  # fmt: skip
-"""Name -> text of the module, and what stands there instead."""
+"""Module -> name -> text of the module, and what stands there instead."""
+KINDS = {"activations": ("plain", "recomputed", "failing"), "host_steps": ("updates",)}
 
 
 def mutant(source: str, seed: int) -> str:
     """Return the source without one statement about streams, drawn by a seed: a wait, a record, or a stream's block."""
     tree = ast.parse(source)
-    names = {"wait_event", "record_stream", "stream"}
+    names = {"wait_event", "record_stream", "stream", "synchronize"}
     drawn = random.Random(seed)
 
     def concerns(node: ast.AST) -> bool:
@@ -82,26 +93,27 @@ def main(*seeds: str) -> None:
     load_guard()
     importlib.import_module("torch._dynamo")  # reads names of torch, before stand-ins have them
 
+    from holdfast.optim import host_steps
     from holdfast.parallel import activations
 
-    source = Path(activations.__file__).read_text(encoding="utf-8")
-    forms = {"as it is": source}
-    for name, (old, new) in FAULTS.items():
-        assert source.count(old) == 1, name
-        forms[name] = source.replace(old, new)
-        if name == "the event is recorded before the copies":
-            forms[name] = forms[name].replace("        event: torch.cuda.Event = self._stream.record_event()\n", "")
-    forms |= {f"seed {seed}": mutant(source, int(seed)) for seed in seeds}
-    for name, text in forms.items():
-        module: Any = types.ModuleType("mutated")
-        sys.modules["mutated"] = module  # dataclasses look their module up
-        exec(compile(text, "mutated", "exec"), module.__dict__)
-        for kind in ("plain", "recomputed", "failing"):
-            print("order " + json.dumps([name, kind, *passes(module, kind)]), flush=True)
+    for subject in (activations, host_steps):
+        title = subject.__name__.rpartition(".")[2]
+        source = Path(str(subject.__file__)).read_text(encoding="utf-8")
+        forms = {"as it is": source}
+        for name, (old, new) in FAULTS[title].items():
+            assert source.count(old) == 1, name
+            forms[name] = source.replace(old, new)
+        forms |= {f"seed {seed}": mutant(source, int(seed)) for seed in seeds}
+        for name, text in forms.items():
+            module: Any = types.ModuleType("mutated")
+            sys.modules["mutated"] = module  # dataclasses look their module up
+            exec(compile(text, "mutated", "exec"), module.__dict__)
+            for kind in KINDS[title]:
+                print("order " + json.dumps([title, name, kind, *passes(module, kind)]), flush=True)
 
 
 def passes(module: Any, kind: str) -> tuple[list[str], list[str]]:
-    """Run a forward and a backward pass of four blocks; return the order of copies, and races."""
+    """Run passes of four blocks; return the order of copies, and races."""
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
 
@@ -125,7 +137,7 @@ def passes(module: Any, kind: str) -> tuple[list[str], list[str]]:
             return result
 
     detector, Stream.count = Detector(), 0
-    Stream.current = Stream()
+    Stream.current, Stream.host = Stream(), Stream()
     replaced = {
         "torch.cuda:Stream": Stream,
         "torch.cuda:Event": Event,
@@ -135,11 +147,14 @@ def passes(module: Any, kind: str) -> tuple[list[str], list[str]]:
     }
     fake_devices.REPLACED |= replaced
     with fake_devices.fake_devices("cuda") as mode, mode:
-        offload = module.ActivationOffload("cuda")
         blocks = [Block() for _ in range(4)]
-        wrapped = [module.OffloadedBlock(block, offload, stays=block is blocks[-1]) for block in blocks]
         with detector:
-            run(wrapped, fails_behind=2 if kind == "failing" else None)
+            if kind == "updates":
+                update(module, blocks)
+            else:
+                offload = module.ActivationOffload("cuda")
+                wrapped = [module.OffloadedBlock(block, offload, stays=block is blocks[-1]) for block in blocks]
+                run(wrapped, fails_behind=2 if kind == "failing" else None)
             gc.collect()  # what a pass that failed has left
     return detector.order, sorted(set(detector.races))
 
@@ -155,6 +170,21 @@ def run(blocks: list[Any], fails_behind: int | None) -> None:
             hidden.register_hook(fails)
     with contextlib.suppress(Interrupted):
         hidden.sum().backward()
+
+
+def update(module: Any, blocks: list[Any]) -> None:
+    """Make two updates of two micro-batches in host memory."""
+    import torch
+
+    optimizer = torch.optim.SGD([value for block in blocks for value in block.parameters()], lr=0.1)
+    steps = module.HostSteps(optimizer)
+    for _ in range(2):
+        for last in (False, True):
+            steps.last_micro_batch = last
+            run(blocks, fails_behind=None)
+        with steps.in_place(optimizer):
+            optimizer.step()
+            steps.write_back()
 
 
 class Interrupted(Exception):

@@ -46,6 +46,8 @@ class Shape:
     offload: bool = False
     activations: bool = False
     """Whether activations are offloaded."""
+    states: bool = False
+    """Whether the optimizer is, and nothing else."""
     lora: int = 0
     recompute: str = "full"
     starts: bool = False
@@ -88,7 +90,11 @@ class Shape:
             "optim": optim,
             "parallel": {
                 "replicate": self.replicate,
-                "offload": [*(["optimizer", "parameters"] * self.offload), *(["activations"] * self.activations)],
+                "offload": [
+                    *(["optimizer", "parameters"] * self.offload),
+                    *(["activations"] * self.activations),
+                    *(["optimizer"] * self.states),
+                ],
                 "recompute": self.recompute,
             },
             "data": {
@@ -170,6 +176,8 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     if not shape.offload:
         forward |= {"parameters": parameters, "optimizer": moments}
         optimizer |= {"parameters": parameters, "gradients": shards, "optimizer": moments}
+    if shape.states:
+        del forward["optimizer"], optimizer["optimizer"], optimizer["gradients"]
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 
@@ -210,6 +218,8 @@ SHAPES = {
     "LoRA": Shape(lora=8),
     "offload": Shape(offload=True),
     "activations offloaded": Shape(activations=True),
+    "optimizer offloaded": Shape(states=True),
+    "optimizer offloaded, one rank": Shape(states=True, ranks=1, tokens=3072),
     "copies": Shape(replicate=2),
     "experts": Shape(experts=4, expert_ffn=256),
     "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),

@@ -39,6 +39,8 @@ class Stream:
     """A queue of work; the first is the one that computes."""
 
     current: Stream
+    host: Stream
+    """The process itself, which works on host memory at once, and queues."""
     count = 0
     device, priority, cuda_stream, stream_id = torch.device("cuda:0"), 0, 0, 0
 
@@ -57,6 +59,10 @@ class Stream:
         """Let what is queued from now on wait for an event."""
         for number, count in event.clock.items():
             self.clock[number] = max(self.clock.get(number, 0), count)
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        Stream.host.wait_event(self.record_event())
 
     def wait_stream(self, other: Stream) -> None:
         """Let what is queued from now on wait for all that another stream has been given."""
@@ -117,12 +123,18 @@ class Detector(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 written.add(id(value))
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        stream = Stream.current
+        if all(value.device.type == "cpu" for value in (*tensors, *results)):
+            stream = Stream.host
+        else:
+            stream.wait_event(Stream.host.record_event())  # what is queued now runs after what the host has done
         for value in tensors:
-            self._access(value, name, writes=id(value) in written)
+            self._access(value, name, stream, writes=id(value) in written)
         known = {value.untyped_storage()._cdata for value in tensors}
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in known:
-                self._access(value, name, writes=True)
+        for value in results:
+            if value.untyped_storage()._cdata not in known:
+                self._access(value, name, stream, writes=True)
         if name.startswith("copy_") and args[0].device.type != args[1].device.type:
             way = "to the host" if args[0].device.type == "cpu" else "to the device"
             self.order.append(f"{way} by {Stream.current.number}")
@@ -148,8 +160,8 @@ class Detector(TorchDispatchMode):
             self._storages[key] = Storage(owner, reference=reference)
         return self._storages[key]
 
-    def _access(self, tensor: Tensor, operation: str, *, writes: bool) -> None:
-        storage, stream = self._storage(tensor), Stream.current
+    def _access(self, tensor: Tensor, operation: str, stream: Stream, *, writes: bool) -> None:
+        storage = self._storage(tensor)
         stream.clock[stream.number] += 1
         for earlier in storage.accesses:
             if (writes or earlier.writes) and stream.clock.get(earlier.stream, 0) < earlier.count:
