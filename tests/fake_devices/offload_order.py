@@ -1,4 +1,4 @@
-"""A process that offloads activations and optimizer of a fake GPU: python -m tests.fake_devices.offload_order [SEED...].
+"""A process that offloads tensors of a fake GPU: python -m tests.fake_devices.offload_order [SEED...].
 
 For each module it prints the order of copies and the races of it as it is, of faults that are written down here, and of
 mutants that are drawn, one for each seed.

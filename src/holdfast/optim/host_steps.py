@@ -1,4 +1,4 @@
-"""Make the steps of an optimizer in host memory, while the parameters stay on the device (ZeRO-Offload, arXiv:2101.06840).
+"""Make an optimizer's steps in host memory, while parameters stay on the device (ZeRO-Offload, arXiv:2101.06840).
 
 Each trained parameter has a twin in host memory. In the backward pass of an update's last micro-batch, a gradient is
 copied to the host as soon as it is whole, with the weights that it is of, and freed on the device. The norm is taken
@@ -80,7 +80,7 @@ class HostSteps:
     @torch.no_grad()
     def write_back(self) -> None:
         """Write the weights of the twins into the parameters."""
-        # In the order of the stream that computes: the next pass reads them, and the next copy to the host waits for it.
+        # On the stream that computes: the next pass reads them, and the next copy to the host waits for it.
         for pair in self._pairs.values():
             local_part(pair.parameter.data).copy_(local_part(pair.twin.data), non_blocking=True)
 
