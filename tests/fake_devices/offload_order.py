@@ -47,7 +47,7 @@ FAULTS = {
         ),
         "the step does not wait for gradients": ("            self._stream.synchronize()\n", "            pass\n"),
         "gradients are copied when the backward pass has ended": (
-            "        if self.last_micro_batch:", "        if False:"
+            "        if self._last:", "        if False:"
         ),
         "weights are not written back": ("copy_(local_part(pair.twin.data)", "copy_(local_part(pair.parameter.data)"),
     },
@@ -180,7 +180,7 @@ def update(module: Any, blocks: list[Any]) -> None:
     steps = module.HostSteps(optimizer)
     for _ in range(2):
         for last in (False, True):
-            steps.last_micro_batch = last
+            steps.start_micro_batch(first=not last, last=last)
             run(blocks, fails_behind=None)
         with steps.in_place(optimizer):
             optimizer.step()
