@@ -64,6 +64,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft LoRA, 4 bits": tree(model={"lora": {"rank": 4, "quantize": "nf4"}, "frozen_dtype": "bfloat16"}),
     "sft uncompiled": tree(parallel={"compile": "off"}),
     "sft offload": tree(parallel={"cpu_offload": True}),
+    "sft activations offloaded": tree(parallel={"offload": ["activations"]}),
+    "sft optimizer offloaded": tree(parallel={"offload": ["optimizer"]}),
     "sft copies": tree(parallel={"replicate": 2}),
     "sft recomputed": tree(parallel={"recompute": "full"}),
     "sft recomputed by half": tree(parallel={"recompute": "every_k"}),
@@ -108,7 +110,8 @@ ONE_RANK_LESS = {"sft copies"}
 NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""
 NOT_BY_PLACE = {
-    "sft uncompiled", "sft one pass", "sft chunks of logits", "sft head in float32", "sft experts, loads of the update",
+    "sft uncompiled", "sft one pass", "sft activations offloaded", "sft chunks of logits", "sft head in float32",
+    "sft experts, loads of the update",
     "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
     "grpo experts replayed", "grpo truncated sampling", "grpo by covariance", "distill on own texts",
 }  # fmt: skip

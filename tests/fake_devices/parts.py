@@ -8,7 +8,8 @@ of the moments at which a phase takes most:
   the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
   logits, which stay in bfloat16 and become their own slopes, stand the gradient of the matrix in float32, and three
   [tokens, hidden] of states and their gradients. Of activations: what a compiled block keeps, what comes out of the
-  last one, the last norm's float32 copy, what its weight's gradient is made of, and two tables of rotary angles.
+  last one, the last norm's float32 copy, what its weight's gradient is made of, and two tables of rotary angles. Where
+  activations are offloaded, what goes into all blocks but the last is in host memory.
 - backward: two blocks are gathered, the one at work and the next, with the rows that pad their shards, and a tied root
   with them; where the head outweighs them, a backward pass takes most at its start, with what the forward pass ended
   with.
@@ -43,6 +44,10 @@ class Shape:
     tokens: int = 1024
     bfloat16: bool = False
     offload: bool = False
+    activations: bool = False
+    """Whether activations are offloaded."""
+    states: bool = False
+    """Whether the optimizer is, and nothing else; then a load of its state touches no device memory."""
     lora: int = 0
     recompute: str = "full"
     starts: bool = False
@@ -83,7 +88,15 @@ class Shape:
             "steps": 2,
             "model": model,
             "optim": optim,
-            "parallel": {"replicate": self.replicate, "cpu_offload": self.offload, "recompute": self.recompute},
+            "parallel": {
+                "replicate": self.replicate,
+                "offload": [
+                    *(["optimizer", "parameters"] * self.offload),
+                    *(["activations"] * self.activations),
+                    *(["optimizer"] * self.states),
+                ],
+                "recompute": self.recompute,
+            },
             "data": {
                 "synthetic": {"task": "sort", "rows": 64},
                 "batch_size": self.ranks,
@@ -150,7 +163,8 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     rows = shape.tokens * shape.hidden * 2
     one_block = gathered(block(shape), shape.shards) + (gathered(adapters(shape), shape.shards) if shape.lora else 0)
     root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0
-    kept = shape.layers * kept_by_block(shape) + (3 if shape.lora else 4) * rows + angles(shape)
+    blocks = 1 if shape.activations else shape.layers
+    kept = blocks * kept_by_block(shape) + (3 if shape.lora else 4) * rows + angles(shape)
     forward = {"activations": kept, "head": head(shape)}
     backward: dict[str, float] = {}
     optimizer: dict[str, float] = {}
@@ -163,6 +177,8 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     if not shape.offload:
         forward |= {"parameters": parameters, "optimizer": moments}
         optimizer |= {"parameters": parameters, "gradients": shards, "optimizer": moments}
+    if shape.states:
+        del forward["optimizer"], optimizer["optimizer"], optimizer["gradients"]
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 
@@ -196,7 +212,7 @@ def resumed_by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     states = 4 * 2 if shape.bfloat16 else 3 * 4  # of the weight, two moments and, in bfloat16, a compensation
     counts = 0 if shape.bfloat16 else 4 * len(trained)
     on_host = frozen + states * sum(local(matrix, shape.shards) for matrix in trained) + counts
-    return {"cuda": {} if shape.offload else on_device, "cpu": {"checkpoint": on_host}}
+    return {"cuda": {} if shape.offload or shape.states else on_device, "cpu": {"checkpoint": on_host}}
 
 
 def local(matrix: Matrix, ranks: int) -> int:
@@ -225,6 +241,9 @@ SHAPES = {
     "kept": Shape(recompute="none"),
     "kept, one rank": Shape(recompute="none", ranks=1),
     "offload": Shape(offload=True),
+    "activations offloaded": Shape(activations=True),
+    "optimizer offloaded": Shape(states=True),
+    "optimizer offloaded, one rank": Shape(states=True, ranks=1, tokens=3072),
     "copies": Shape(replicate=2),
     "experts": Shape(experts=4, expert_ffn=256),
     "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),
