@@ -71,14 +71,12 @@ def film(  # noqa: PLR0913 - what a film is made of
         return Path(file.name).read_bytes()
 
 
-def same_frame(count: int, width: int, height: int, codec: str = "mpeg4", pixels: str = "yuv420p") -> bytes:
-    """Return a film of one black frame, encoded once and shown again and again, ten times a second."""
+def same_frame(count: int, side: int) -> bytes:
+    """Return a film of one black JPEG, encoded once and shown again and again, ten times a second."""
     with tempfile.NamedTemporaryFile() as file, av.open(file.name, "w", format="matroska") as output:
-        stream: Any = output.add_stream(codec, rate=10)
-        stream.width, stream.height, stream.pix_fmt = width, height, pixels
-        frame = av.VideoFrame(width, height, pixels)
-        for plane in frame.planes:
-            plane.update(bytes(plane.buffer_size))
+        stream: Any = output.add_stream("mjpeg", rate=10)
+        stream.width, stream.height, stream.pix_fmt = side, side, "yuvj420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((side, side, 3), np.uint8), format="rgb24")
         frame.pts, frame.time_base = 0, Fraction(1, 10)
         encoded = bytes([*stream.encode(frame), *stream.encode()][0])
         for number in range(count):
