@@ -105,8 +105,8 @@ class TextConfig(Section):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra variables for the chat template, such as {enable_thinking: false}."""
     image_dir: str | None = None
-    """Where relative paths of images and films start; it is looked up in the current directory, then beside the YAML. Default:
-    those two themselves."""
+    """Where relative paths of images and films start; it is looked up in the current directory, then beside the YAML.
+    Default: those two themselves."""
     min_pixels: PositiveInt | None = None
     """Smaller images are enlarged to so many pixels (Qwen-VL); default: as the model's image processor says."""
     max_pixels: PositiveInt | None = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,19 @@ class _Shown:
     """When the last frame has been shown."""
     count: int
     """How many frames there are."""
+
+
+class _Packet(NamedTuple):
+    """What a container says of a piece of one of its streams; not the piece."""
+
+    stream: int
+    time: int
+    duration: int
+    """In ticks of the stream's clock, as `time`; 0 where it is not told."""
+    end: Fraction
+    """In seconds."""
+    is_timed: bool
+    is_shown: bool
 
 
 def require_decoder() -> None:
@@ -129,7 +142,7 @@ def frames_of(length: Fraction, count: int, fps: float, most: int) -> tuple[int,
         fps: Frames of a second that are wanted.
         most: Most frames.
     """
-    rate = Fraction(fps).limit_denominator(1_000_000) or Fraction(fps)
+    rate = Fraction(fps)
     wanted = max(1, round(length * rate))
     taken = min(max(wanted, FEWEST_FRAMES), most, count)
     return taken, rate if taken == wanted or length <= 0 else taken / length
@@ -165,7 +178,9 @@ def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
     source = io.BytesIO(file) if isinstance(file, bytes) else str(file.absolute())
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
     with av.open(source, container_options=options) as container:
-        streams = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
+        streams: list[Any] = [
+            stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic
+        ]
         if not streams:
             kind = "sound alone, and audio is not trained on" if container.streams.audio else "no pictures"
             raise ValueError(f"it has {kind}")
@@ -181,31 +196,29 @@ def _shown(file: Path | bytes) -> _Shown:
         ValueError: The film is cut off, or says no times.
     """
     with _opened(file) as (container, stream):
-        shown: list[tuple[int, int]] = []
-        packets, end = 0, Fraction(0)
-        for packet in container.demux():
-            if packet.size == 0 or packet.time_base is None:  # the end of a stream
-                continue
-            time, duration = packet.dts if packet.pts is None else packet.pts, packet.duration or 0
-            if time is not None:
-                end = max(end, (time + duration) * packet.time_base)
-            if packet.stream.index != stream.index:
-                continue
-            packets += 1
-            if time is None:
-                raise ValueError("it does not say when its frames are shown")
-            if not packet.is_discard:
-                shown.append((time, duration))
+        packets = list(_packets(container))
+        of_stream = [packet for packet in packets if packet.stream == stream.index]
+        if not all(packet.is_timed for packet in of_stream):
+            raise ValueError("it does not say when its frames are shown")
+        shown = sorted((packet.time, packet.duration) for packet in of_stream if packet.is_shown)
         if not shown:
             raise ValueError("it has no frames")
-        shown.sort()
         (first, _), (last, duration) = shown[0], shown[-1]
         if first == last and len(shown) > 1:
             raise ValueError(f"its {len(shown)} frames are all shown at the same time")
         gaps = [after - before for (before, _), (after, _) in pairwise(shown)]
-        _refuse_cut(container, stream, packets, end + max(gaps, default=0) * stream.time_base)
+        end = max(packet.end for packet in packets if packet.is_timed)
+        _refuse_cut(container, stream, len(of_stream), end + max(gaps, default=0) * stream.time_base)
         duration = duration or (last - first) // max(1, len(gaps))
         return _Shown(first * stream.time_base, (last + duration) * stream.time_base, len(shown))
+
+
+def _packets(container: Any) -> Iterator[_Packet]:
+    for packet in container.demux():
+        if packet.size and packet.time_base is not None:  # the end of a stream is a packet of nothing
+            time, duration = packet.dts if packet.pts is None else packet.pts, packet.duration or 0
+            end = Fraction(0) if time is None else (time + duration) * packet.time_base
+            yield _Packet(packet.stream.index, time or 0, duration, end, time is not None, not packet.is_discard)
 
 
 def _refuse_cut(container: Any, stream: Any, packets: int, end: Fraction) -> None:

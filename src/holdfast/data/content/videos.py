@@ -74,10 +74,16 @@ def video_of(content: Any, video_name: str, fps: Any = None) -> Video:
         )
     if not is_film and not len(frames):
         raise DataError(f"{video_name} has no frames. Remove it and its place in the text.")
-    if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
-        raise DataError(f"{video_name} has fps={fps!r}; it is the number of its frames that belong to one second.")
-    rate = None if fps is None else float(fps)
+    rate = _rate_of(fps, video_name)
     return Video((), rate, content, frames) if is_film else Video(tuple(frames), rate, content)
+
+
+def _rate_of(fps: Any, video_name: str) -> float | None:
+    if fps is None:
+        return None
+    if not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
+        raise DataError(f"{video_name} has fps={fps!r}; it is the number of its frames that belong to one second.")
+    return float(fps)
 
 
 def frame_size(family: VideoFamily, count: int, width: int, height: int, unit: int, bounds: tuple[int, int]) -> Any:
