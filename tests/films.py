@@ -18,6 +18,7 @@ LOSSY: dict[str, tuple[str, str, dict[str, str]]] = {
     "webm": ("libvpx-vp9", "yuv444p", {"crf": "4"}),
     "avi": ("mjpeg", "yuvj444p", {"qmin": "1", "qmax": "1"}),
     "flv": ("libx264", "yuv444p", {"qp": "1"}),
+    "mov": ("libx264", "yuv420p", {"crf": "12"}),
     "mpegts": ("mpeg2video", "yuv420p", {"qmin": "1", "qmax": "1"}),
 }
 TICKS = 1000
