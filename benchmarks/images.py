@@ -79,8 +79,8 @@ def prepare(kind: str, processor: Any, tokenizer: Any, side: ImageSide, count: i
         def called(image: Any = image, text: str = text) -> Any:
             return processor(images=[image], text=[text], return_tensors="np", add_special_tokens=False)
 
-        acts = [prepared, called] if number % 2 else [called, prepared]
-        timed = {act.__name__: seconds_of(act) for act in acts}
+        acts: dict[str, Callable[[], Any]] = {"prepared": prepared, "called": called}
+        timed = {name: seconds_of(acts[name]) for name in sorted(acts, reverse=bool(number % 2))}
         if timed["prepared"][1].tokens.tolist() != timed["called"][1]["input_ids"][0].tolist():
             sys.exit(f"{kind}: the two did not make the same tokens")
         if number >= COMPARED:
