@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import Ranks, Round, Verdicts, alternate, heading, take_turn
+from measure import Ranks, Round, alternate, heading, take_turn
+from verdicts import Verdicts
 
 HERE = Path(__file__).resolve().parents[1]
 

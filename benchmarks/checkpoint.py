@@ -27,7 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measure import ENVIRONMENT, Meter, Round, Verdicts, heading, show_round
+from measure import ENVIRONMENT, Meter, Round, heading, show_round
+from verdicts import Verdicts
 
 ROUNDS, PAIRS = 3, 10
 

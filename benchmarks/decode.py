@@ -1,6 +1,6 @@
 """Decoding alone: against transformers' `generate`, and what sharding adds to it.
 
-    python benchmarks/decode.py [--rounds 3] [--device cuda]
+    python benchmarks/decode.py [--rounds 3] [--device cuda] [--tiny]
 
 `holdfast` is the in-process engine: new weights are published to it, then it completes one prompt of 64 tokens 8 times
 by 64 tokens, and returns log-probabilities with them. `transformers` samples as many tokens with `generate`, as TRL
@@ -10,9 +10,11 @@ model's forward calls are counted in both.
 `ranks_2` is a rollout of a policy under FSDP2 on 2 gloo ranks, each with a prompt and 8 completions of its own;
 `ranks_1` the same in one process, and `twins` in 2 processes beside each other that know nothing of each other, which
 says how much of the difference is the shared memory and cores of the machine. Weights are gathered, and counted, in
-every rollout. Cost is the mean over the ranks. On a GPU only the first two arms run, with 8 prompts of 256, 8
-completions each, and 512 tokens; and `operations`, which is `holdfast` without CUDA graphs. A replayed step is no
-forward call of Python's, so `holdfast` counts few there; an arm whose graphs were given up fails with the reason.
+every rollout. Cost is the mean over the ranks. On a GPU only the first two arms run, with prompts of 256 and 128 tokens
+for each of 64 rows, then of 256 rows, one arm in memory at a time; and `operations`, which is `holdfast` without CUDA
+graphs, for 64 rows. A replayed step is no forward call of Python's, so `holdfast` counts few there; an arm whose graphs
+were given up fails with the reason. `--tiny` decodes with a tiny model on the CPU, which says that the script runs and
+nothing else.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grpo_vs_trl import SHAPES, STEPS, Shape, endless
-from measure import Meter, Ranks, Verdicts, alternate, heading, take_turn
+from grpo_vs_trl import SHAPES, Shape, endless
+from measure import Meter, Ranks, alternate, heading, take_turn
+from verdicts import Verdicts
 
 WARM_UP = 2
 
 
-def shape_on(device: str) -> Shape:
-    return SHAPES["64+64" if device == "cpu" else "8x8x512"]
+ROWS = {
+    "64": Shape(256, 128, prompts=8, model="0.5b", steps=5),
+    "256": Shape(256, 128, prompts=32, model="0.5b", steps=5),
+    "tiny": SHAPES["tiny"],
+}
+"""What is decoded on a GPU, by rows."""
 
 
 def report(language_model: Any, rollout: Callable[[], object], shape: Shape, device: str) -> None:
@@ -44,7 +51,7 @@ def report(language_model: Any, rollout: Callable[[], object], shape: Shape, dev
     language_model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
     meter = Meter(device)
     times = []
-    for _ in range(STEPS):
+    for _ in range(shape.steps):
         take_turn()
         start = meter.seconds()
         rollout()
@@ -54,13 +61,13 @@ def report(language_model: Any, rollout: Callable[[], object], shape: Shape, dev
         "tokens_per_second": tokens / statistics.median(times[WARM_UP:]),
         "ms_per_step": 1000 * statistics.median(times[WARM_UP:]) / shape.completion,
         "tokens": tokens,
-        "forwards": len(calls) / STEPS,
+        "forwards": len(calls) / shape.steps,
         "speeds": [tokens / seconds for seconds in times[WARM_UP:]],
     }
     print(json.dumps(result))
 
 
-def holdfast(device: str, *, graphs: bool = True) -> None:
+def holdfast(shape: Shape, device: str, *, graphs: bool = True) -> None:
     import torch
 
     from holdfast.config.sections.model import ModelConfig
@@ -73,7 +80,7 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
     from holdfast.rollout.local.inprocess import InProcessEngine
     from holdfast.rollout.sampling import Stops, mixed
 
-    shape, language_model, tokenizer = shape_on(device), endless(device), character_tokenizer()
+    language_model, tokenizer = endless(shape), character_tokenizer()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     weights = {name: tensor.detach().to(device) for name, tensor in named_parameters(language_model).items()}
     origin = blueprint(
@@ -86,14 +93,18 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
     place, stops = torch.device(device), Stops(frozenset({tokenizer.eos_token_id}))
     recorder = CudaRecorder(place) if graphs and device == "cuda" else None
     engine = InProcessEngine(origin, place, dtype, stops, recorder=recorder)
-    todo = iter(range(STEPS))
+    todo = iter(range(shape.steps))
 
     def rollout() -> None:
         number = next(todo)
         engine.update_weights(weights.items(), number)
         texts = shape.texts()[number * shape.prompts : (number + 1) * shape.prompts]
         requests = [
-            Request(place, np.array(tokenizer(text)["input_ids"]), tuple(mixed(number, place, i) for i in range(8)))
+            Request(
+                place,
+                np.array(tokenizer(text)["input_ids"]),
+                tuple(mixed(number, place, i) for i in range(shape.group)),
+            )
             for place, text in enumerate(texts)
         ]
         found = generate(engine, requests, SamplingConfig(max_new_tokens=shape.completion))
@@ -103,14 +114,14 @@ def holdfast(device: str, *, graphs: bool = True) -> None:
     assert engine._recorder is recorder, "graphs were given up"
 
 
-def transformers(device: str) -> None:
+def transformers(shape: Shape, device: str) -> None:
     import torch
 
     from holdfast.data.tasks.synthetic import character_tokenizer
 
-    shape, tokenizer = shape_on(device), character_tokenizer()
-    language_model = endless(device).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
-    todo = iter(range(STEPS))
+    tokenizer = character_tokenizer()
+    language_model = endless(shape).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
+    todo = iter(range(shape.steps))
 
     def rollout() -> None:
         number = next(todo)
@@ -132,7 +143,7 @@ def transformers(device: str) -> None:
     report(language_model, rollout, shape, device)
 
 
-def rank_of_rollouts(device: str) -> None:
+def rank_of_rollouts(shape: Shape, _: str) -> None:
     """Sample as one rank of a policy's run, or as all of it."""
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.grpo import GRPOConfig
@@ -143,9 +154,8 @@ def rank_of_rollouts(device: str) -> None:
     from holdfast.training.policy.rollouts import sample_groups
     from holdfast.training.setup.begin import Live
 
-    shape = shape_on(device)
     tree = {
-        "steps": STEPS,
+        "steps": shape.steps,
         "model": {"path": "live", "tokenizer": "builtin:characters"},
         "data": {"path": "rows", "batch_size": 2, "max_length": shape.prompt + shape.completion, "shuffle": False},
         "rollout": {"group_size": shape.group, "max_new_tokens": shape.completion, "show": 0},
@@ -157,7 +167,7 @@ def rank_of_rollouts(device: str) -> None:
     with joined_world(config.launch) as world:
         live = Live(
             rows=[{"prompt": text} for text in shape.texts() * 2],
-            model=endless(device),
+            model=endless(shape),
             tokenizer=character_tokenizer(),
         )
         run = build_policy_run(config, Path.cwd(), world, lambda _: [], live)
@@ -165,7 +175,7 @@ def rank_of_rollouts(device: str) -> None:
         engine: Any = run.evaluation.sampler.engine
         engine._replica.model.base_model.register_forward_pre_hook(lambda *_: calls.append(1))
         meter, times = Meter(), []
-        for number in range(STEPS):
+        for number in range(shape.steps):
             stream: Any = run.common.stream
             batch = stream.next(number, 2)
             prompts = batch.own_prompts[:1]
@@ -178,39 +188,56 @@ def rank_of_rollouts(device: str) -> None:
             tokens = sum(trajectory.completion_length for group in groups for trajectory in group.trajectories)
             assert tokens == shape.rows * shape.completion
     updates = times[WARM_UP:]
-    print(json.dumps({"seconds": statistics.median(updates), "updates": updates, "forwards": len(calls) / STEPS}))
+    print(json.dumps({"seconds": statistics.median(updates), "updates": updates, "forwards": len(calls) / shape.steps}))
 
 
-ARMS: dict[str, Callable[[str], None]] = {"holdfast": holdfast, "transformers": transformers}
-ON_CUDA: dict[str, Callable[[str], None]] = {"operations": partial(holdfast, graphs=False)}
+Decode = Callable[[Shape, str], None]
+ARMS: dict[str, Decode] = {"holdfast": holdfast, "transformers": transformers}
+ON_CUDA: dict[str, Decode] = {"operations": partial(holdfast, graphs=False)}
 SHARDED = {"ranks_2": Ranks(2), "ranks_1": Ranks(1), "twins": Ranks(2, connected=False)}
+OVER_GENERATE, OVER_OPERATIONS = 1.7, 2.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arm", choices=[*ARMS, *ON_CUDA, *SHARDED])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rows", choices=list(ROWS), help="of an arm on a GPU")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    device = options.device
     if options.arm:
-        (ARMS | ON_CUDA).get(options.arm, rank_of_rollouts)(device)
+        shape = ROWS[options.rows] if options.rows else SHAPES["64+64"]
+        (ARMS | ON_CUDA).get(options.arm, rank_of_rollouts)(shape, options.device)
         return
-    print(heading("transformers", device=device))
+    print(heading("transformers", device=options.device))
+    if options.tiny or options.device == "cuda":
+        missed = [on_gpu(rows, options) for rows in (["tiny"] if options.tiny else ["64", "256"])]
+        sys.exit(any(missed))
+    verdicts = Verdicts(alternate(__file__, list(ARMS), options.rounds))
     title = "tokens per second, Holdfast over transformers' generate"
-    arms = [*ARMS, *(ON_CUDA if device == "cuda" else ())]
-    verdicts = Verdicts(alternate(__file__, arms, options.rounds, "--device", device))
-    verdicts.at_least(1.7, title, "holdfast", "transformers", "speeds")
-    if device == "cuda":
-        title = "tokens per second, CUDA graphs over operation by operation"
-        verdicts.at_least(2.0, title, "holdfast", "operations", "speeds")
-    missed = verdicts.missed
-    if device == "cpu":
-        verdicts = Verdicts(alternate(__file__, list(SHARDED), options.rounds, ranks=SHARDED))
-        verdicts.at_most_over_all(1.1, "rollout, each of 2 ranks over one process", "ranks_2", "ranks_1", "updates")
-        verdicts.at_most_over_all(1.1, "rollout, each of 2 ranks over each of 2", "ranks_2", "twins", "updates")
-        missed = missed or verdicts.missed
-    sys.exit(missed)
+    verdicts.at_least(OVER_GENERATE, title, "holdfast", "transformers", "speeds")
+    missed_alone = verdicts.missed
+    verdicts = Verdicts(alternate(__file__, list(SHARDED), options.rounds, ranks=SHARDED))
+    verdicts.at_most_over_all(1.1, "rollout, each of 2 ranks over one process", "ranks_2", "ranks_1", "updates")
+    verdicts.at_most_over_all(1.1, "rollout, each of 2 ranks over each of 2", "ranks_2", "twins", "updates")
+    sys.exit(missed_alone or verdicts.missed)
+
+
+def on_gpu(rows: str, options: argparse.Namespace) -> bool:
+    """Compare so many rows, one arm in memory at a time; return whether something failed or missed its target."""
+    with_operations = rows == "64"
+    arms = [*ARMS, *(ON_CUDA if with_operations else ())]
+    rounds = alternate(__file__, arms, options.rounds, "--device", options.device, "--rows", rows, alone=True)
+    verdicts = Verdicts(rounds, judged=not options.tiny)
+    for arm in arms:
+        verdicts.tell(f"{rows} rows, milliseconds a token, {arm}", arm, "ms_per_step")
+    title = f"{rows} rows, tokens per second, Holdfast over transformers' generate"
+    verdicts.at_least(OVER_GENERATE, title, "holdfast", "transformers", "speeds")
+    if with_operations:
+        title = f"{rows} rows, tokens per second, CUDA graphs over operation by operation"
+        verdicts.at_least(OVER_OPERATIONS, title, "holdfast", "operations", "speeds")
+    return verdicts.missed
 
 
 if __name__ == "__main__":

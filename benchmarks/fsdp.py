@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Meter, Ranks, Round, Verdicts, alternate, heading, mean_of_ranks, run_ranks, show_round, take_turn
+from measure import Meter, Ranks, Round, alternate, heading, mean_of_ranks, run_ranks, show_round, take_turn
+from verdicts import Verdicts
 
 STEPS, WARM_UP, TOKENS, LONGEST = 25, 1, 1024, 256
 LONG_STEPS, LONG_TOKENS = 9, 4096

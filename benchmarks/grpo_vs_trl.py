@@ -1,6 +1,6 @@
 """GRPO steps against TRL: seconds per step, one process, one thread, the same model, prompts, lengths and optimizer.
 
-    python benchmarks/grpo_vs_trl.py [--rounds 3] [--part groups] [--device cuda]
+    python benchmarks/grpo_vs_trl.py [--rounds 3] [--part groups] [--device cuda] [--tiny]
 
 A step samples a group per prompt with the trainer's own rollout, scores it with the same trivial reward in the
 trainer's process, and makes one on-policy update without a KL term (TRL: beta 0, num_iterations 1, no recomputation of
@@ -10,9 +10,10 @@ on a GPU (gpu_like_head.py); only the second ratio says something about a GPU.
 Completions have a fixed length in every arm because the model never ends one: see `endless`. Each arm counts the prompt
 and completion tokens that its loss was handed, digests the prompts and counts forward calls; the script stops if arms
 differ in what they trained on. On a GPU the model is shaped like a 0.5B one and a step has 8 prompts x 8 x 512 tokens;
-both trainers compute in bfloat16 (TRL under autocast, as its option `bf16` does). `decode_ms` is what a step spends
-outside its update, per token of a completion; `update_mfu` is ours, a shared prompt counted once. Ours asks for CUDA
-graphs, which are the default there.
+both trainers compute in bfloat16 (TRL under autocast, as its option `bf16` does), one of them in memory at a time, and
+peaks count all that is allocated. `decode_ms` is what a step spends outside its update, per token of a completion;
+`update_mfu` is ours, a shared prompt counted once. Ours decodes by CUDA graphs, as is the default there. `--tiny`
+trains a tiny model on the CPU, which says that the script runs and nothing else.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sft_vs_trl
-from measure import Meter, Verdicts, alternate, heading
+from measure import FAILED, Meter, alternate, heading
 from sft_vs_trl import OPTIMIZER, TEXT_ENDS
+from verdicts import Verdicts, skip
 
-STEPS, WARM_UP, TRL_ROWS = 7, 2, 16
-"""Steps, those that are not timed, and the rows that TRL trains at once (it accumulates the rest)."""
+from models import random_model
+
+WARM_UP, TRL_ROWS = 2, 16
+"""Steps that are not timed, and the rows that TRL trains at once (it accumulates the rest)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Shape:
     completion: int
     group: int = 8
     prompts: int = 1
+    model: str = "small"
+    steps: int = 7
 
     @property
     def rows(self) -> int:
@@ -55,7 +62,7 @@ class Shape:
         """Return the prompts of all steps, one token per character."""
         generator = np.random.default_rng(2)
         letters = np.array(list("abcdefghijklmnopqrstuvwxyz0123456789"))
-        return ["".join(generator.choice(letters, self.prompt)) for _ in range(self.prompts * STEPS)]
+        return ["".join(generator.choice(letters, self.prompt)) for _ in range(self.prompts * self.steps)]
 
 
 SHAPES = {
@@ -63,12 +70,13 @@ SHAPES = {
     "256+32": Shape(256, 32),
     "64+64x4": Shape(64, 64, group=4),
     "64+64x16": Shape(64, 64, group=16),
-    "8x8x512": Shape(256, 512, prompts=8),
+    "8x8x512": Shape(256, 512, prompts=8, model="0.5b", steps=5),
+    "tiny": Shape(8, 8, group=4, prompts=2, model="tiny", steps=3),
 }
 
 
-def endless(device: str) -> Any:
-    """Return sft_vs_trl's model, changed so that it never ends a text, at no cost in time.
+def endless(shape: Shape) -> Any:
+    """Return the model of a shape, changed so that it never ends a text, at no cost in time.
 
     The first channel of the residual stream is 8 everywhere, since every embedding holds 8 there and no layer writes to
     it; only the end token's holds -8. As the head is the embedding, its logit is lower than all others by a constant of
@@ -76,7 +84,7 @@ def endless(device: str) -> Any:
     """
     import torch
 
-    language_model = sft_vs_trl.model(sft_vs_trl.SETTINGS[device])
+    language_model = random_model(shape.model)
     with torch.no_grad():
         embedding = language_model.get_input_embeddings().weight
         embedding[:, 0] = 8.0
@@ -109,7 +117,7 @@ class Watch:
         self._shape, self._meter = shape, meter
         for backbone in backbones:
             backbone.register_forward_pre_hook(self._count, with_kwargs=True)
-        meter.begin_peak()
+        meter.begin_peak(whole=meter.on_gpu)
 
     def _count(self, _: Any, arguments: Any, named: dict[str, Any]) -> None:
         import torch
@@ -169,7 +177,7 @@ def holdfast(shape: Shape, device: str) -> None:
 
     length = shape.prompt + shape.completion
     tree = {
-        "steps": STEPS,
+        "steps": shape.steps,
         "model": {"path": "live", "tokenizer": "builtin:characters"},
         "data": {
             "path": "rows",
@@ -178,7 +186,7 @@ def holdfast(shape: Shape, device: str) -> None:
             "tokens_per_micro_batch": TRL_ROWS * length,
             "shuffle": False,
         },
-        "rollout": {"group_size": shape.group, "max_new_tokens": shape.completion, "show": 0, "graphs": "auto"},
+        "rollout": {"group_size": shape.group, "max_new_tokens": shape.completion, "show": 0},
         "reward": "exact",
         "optim": {**OPTIMIZER, "schedule": "constant", "clip_norm": 1.0},
         "launch": {"device": device},
@@ -197,7 +205,7 @@ def holdfast(shape: Shape, device: str) -> None:
     settings = from_mapping(tree, GRPOConfig)
     with joined_world(settings.launch) as world:
         live = Live(
-            rows=[{"prompt": text} for text in shape.texts()], model=endless(device), tokenizer=character_tokenizer()
+            rows=[{"prompt": text} for text in shape.texts()], model=endless(shape), tokenizer=character_tokenizer()
         )
         run = build_policy_run(settings, Path.cwd(), world, score, live)
         engine: Any = run.evaluation.sampler.engine
@@ -205,7 +213,7 @@ def holdfast(shape: Shape, device: str) -> None:
         watch = Watch(shape, Meter(device), run.trained.model.language_model.base_model, decoder.base_model)
         run.trained.model.register_forward_pre_hook(note)
         watch.tick()
-        for _ in range(STEPS):
+        for _ in range(shape.steps):
             grpo_step(run)
             watch.tick()
     most = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
@@ -237,7 +245,7 @@ def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
         gradient_accumulation_steps=shape.rows // rows,
         num_generations=shape.group,
         max_completion_length=shape.completion,
-        max_steps=STEPS,
+        max_steps=shape.steps,
         beta=0.0,
         num_iterations=1,
         temperature=1.0,
@@ -251,7 +259,7 @@ def trl(shape: Shape, device: str, *, fast_head: bool) -> None:
             return super()._compute_loss(model, inputs)
 
     trainer = Trainer(
-        model=endless(device),
+        model=endless(shape),
         reward_funcs=score,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": shape.texts()}),
@@ -268,24 +276,33 @@ TRAINERS = {
 }
 TARGETS = {
     "cpu": {"trl_gpu_like 64+64": 1.4, "trl 64+64": 2.2, "trl_gpu_like 256+32": 2.2, "trl 256+32": 6.0},
-    "cuda": {"trl 8x8x512": 10.0},
+    "cuda": {"trl 8x8x512": 7.0},
+    "tiny": {"trl tiny": 7.0},
 }
-MEMORY_TARGETS = {"cpu": {"trl_gpu_like": 1.0, "trl": 0.5}, "cuda": {}}
+UPDATE_TARGET = 1.3
+"""TRL's seconds of an update over ours, on a GPU."""
+MEMORY_TARGETS = {"trl_gpu_like": 1.0, "trl": 0.5}
 
 
 def check_alike(rounds: Sequence[dict[str, dict[str, Any]]], arms: Sequence[str]) -> None:
     """Stop if arms of one shape did not train on the same prompts and as many tokens."""
     for name in ("digest", "prompt_tokens", "completion_tokens"):
         for shape in {arm.split()[1] for arm in arms}:
-            values = {turn[arm][name] for turn in rounds for arm in arms if arm.split()[1] == shape}
-            if len(values) != 1:
+            values = {
+                turn[arm][name]
+                for turn in rounds
+                for arm in arms
+                if arm.split()[1] == shape and FAILED not in turn[arm]
+            }
+            if len(values) > 1:
                 sys.exit(f"the arms did not do the same work: {name} of {shape} {values}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arm", help="trainer and shape, such as 'trl 64+64'")
-    parser.add_argument("--device", choices=list(TARGETS), default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--part", choices=["trainers", "groups"], help="default: both; groups are of the CPU alone")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -294,21 +311,45 @@ def main() -> None:
         trainer, shape = options.arm.split()
         TRAINERS[trainer](SHAPES[shape], device)
         return
-    print(heading("trl", "transformers", device=device))
-    targets = {} if options.part == "groups" else TARGETS[device]
+    if options.tiny or device == "cuda":
+        sys.exit(compare_on_gpu("tiny" if options.tiny else device, options))
+    print(heading("trl", "transformers"))
+    targets = {} if options.part == "groups" else TARGETS["cpu"]
     shapes = {other.split()[1] for other in targets}
     arms = sorted([f"holdfast {shape}" for shape in shapes] + list(targets))
-    with_groups = device == "cpu" and options.part != "trainers"
-    if with_groups:
+    if with_groups := options.part != "trainers":
         arms += ["holdfast 64+64x4", "holdfast 64+64x16"]
-    rounds = alternate(__file__, arms, options.rounds, "--device", device)
+    rounds = alternate(__file__, arms, options.rounds)
     check_alike(rounds, arms)
     verdicts = Verdicts(rounds)
-    compare_trainers(verdicts, targets, MEMORY_TARGETS[device])
+    compare_trainers(verdicts, targets, MEMORY_TARGETS)
     if with_groups:
         title = "seconds per step, groups of 16 over groups of 4"
         verdicts.at_most(2.2, title, "holdfast 64+64x16", "holdfast 64+64x4", "step_seconds")
     sys.exit(verdicts.missed)
+
+
+def compare_on_gpu(setting: str, options: argparse.Namespace) -> bool:
+    """Compare with TRL, one arm in memory at a time; return whether something failed or missed its target."""
+    targets = TARGETS[setting]
+    (shape,) = {other.split()[1] for other in targets}
+    if find_spec("trl") is None:
+        skip("arm trl", "trl is not installed")
+        targets = {}
+    print(heading(*("trl",) * bool(targets), "transformers", device=options.device))
+    ours, arms = f"holdfast {shape}", [f"holdfast {shape}", *targets]
+    rounds = alternate(__file__, arms, options.rounds, "--device", options.device, alone=True)
+    check_alike(rounds, arms)
+    verdicts = Verdicts(rounds, judged=not options.tiny)
+    compare_trainers(verdicts, targets, {})
+    for arm in arms:
+        for name in ("step_seconds", "update_seconds", "decode_ms", "peak_mib"):
+            verdicts.tell(f"{name}, {arm}", arm, name)
+    for other in arms[1:]:
+        title = f"seconds of an update, {other} over Holdfast"
+        verdicts.at_least(UPDATE_TARGET, title, other, ours, "update_seconds")
+        verdicts.at_most(None, f"peak memory, Holdfast over {other}", ours, other, "peak_mib")
+    return verdicts.missed
 
 
 def compare_trainers(verdicts: Verdicts, targets: dict[str, float], memory_targets: dict[str, float]) -> None:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Meter, Verdicts, alternate, heading, take_turn
+from measure import Meter, alternate, heading, take_turn
+from verdicts import Verdicts
 
 STEPS, WARM_UP, ROWS = 10, 2, 16
 OPTIMIZER: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

@@ -28,6 +28,7 @@ from typing import Any
 
 from measure import heading
 from sft_vs_trl import OPTIMIZER, trl_arguments
+from verdicts import write_row
 
 UPDATES, ROWS = 20, 4
 RATE = 1e-5
@@ -289,6 +290,7 @@ def compare_grpo(options: argparse.Namespace) -> bool:
         for name, span in spans.items():
             values = [result[name] for result in seeds]
             span.append((min(values), max(values)))
+            write_row(f"{arm} on sums, {name} of {len(seeds)} seeds", f"{min(values):.3f} to {max(values):.3f}")
     return not options.ours and _spreads_apart(spans)
 
 
@@ -322,7 +324,7 @@ def main() -> None:
     if options.arm:
         Path(options.out).write_text(json.dumps(ARMS[options.arm](options)))
         return
-    print(heading("trl", "transformers", device=options.device))
+    print(heading(*(() if options.ours else ("trl",)), "transformers", device=options.device))
     missed = False
     if options.part != "grpo":
         missed |= compare_sft(options)

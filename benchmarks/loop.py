@@ -16,6 +16,8 @@ from pathlib import Path
 import sft_vs_trl
 from measure import heading
 
+from models import random_model
+
 WARM_UP, LIMIT = 2, 0.014
 
 
@@ -30,7 +32,6 @@ def main() -> None:
     from holdfast.training.run import Run
     from holdfast.training.setup.begin import Live, build_run
 
-    setting = sft_vs_trl.SETTINGS["cpu"]
     tree = {
         "steps": sft_vs_trl.STEPS,
         "run": {"dir": tempfile.mkdtemp()},
@@ -39,8 +40,8 @@ def main() -> None:
         "data": {
             "path": "rows",
             "batch_size": sft_vs_trl.ROWS,
-            "max_length": setting.longest,
-            "tokens_per_micro_batch": 16 * setting.longest,
+            "max_length": sft_vs_trl.LONGEST,
+            "tokens_per_micro_batch": 16 * sft_vs_trl.LONGEST,
         },
         "optim": {"lr": 1e-5, "schedule": "constant"},
         "checkpoint": {"rehearsal": {"enabled": False}, "at_end": False, "export_at_end": False},
@@ -56,8 +57,8 @@ def main() -> None:
         return metrics
 
     with joined_world(config.launch) as world:
-        rows = [{"text": text} for text in setting.texts()]
-        live = Live(rows=rows, model=sft_vs_trl.model(setting), tokenizer=character_tokenizer())
+        rows = [{"text": text} for text in sft_vs_trl.texts()]
+        live = Live(rows=rows, model=random_model("small"), tokenizer=character_tokenizer())
         run = build_run(config, Path.cwd(), world, live)
         fit(run, partial(step, run), partial(evaluate, run.evaluation))
     inside = statistics.median(end - start for start, end in list(zip(starts, ends, strict=True))[WARM_UP:])

@@ -1,17 +1,16 @@
-"""Shared by the benchmark scripts: arms as processes that alternate, their cost, ratios and verdicts.
+"""Shared by the benchmark scripts: arms as processes that alternate, and their cost.
 
 An arm is this interpreter running a script with `--arm NAME`; it prints one JSON line. Arms take turns for several
 rounds, and those that call `take_turn` also within a round, update by update, so that a slow second of the machine hits
 all of them; a ratio is formed within a round, and the worst round decides. On the CPU cost is CPU seconds of the
 process and resident memory, at one thread: wall time on a shared machine measures its other users. On a GPU it is
-synchronised seconds and allocated memory.
+synchronised seconds and allocated memory, and arms run `alone`, from start to end, since there is no room for several.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import platform
 import socket
@@ -38,6 +37,9 @@ ENVIRONMENT = {
 TURNS = "HOLDFAST_BENCHMARK_TURN"
 """Says to an arm that others wait for it, and to the script that an arm has made an update."""
 
+FAILED = "failed"
+"""Key of why an arm that ran alone has no numbers."""
+
 Round = dict[str, dict[str, Any]]
 """What each arm printed in one round."""
 
@@ -59,7 +61,8 @@ def peak_from_here(counters: Any) -> Callable[[], int]:
         reset(*args, **options)
 
     reset()
-    counters.reset_peak_memory_stats = keep_and_reset
+    for names in (counters, getattr(counters, "memory", counters)):  # torch has the function under two names
+        names.reset_peak_memory_stats = keep_and_reset
     return lambda: max(largest, int(counters.max_memory_allocated()))
 
 
@@ -67,22 +70,26 @@ class Meter:
     """Time and peak memory of this process on one kind of device."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self._cuda = device == "cuda"
+        self.on_gpu = device == "cuda"
         self._before = 0.0
         self._peak: Callable[[], int] = lambda: 0
 
     def seconds(self) -> float:
         """Return CPU seconds of this process, or wall seconds at which the GPU had nothing left to do."""
-        if not self._cuda:
+        if not self.on_gpu:
             return time.process_time()
         import torch
 
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    def begin_peak(self) -> None:
-        """Count memory from here: what is in use now is not part of the peak."""
-        if self._cuda:
+    def begin_peak(self, *, whole: bool = False) -> None:
+        """Count memory from here.
+
+        Args:
+            whole: What is in use now is part of the peak.
+        """
+        if self.on_gpu:
             import torch
 
             self._peak = peak_from_here(torch.cuda)
@@ -90,10 +97,11 @@ class Meter:
         else:
             self._before = resident_mib()
             Path("/proc/self/clear_refs").write_text("5")
+        self._before = 0.0 if whole else self._before
 
     def peak_mib(self) -> float:
-        """Return the most memory in use since `begin_peak`, above what was in use then."""
-        if self._cuda:
+        """Return the most memory in use since `begin_peak`; without `whole`, above what was in use then."""
+        if self.on_gpu:
             return self._peak() / 2**20 - self._before
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM"):
@@ -136,16 +144,31 @@ class Ranks:
 
 
 class Arm:
-    """One arm in a process of its own, or in several that work side by side; they work when they are told to."""
+    """One arm in a process of its own, or in several that work side by side; they work when they are told to.
 
-    def __init__(self, script: str, arm: str, arguments: Sequence[str], ranks: Ranks) -> None:
-        self._name, self._said = arm, [list[str]() for _ in range(ranks.count)]
+    Args:
+        script: Its path.
+        arm: What it is called with.
+        arguments: Further arguments.
+        ranks: Its processes.
+        alone: It takes no turns: the first `go_on` returns at its end.
+    """
+
+    def __init__(self, script: str, arm: str, arguments: Sequence[str], ranks: Ranks, *, alone: bool = False) -> None:
+        self._name, self._said, self._ranks = arm, [list[str]() for _ in range(ranks.count)], ranks
+        self._command = [sys.executable, script, "--arm", arm, *arguments]
+        self._environment = {**os.environ, **ENVIRONMENT, **({} if alone else {TURNS: "1"})}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the arm
+        self._processes: list[subprocess.Popen[str]] = []
+        self.ended = False
+
+    def _start(self) -> None:
+        ranks = self._ranks
         together = _world(ranks.count) if ranks.connected and ranks.count > 1 else [{}] * ranks.count
         self._processes = [
             subprocess.Popen(
-                [sys.executable, script, "--arm", arm, *arguments],
-                env={**os.environ, **ENVIRONMENT, TURNS: "1", **variables},
+                self._command,
+                env={**self._environment, **variables},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -153,13 +176,14 @@ class Arm:
             )
             for variables in together
         ]
-        self.ended = False
 
-    def go_on(self, *, first: bool = False) -> None:
-        """Return when the arm has made an update or has ended."""
-        for process in self._processes:
-            assert process.stdin is not None
-            if not first:
+    def go_on(self) -> None:
+        """Return when the arm has made an update or has ended; the first call starts it."""
+        if not self._processes:
+            self._start()
+        else:
+            for process in self._processes:
+                assert process.stdin is not None
                 process.stdin.write("\n")
                 process.stdin.flush()
         going = [self._heard(number) for number in range(len(self._processes))]
@@ -176,15 +200,29 @@ class Arm:
         return False
 
     def result(self) -> dict[str, Any]:
-        """Return what the arm printed last; of several processes, their mean."""
+        """Return what the arm printed last; of several processes, their mean.
+
+        Raises:
+            ArmFailed: It ended with an error.
+        """
         found: list[dict[str, Any]] = []
         for process, said in zip(self._processes, self._said, strict=True):
             lines = [line for line in said if line.startswith("{")]
             if process.wait() != 0 or not lines:
                 self._errors.seek(0)
-                sys.exit(f"arm {self._name} failed:\n{''.join(said)[-2000:]}\n{self._errors.read()[-4000:]}")
+                raise ArmFailed(self._name, f"{''.join(said)[-2000:]}\n{self._errors.read()[-4000:]}")
             found.append(json.loads(lines[-1]))
         return found[0] if len(found) == 1 else {key: _mean([one[key] for one in found]) for key in found[0]}
+
+
+class ArmFailed(Exception):  # noqa: N818 - the name says what happened
+    """An arm ended with an error."""
+
+    def __init__(self, arm: str, output: str) -> None:
+        super().__init__(f"arm {arm} failed:\n{output}")
+        lines = output.strip().splitlines()
+        self.reason = lines[-1].strip()[:200] if lines else "without a word"
+        """The last line that it printed."""
 
 
 def _mean(values: Sequence[Any]) -> Any:
@@ -200,18 +238,40 @@ def _in_turn(
     """Run arms one update at a time, each when the one before it has made its own."""
     arms = {name: Arm(script, name, arguments, ranks.get(name, Ranks())) for name in names}
     for arm in arms.values():
-        arm.go_on(first=True)
+        arm.go_on()
     backwards = False
     while not all(arm.ended for arm in arms.values()):
         for arm in reversed(arms.values()) if backwards else arms.values():
             if not arm.ended:
                 arm.go_on()
         backwards = not backwards
-    return {name: arm.result() for name, arm in arms.items()}
+    try:
+        return {name: arm.result() for name, arm in arms.items()}
+    except ArmFailed as failure:
+        sys.exit(str(failure))
+
+
+def _alone(script: str, names: Sequence[str], arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Run arms one after the other, each from its start to its end; one that fails leaves its reason."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        arm = Arm(script, name, arguments, Ranks(), alone=True)
+        try:
+            arm.go_on()
+            found[name] = arm.result()
+        except ArmFailed as failure:
+            print(failure, flush=True)
+            found[name] = {FAILED: failure.reason}
+    return found
 
 
 def alternate(
-    script: str, arms: Sequence[str], rounds: int, *arguments: str, ranks: Mapping[str, Ranks] | None = None
+    script: str,
+    arms: Sequence[str],
+    rounds: int,
+    *arguments: str,
+    ranks: Mapping[str, Ranks] | None = None,
+    alone: bool = False,
 ) -> list[Round]:
     """Run all arms in turn, `rounds` times and every other time backwards, and print what each says.
 
@@ -219,11 +279,12 @@ def alternate(
         script: Its path; called with `--arm NAME` and the arguments.
         arms, rounds, arguments: What to run.
         ranks: The processes of arms that have more than one.
+        alone: One arm is in memory at a time. One that fails does not stop the others.
     """
     found = []
     for number in range(rounds):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
-        turn = _in_turn(script, order, arguments, ranks or {})
+        turn = _alone(script, order, arguments) if alone else _in_turn(script, order, arguments, ranks or {})
         found.append({arm: turn[arm] for arm in arms})
         show_round(number, found[-1])
     return found
@@ -275,58 +336,3 @@ def show_round(number: int, turn: Round) -> None:
 
 def _cell(name: str, value: Any) -> str:
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-
-
-def _ratio(over: Any, under: Any) -> float:
-    if isinstance(over, list):
-        return statistics.median(one / other for one, other in zip(over, under, strict=True))
-    return float(over / under)
-
-
-class Verdicts:
-    """Ratios of two arms against targets; the worst round decides.
-
-    Where arms tell a list, a value for each update, the ratio of a round is the median over its updates.
-    """
-
-    def __init__(self, rounds: Sequence[Round]) -> None:
-        self._rounds = rounds
-        self.missed = False
-
-    def at_least(self, target: float, title: str, over: str, under: str, key: str) -> None:
-        """Print whether over / under reaches a target in every round."""
-        ratios = self._ratios(over, under, key)
-        self._print(min(ratios) >= target, f"{title}: worst {min(ratios):.3f} (target >= {target}", ratios)
-
-    def at_most(self, target: float, title: str, over: str, under: str, key: str) -> None:
-        """Print whether over / under stays within a target in every round."""
-        ratios = self._ratios(over, under, key)
-        self._print(max(ratios) <= target, f"{title}: worst {max(ratios):.3f} (target <= {target}", ratios)
-
-    def at_most_over_all(self, target: float, title: str, over: str, under: str, key: str) -> None:
-        """Print whether over / under stays within a target in the median of all pairs, and how sure that is.
-
-        For what one round does not resolve. The interval holds the median with 95% confidence, by order statistics.
-        """
-        middle, words = self._over_all(over, under, key)
-        self._print(middle <= target, f"{title}: {words} (target <= {target}", self._ratios(over, under, key))
-
-    def at_least_over_all(self, target: float, title: str, over: str, under: str, key: str) -> None:
-        """Print whether over / under reaches a target in the median of all pairs."""
-        middle, words = self._over_all(over, under, key)
-        self._print(middle >= target, f"{title}: {words} (target >= {target}", self._ratios(over, under, key))
-
-    def _over_all(self, over: str, under: str, key: str) -> tuple[float, str]:
-        turns = [(turn[over][key], turn[under][key]) for turn in self._rounds]
-        pairs = sorted(one / other for turn in turns for one, other in zip(*turn, strict=True))
-        middle, rank = statistics.median(pairs), max(1, math.floor(len(pairs) / 2 - 0.98 * math.sqrt(len(pairs))))
-        low, high = pairs[rank - 1], pairs[-rank]
-        return middle, f"median of {len(pairs)} pairs {middle:.3f}, 95% {low:.3f} to {high:.3f}"
-
-    def _ratios(self, over: str, under: str, key: str) -> list[float]:
-        return [_ratio(turn[over][key], turn[under][key]) for turn in self._rounds]
-
-    def _print(self, ok: bool, line: str, ratios: Sequence[float]) -> None:
-        self.missed = self.missed or not ok
-        rounds = " ".join(f"{ratio:.3f}" for ratio in ratios)
-        print(f"{'ok  ' if ok else 'MISS'}  {line}; rounds {rounds})", flush=True)

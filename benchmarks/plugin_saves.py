@@ -24,7 +24,8 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from measure import Round, Verdicts, heading, run_ranks, show_round
+from measure import Round, heading, run_ranks, show_round
+from verdicts import Verdicts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the trainers are the tests'
 

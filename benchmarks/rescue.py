@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from measure import ENVIRONMENT, Round, Verdicts, show_round
+from measure import ENVIRONMENT, Round, show_round
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from verdicts import Verdicts
 
 RANKS = 8
 HIDDEN, INNER, KEYS, LAYERS, WORDS = 8192, 28672, 1024, 80, 128256

@@ -31,7 +31,7 @@ class Skipped:
             if skipped is not None:
                 self.by_reason[skipped.reason].append(item.nodeid)
             elif item.get_closest_marker("gpu") is not None:
-                self.by_reason["needs a CUDA device; benchmarks/gpu.sh"].append(item.nodeid)
+                self.by_reason["needs a CUDA device; benchmarks/gpu.sh tests"].append(item.nodeid)
 
 
 def main() -> int:

@@ -61,6 +61,8 @@ class PromptImages:
     """[P] of the prompt as the processor reads it: its own mark for each image"""
     sources: tuple[Any, ...]
     """What the row has of each, in their order: a path, the bytes of a file, or a PIL image."""
+    digests: tuple[str, ...]
+    """Of the pixels of each; "" for a video."""
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,16 @@ from tests.vision import KINDS, MARKS, MIXTURE, PATCH, PROCESSORS, config_values
 GRIDS = [*(kind for kind in KINDS if "qwen" in kind), MIXTURE]
 
 
-def side_of(kind: str, changes: dict[str, Any] | None = None, **bounds: int) -> ImageSide:
+def side_of(kind: str, changes: dict[str, Any] | None = None, tokenizer: Any = None, **bounds: int) -> ImageSide:
     config = AutoConfig.for_model(**config_values(kind))
     settings = ModelConfig(
         config=config_values(kind), tokenizer="x", image_processor=PROCESSORS[kind] | (changes or {})
     )
     processor = load_image_processor(settings, config, [])
-    found = image_side(processor, tokenizer_of(kind), config, **bounds)
-    assert isinstance(found, ImageSide)
+    if tokenizer is not None:
+        config.text_config.vocab_size = len(tokenizer)
+    found = image_side(processor, tokenizer or tokenizer_of(kind), config, **bounds)
+    assert isinstance(found, ImageSide), found
     return found
 
 

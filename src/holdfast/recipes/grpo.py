@@ -72,6 +72,8 @@ def grpo_step(run: PolicyRun) -> dict[str, float] | None:
         if rollout is None:
             return None
         rollout, metrics = learn(run, rollout)
+        with run.setting.phase("data"):
+            run.prompts.wait()  # what comes now decodes by the tokenizer that prompts are made by
         if isinstance(run.evaluation.sampler.engine, PublishedEngine):
             metrics |= run.evaluation.sampler.engine.step_metrics()
         if run.config.rollout.record:

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.content.images import ImageFiles, png_of
+from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.pixels import pixel_digest, png_url
+from holdfast.errors import DataError
 from holdfast.types import Finish, Group, Prompt, PromptImages
 
 
@@ -24,18 +26,31 @@ from holdfast.types import Finish, Group, Prompt, PromptImages
 class RequestImages:
     """The images of a prompt for an engine whose own processor reads them."""
 
+    prompt_id: int
     prompt: PromptImages
     files: ImageFiles
     """Opens what rows name."""
 
     @cached_property
-    def png_files(self) -> tuple[bytes, ...]:
-        """The images as files without loss, upright and in RGB as the trainer has read them.
+    def urls(self) -> tuple[str, ...]:
+        """The images as files without loss, upright and in RGB as the trainer has read them, within URLs.
+
+        All completions of the prompt share them.
 
         Raises:
-            DataError: An image cannot be read any more.
+            DataError: An image cannot be read any more, or has changed.
         """
-        return tuple(png_of(self.files.open(source, "an image of a prompt")) for source in self.prompt.sources)
+        return tuple(map(self._url, self.prompt.sources, self.prompt.digests))
+
+    def _url(self, source: Any, digest: str) -> str:
+        image = self.files.open(source, f"an image of prompt {self.prompt_id}")
+        if pixel_digest(image) != digest:
+            raise DataError(
+                f"An image of prompt {self.prompt_id} ({str(source):.120}) has other pixels than when its row was "
+                "read: its file has changed during the run. Restore it; the same command then goes on from the last "
+                "checkpoint."
+            )
+        return png_url(image)
 
 
 @dataclass(frozen=True)

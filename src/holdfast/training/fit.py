@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.checkpoint.errors import CheckpointError
-from holdfast.data.batches.ahead import BatchesAhead
 from holdfast.errors import RankFailed
 from holdfast.training import directory
 from holdfast.training.control import Control, Decision, StopRequests
@@ -94,8 +93,7 @@ def fit(run: Run, step: Step, evaluate: EvaluateRun, *, reads_late: bool | None 
             if stopped is None and run.trained.state.step > first:
                 journal.event("done")
     finally:
-        if isinstance(run.stream, BatchesAhead):
-            run.stream.close()
+        run.stream.close()
         if dry and run.setting.world.is_first:
             directory.remove(run.setting.directory)
     run.setting.ranks.close()
@@ -352,10 +350,12 @@ class _Loop:
 
     def _save_before(self, error: Exception) -> None:
         """Save the last whole step before an error that all ranks raise ends the run."""
-        if isinstance(error, CheckpointError | RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
+        if isinstance(error, RankFailed) or self.run.setting.world.failure.broken_by_peer(error):
             return
         with suppress(Exception):  # the error that ends the run counts
             self._report()
+        if isinstance(error, CheckpointError):
+            return
         self.checkpoints.count_again()
         manifest = self.checkpoints.save_before_leaving()
         if manifest is not None:
@@ -363,8 +363,7 @@ class _Loop:
 
     def _evaluate(self) -> dict[str, float]:
         self.evaluated_at = self.run.trained.state.step
-        if isinstance(self.run.stream, BatchesAhead):
-            self.run.stream.settle()  # sets may share sources, a filter and a tokenizer with the rows of training
+        self.run.stream.settle()  # sets may share sources, a filter and a tokenizer with the rows of training
         ema = self.run.setting.config.optim.ema
         with self.run.trained.averaged() if ema is not None and ema.evaluate else nullcontext():
             return self.evaluate(interrupted=lambda: self.requests.pending(self.run.setting.ranks) is not None)

@@ -21,8 +21,8 @@ from holdfast.checkpoint.loading.companions import AheadOfStep, Companion
 from holdfast.config.base import SavedCount, SavedNumber, Section
 from holdfast.config.sections.optim import PlateauSchedule
 from holdfast.config.verbs.training import TrainingConfig
-from holdfast.data.batches.ahead import BatchesAhead
-from holdfast.data.batches.stream import BatchStream, SampleStream
+from holdfast.data.batches.ahead import StreamAhead
+from holdfast.data.batches.stream import SampleStream
 from holdfast.metrics.throughput import ModelCost
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.setup.model import Blueprint
@@ -37,7 +37,7 @@ from holdfast.parallel.shards import sharded_parameters
 from holdfast.training.directory import run_directory
 from holdfast.training.observe import Observer
 from holdfast.training.phases import PhaseClock, PhasePeaks
-from holdfast.types import Batch, Example, MiniBatch
+from holdfast.types import Batch, Example
 
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ class Run:
     trained: Trained
     evaluation: Evaluation
     """Of the trained model."""
-    stream: BatchStream[Any, Any] | BatchesAhead[MiniBatch]
+    stream: StreamAhead[Any]
     source_names: tuple[str, ...]
     """Data sources that get a loss of their own in the metrics."""
     observers: Sequence[Observer]

@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.data.content.images import ImageFiles
+from holdfast.data.content.pixels import png_url
 from holdfast.data.tokens.chat import RowTokeniser
-from holdfast.errors import RunStopped
+from holdfast.errors import DataError, RunStopped
 from holdfast.features.vllm.prompts import ServedPrompt
 from holdfast.features.vllm.servers import VLLMServer
 from holdfast.http import EndpointMistaken, EndpointRefuses
 from holdfast.models.files.processors import write_processor
 from holdfast.rollout.engine import Request, RequestImages
+from holdfast.training.policy.ahead import _digest
 from tests.data.test_vision import side_of
 from tests.features.vllm.served import ServedModel, serving
 from tests.vision import picture, tokenizer_of
@@ -64,7 +68,7 @@ def request_of(kind: str, folder: Path, count: int) -> Request:
     rows = RowTokeniser(tokenizer_of(kind), DataConfig(path="rows"), folder, side_of(kind))
     opening = rows.opening({"prompt": f"see {'<image>' * count}=", "images": names}, "row 0")
     assert opening.images is not None
-    images = RequestImages(opening.images, ImageFiles(None, folder))
+    images = RequestImages(0, opening.images, ImageFiles(None, folder))
     return Request(0, np.asarray(opening.laid.tokens, np.int64), (7,), {"pixel_values": np.zeros(1)}, None, images)
 
 
@@ -144,3 +148,76 @@ def test_the_processor_that_is_written_for_servers_makes_the_same_pixels(
     assert np.array_equal(loaded(images=[image], return_tensors="np")["pixel_values"], expected)
     settings = json.loads((tmp_path / "processor_config.json").read_text())
     assert settings["processor_class"] == type(side.processor.upstream).__name__
+
+
+def with_runs_of_line_breaks(tokenizer: Any) -> Any:
+    """Return a tokenizer of characters to which two, three or four line breaks are one token, as to Gemma's."""
+    vocabulary = tokenizer.get_vocab()
+    size = len(vocabulary)
+    runs = {"\n" * count: size + count - 2 for count in (2, 3, 4)}
+    model = Tokenizer(models.WordLevel({**vocabulary, **runs}, unk_token=tokenizer.unk_token))
+    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n{1,4}|[\s\S]"), behavior="isolated")
+    model.decoder = decoders.Fuse()
+    own = {"pad_token": tokenizer.pad_token, "eos_token": tokenizer.eos_token, "unk_token": tokenizer.unk_token}
+    special = [token for token in vocabulary if len(token) > 1 and token not in own.values()]
+    return PreTrainedTokenizerFast(tokenizer_object=model, additional_special_tokens=special, **own)
+
+
+@pytest.mark.parametrize(
+    "text", ["a<image>b", "<image>\nwhat", "look:\n<image>", "<image><image>", "\n<image>\n\n<image>\n"]
+)
+def test_a_mark_beside_line_breaks_is_written_where_they_are_one_token_with_the_placeholder_s(
+    text: str, tmp_path: Path
+) -> None:
+    tokenizer = with_runs_of_line_breaks(tokenizer_of("gemma3"))
+    side = side_of("gemma3", tokenizer=tokenizer)
+    picture(np.random.default_rng(0), 24, 33).save(tmp_path / "0.png")
+    rows = RowTokeniser(tokenizer, DataConfig(path="rows"), tmp_path, side)
+
+    opening = rows.opening({"prompt": text, "images": ["0.png"] * text.count("<image>")}, "row 0")
+
+    assert opening.images is not None
+    expected = text.replace("<image>", side.family.processor_token)
+    assert opening.images.tokens.tolist() == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_a_row_whose_text_holds_the_mark_of_an_image_is_refused_by_name(tmp_path: Path) -> None:
+    picture(np.random.default_rng(0), 24, 33).save(tmp_path / "0.png")
+    side = side_of("gemma3")
+    rows = RowTokeniser(tokenizer_of("gemma3"), DataConfig(path="rows"), tmp_path, side)
+    for number in range(16):  # these are compared with the processor's whole output
+        rows.opening({"prompt": "a<image>b", "images": ["0.png"]}, f"row {number}")
+
+    with pytest.raises(DataError, match=r"row 16 has 1 images, and 2 times <start_of_image>"):
+        rows.opening({"prompt": "a<start_of_image>b<image>", "images": ["0.png"]}, "row 16")
+
+
+def test_an_image_whose_file_changes_between_reading_and_sending_is_refused(tmp_path: Path) -> None:
+    request = request_of("llava", tmp_path, 2)
+    saved = Image.open(tmp_path / "0.png").convert("RGB")
+    Image.new("RGB", saved.size, (255, 0, 0)).save(tmp_path / "0.png")
+
+    with pytest.raises(DataError, match=r"An image of prompt 0 \(.*0\.png\) has other pixels than when"):
+        ServedPrompt.of(request)
+
+
+def test_files_for_servers_have_pixels_alone() -> None:
+    transparent = Image.new("1", (8, 8), 1)
+    transparent.info["transparency"] = 0
+    profiled = picture(np.random.default_rng(0), 8, 8)
+    profiled.info["icc_profile"] = np.random.default_rng(0).bytes(2 << 20)
+
+    for image in (transparent.convert("RGB"), profiled):
+        read = Image.open(io.BytesIO(base64.b64decode(png_url(image).partition(",")[2])))
+        assert np.array_equal(np.asarray(read), np.asarray(image))
+        assert read.info == {}
+
+
+def test_completions_of_another_picture_of_the_same_size_are_not_taken_for_these() -> None:
+    requests = [
+        Request(0, np.arange(4), (7,), {"pixel_values": np.full((2, 3), value, np.float32)}) for value in (0, 0, 1)
+    ]
+
+    same, again, other = map(_digest, requests)
+
+    assert same == again != other

@@ -20,6 +20,7 @@ from holdfast.data.batches.assembly import Layout, assemble
 from holdfast.data.batches.candidates import BAD_ROWS, CandidateReader, Candidates, NextToken, cut_windows
 from holdfast.data.batches.cursor import Cursor, StreamLimits
 from holdfast.data.content.counted import lost_rows
+from holdfast.data.rows.reading import draws_of
 from holdfast.data.rows.rows import Source
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
@@ -44,6 +45,8 @@ class _BatchAhead(Generic[T]):
     cursor: Cursor
     """Where the stream stands after it."""
     totals: tuple[int, int]
+    sizes: tuple[int | None, ...]
+    """Of the sources, as far as they were known after it."""
 
 
 class BatchStream(ABC, Generic[S, T]):
@@ -80,6 +83,8 @@ class BatchStream(ABC, Generic[S, T]):
         """Rows and tokens of all their sequences, read so far: how many tokens a row brings on average."""
         self._ahead: list[_BatchAhead[T]] = []
         """The next batches, as far as they were read early."""
+        self._sizes = tuple(self._order.sizes)
+        """Of the sources, as far as they were known behind the batch that was handed out last."""
         self._refuse_what_cannot_be()
 
     @abstractmethod
@@ -108,7 +113,7 @@ class BatchStream(ABC, Generic[S, T]):
 
     def state(self) -> dict[str, Any]:
         """Return where the stream stands, as JSON-ready values."""
-        return {"cursor": asdict(self.cursor), "sizes": list(self._order.sizes), "seen": list(self._totals)}
+        return {"cursor": asdict(self.cursor), "sizes": list(self._sizes), "seen": list(self._totals)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream of the same data and seed stood, at any number of ranks."""
@@ -120,6 +125,7 @@ class BatchStream(ABC, Generic[S, T]):
         for index, source in enumerate(self.rows.reader.sources):
             if source.size is None:
                 self._order.sizes[index] = state["sizes"][index]
+        self._sizes = tuple(self._order.sizes)
 
     def count_rows(self, *, tokens: bool) -> None:
         """Count the rows of the first pass that are not left out, so that the number of its batches is exact.
@@ -155,7 +161,7 @@ class BatchStream(ABC, Generic[S, T]):
     @property
     def epoch(self) -> float:
         """Passes done, with the part of the current one where its length is known."""
-        draws, batches = self._pass_draws(), self._limits.batches
+        draws, batches = self._shortest(draws_of(self._sizes)), self._limits.batches
         by_draws = (self.cursor.draw - self.cursor.epoch_first_draw) / draws if draws else 0.0
         by_batches = self.cursor.batches_in_epoch / batches if batches else 0.0
         return self.cursor.epoch + min(max(by_draws, by_batches), 1.0)
@@ -176,13 +182,15 @@ class BatchStream(ABC, Generic[S, T]):
         sizes = [rows or self._batch_size(step - batches + number) for number in range(1, batches + 1)]
         fitting = takewhile(lambda pair: pair[0].rows == pair[1], zip(self._ahead, sizes, strict=False))
         self._ahead = [batch for batch, _ in fitting]
-        before = self.cursor, self._totals
-        for size in sizes[len(self._ahead) :]:
-            if self._ahead:
-                self.cursor, self._totals = self._ahead[-1].cursor, self._ahead[-1].totals
-            batch = self._read(size)
-            self._ahead.append(_BatchAhead(size, batch, self.cursor, self._totals))
-        self.cursor, self._totals = before
+        before = self.cursor, self._totals, self._sizes
+        try:
+            for size in sizes[len(self._ahead) :]:
+                if self._ahead:
+                    self.cursor, self._totals = self._ahead[-1].cursor, self._ahead[-1].totals
+                batch = self._read(size)
+                self._ahead.append(_BatchAhead(size, batch, self.cursor, self._totals, self._sizes))
+        finally:
+            self.cursor, self._totals, self._sizes = before
         return self._ahead[batches - 1].batch
 
     def next(self, step: int, rows: int | None = None) -> T | None:
@@ -198,12 +206,18 @@ class BatchStream(ABC, Generic[S, T]):
         size = rows or self._batch_size(step)
         if self._ahead and self._ahead[0].rows == size:
             ahead = self._ahead.pop(0)
-            self.cursor, self._totals = ahead.cursor, ahead.totals
+            self.cursor, self._totals, self._sizes = ahead.cursor, ahead.totals, ahead.sizes
             return ahead.batch
         self._ahead = []
         return self._read(size)
 
     def _read(self, size: int) -> T | None:
+        try:
+            return self._read_on(size)
+        finally:
+            self._sizes = tuple(self._order.sizes)
+
+    def _read_on(self, size: int) -> T | None:
         while not self._is_done():
             candidates, cursor, ended = self._collect(size)
             self._refuse_too_little(candidates, cursor, size, ended=ended)
@@ -221,8 +235,10 @@ class BatchStream(ABC, Generic[S, T]):
 
     def _pass_draws(self) -> int | None:
         """Return the draws of a whole pass; None while a stream's end is not known."""
-        bounds = [draws for draws in (self._order.epoch_draws, self._limits.draws) if draws is not None]
-        return min(bounds, default=None)
+        return self._shortest(self._order.epoch_draws)
+
+    def _shortest(self, draws: int | None) -> int | None:
+        return min((bound for bound in (draws, self._limits.draws) if bound is not None), default=None)
 
     def _left(self) -> float:
         """Return how many passes are left, the current one included."""

@@ -340,13 +340,6 @@ class ImageFiles:
         return file
 
 
-def png_of(image: Any) -> bytes:
-    """Return a PIL image as a file without loss."""
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
 def _in_rgb(image: Any) -> Any:
     """Return a PIL image in RGB; of 16 bits the higher eight.
 

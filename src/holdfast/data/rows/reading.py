@@ -39,6 +39,12 @@ class DrawPlace:
     """Row of a source with an index; a stream finds its row by the turn."""
 
 
+def draws_of(sizes: Sequence[int | None]) -> int | None:
+    """Return the rows of all sources together; None while the end of one is not known."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
 class DrawOrder:
     """Maps draws to rows.
 
@@ -71,8 +77,7 @@ class DrawOrder:
     @property
     def epoch_draws(self) -> int | None:
         """Draws in one epoch: as many as there are rows in all sources; None while a stream's end is not known."""
-        sizes = [size for size in self.sizes if size is not None]
-        return sum(sizes) if len(sizes) == len(self.sizes) else None
+        return draws_of(self.sizes)
 
     def place(self, draw: int) -> DrawPlace:
         """Return where a draw leads."""

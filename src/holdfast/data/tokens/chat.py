@@ -173,7 +173,7 @@ class RowTokeniser:
         images = self._images.prepared(content, row_name, one_sequence=True)
         written, counts = self._opening_tokens(self._images.in_text(content), row_name)
         (laid,) = self._images.laid_in([Stretch(written, [False] * len(written))], images, row_name)
-        sources = self._images.unread(written, content.images)
+        sources = self._images.unread(written, content, row_name)
         return Opening(written, laid, self._images.positions(laid), counts, sources)
 
     @property

@@ -21,9 +21,11 @@ from holdfast.data.content.images import (
     place_images,
 )
 from holdfast.data.content.lengths import Stretch
+from holdfast.data.content.pixels import pixel_digest
 from holdfast.data.content.video_files import decoded
 from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
+from holdfast.data.tokens.marks import with_marks
 from holdfast.data.tokens.vision import ImageSide, PreparedImage
 from holdfast.errors import DataError
 from holdfast.types import PromptImages
@@ -129,11 +131,18 @@ class RowImages:
             return film.frames, film.fps
         return [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(video.frames)], fps
 
-    def unread(self, tokens: Sequence[int], sources: Sequence[Any]) -> PromptImages | None:
-        """Return the images of a sequence, not yet expanded, as a processor elsewhere gets them; None for none."""
-        if isinstance(self._side, str) or not sources:
+    def unread(self, tokens: Sequence[int], content: Content, row_name: str) -> PromptImages | None:
+        """Return the images of a sequence, not yet expanded, as a processor elsewhere gets them; None for none.
+
+        Raises:
+            DataError: As `prepared` and `with_marks`.
+        """
+        if isinstance(self._side, str) or not content.images:
             return None
-        return PromptImages(np.asarray(self._side.marked(tokens), dtype=np.int64), tuple(sources))
+        _, opened = self._opened(content.images, row_name, self._side)
+        marked = np.asarray(with_marks(self._side, tokens, row_name), dtype=np.int64)
+        digests = tuple("" if image is None else pixel_digest(image) for image in opened)
+        return PromptImages(marked, tuple(content.images), digests)
 
     def in_text(self, content: C) -> C:
         """Return plain text with the placeholders that the family's tokenizer knows."""

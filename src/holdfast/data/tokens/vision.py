@@ -217,8 +217,8 @@ class ImageSide:
         Raises:
             ModelError: They differ.
         """
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if self._asked.ids(text) != list(tokens):
+        text = self.decode(tokens)
+        if self.ids(text) != list(tokens):
             return False
         difference = self._difference(text, tokens, images, prepared)
         if difference:
@@ -322,17 +322,17 @@ class ImageSide:
         """Return how many images and videos these tokens, not yet expanded, have a place for."""
         return sum(token in (self.image_id, self.video_id) for token in tokens)
 
-    def marked(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens, not yet expanded, with the mark that the processor reads in the place of each placeholder."""
-        family, marked = self.family, list(tokens)
-        if family.processor_token == family.image_token:
-            return marked
-        mark = self._tokenizer.convert_tokens_to_ids(family.processor_token)
-        placeholder = [*family.before, self.image_id, *family.after]
-        for start in range(len(marked) - len(placeholder), -1, -1):
-            if marked[start : start + len(placeholder)] == placeholder:
-                marked[start : start + len(placeholder)] = [mark]
-        return marked
+    def token_id(self, token: str) -> int:
+        """Return the id of a token of the processor's."""
+        return int(self._tokenizer.convert_tokens_to_ids(token))
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of text alone."""
+        return self._asked.ids(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def expanded(self, stretch: Stretch, images: Sequence[PreparedImage]) -> Stretch:
         """Put each image's tokens in the place of its placeholder; none of them is trained."""

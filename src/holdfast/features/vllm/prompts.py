@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,8 @@ class ServedPrompt:
     """Those of images included."""
     marked: Sequence[int] = ()
     """The prompt with one mark for each image, where it has some."""
-    png_files: Sequence[bytes] = ()
+    urls: Sequence[str] = ()
+    """The images."""
 
     @classmethod
     def of(cls, request: Request) -> ServedPrompt:
@@ -38,15 +38,14 @@ class ServedPrompt:
                 "A prompt has images, and this recipe keeps what the model makes of them, not their files, which "
                 "servers are sent. Use rollout.engine: auto, which samples in this process."
             )
-        return cls(tokens) if images is None else cls(tokens, images.prompt.tokens.tolist(), images.png_files)
+        return cls(tokens) if images is None else cls(tokens, images.prompt.tokens.tolist(), images.urls)
 
     @cached_property
     def content(self) -> dict[str, Any]:
         """What a request says of the prompt."""
-        if not self.png_files:
+        if not self.urls:
             return {"token_ids": list(self.tokens)}
-        urls = [f"data:image/png;base64,{base64.b64encode(file).decode('ascii')}" for file in self.png_files]
-        images = [{"type": "image_url", "url": url} for url in urls]
+        images = [{"type": "image_url", "url": url} for url in self.urls]
         return {"token_ids": list(self.marked), "content_parts": images, "return_token_ids": True}
 
     def check(self, answer: Any) -> None:
@@ -56,7 +55,7 @@ class ServedPrompt:
             EndpointMistaken: It does not say which.
             EndpointRefuses: They are others.
         """
-        if not self.png_files:
+        if not self.urls:
             return
         tokens = prompt_tokens_of(answer)
         if tokens != list(self.tokens):

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
-from holdfast.data.content.images import png_of
 from holdfast.data.content.lengths import Stretch, example_of
+from holdfast.data.content.pixels import png_url
+from holdfast.data.tokens.marks import with_marks
 from holdfast.data.tokens.vision import ImageSide, probe_images
 from holdfast.errors import RunStopped
 from holdfast.features.vllm.answers import TopRow
@@ -271,8 +272,9 @@ def _with_image(images: ImageSide, text: ProofSequence) -> ProofSequence:
     half = len(text.served.tokens) // 2
     tokens = [*text.served.tokens[:half], *images.placeholder_ids, *text.served.tokens[half:]]
     example = images.probe(np.asarray([*tokens, tokens[0]], np.int64), 0)
-    files = [png_of(image) for image in probe_images(1, 0)]
-    return ProofSequence(ServedPrompt(example.tokens[:-1].tolist(), images.marked(tokens), files), example)
+    urls = [png_url(image) for image in probe_images(1, 0)]
+    served = ServedPrompt(example.tokens[:-1].tolist(), with_marks(images, tokens, "a proof"), urls)
+    return ProofSequence(served, example)
 
 
 def _ask(

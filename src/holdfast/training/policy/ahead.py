@@ -143,7 +143,11 @@ class _StepCompletion(NamedTuple):
 
 
 def _digest(request: Request) -> str:
-    return xxhash.xxh3_128_hexdigest(request.prompt.astype("<i8").tobytes())
+    """Return a hash of a prompt: of its tokens, and of what the model sees besides, which the tokens do not tell."""
+    hashed = xxhash.xxh3_128(request.prompt.astype("<i8").tobytes())
+    for name in sorted(request.model_inputs):
+        hashed.update(name.encode() + np.ascontiguousarray(request.model_inputs[name]).tobytes())
+    return hashed.hexdigest()
 
 
 def _as_plain(completion: _StepCompletion, mark: str) -> dict[str, Any]:

@@ -92,7 +92,6 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         score=score,
         images=images,
         prompt_sets=_prompt_sets(setup, sharded, tokenise),
-        stream=stream,
         several_sources=len(setup.data.training) > 1,
         episodes=setting.ranks.on_all_ranks(lambda: episodes_of(config, environments, sharded, rows)),
     )
@@ -103,6 +102,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
         reference=reference,
         user_advantage=setting.ranks.on_all_ranks(lambda: _user_advantage(config, setting)),
     )
+    evaluation.stream = run.prompts
     run.ahead = run.common.ahead = _ahead(config, evaluation.sampler)
     run.trained.following = following_of(reference, config.reference)
     if config.critic is not None:

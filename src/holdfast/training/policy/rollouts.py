@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.data.batches.prompts import PromptBatch, PromptStream
+from holdfast.data.batches.prompts import PromptBatch
 from holdfast.data.content.images import ImageFiles
 from holdfast.errors import RunStopped
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN
@@ -84,6 +84,8 @@ def next_rollout(run: PolicyRun) -> Rollout | None:
     _refuse_unscored(run, rollout)
     if run.ahead is not None:
         _sample_ahead(run, run.ahead)
+    batches = run.config.rollout.max_staleness + 1  # the last of which nobody has read yet
+    run.prompts.begin(run.trained.state.step + batches, _rows(run, 0), batches)
     return rollout
 
 
@@ -95,7 +97,7 @@ def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
         if total is not None and step >= total:
             break
         with run.setting.phase("data"):
-            batch = _prompts(run).read_ahead(step, _rows(run, 0), batches)
+            batch = run.prompts.read_ahead(step, _rows(run, 0), batches)
         if batch is None:
             break
         with run.setting.phase("rollout"):
@@ -106,11 +108,6 @@ def _sample_ahead(run: PolicyRun, ahead: CompletionsAhead) -> None:
             run.setting.ranks.on_all_ranks(partial(ahead.begin, step, requests))
     if ahead.restored_count:
         run.setting.log.messages += ahead.tell_restored(sum(run.setting.ranks.gather(ahead.taken_count)))
-
-
-def _prompts(run: PolicyRun) -> PromptStream:
-    assert isinstance(run.common.stream, PromptStream)
-    return run.common.stream
 
 
 def _rows(run: PolicyRun, group_count: int) -> int:
@@ -129,7 +126,7 @@ def _rounds(run: PolicyRun) -> list[Rollout]:
         for number in range(groups_config.max_rounds if groups_config.flat == "resample" else 1):
             rows = _rows(run, group_count)
             with run.setting.phase("data"):
-                batch = _prompts(run).next(run.trained.state.step, rows)
+                batch = run.prompts.next(run.trained.state.step, rows)
             if batch is None:
                 break
             rollouts.append(_one_round(run, batch, run.ahead if number == 0 else None))
@@ -212,7 +209,7 @@ def _requests(setting: Setting, prompts: Sequence[Prompt], seeds: Mapping[int, t
             seeds[prompt.prompt_id],
             prompt.model_inputs,
             prompt.positions,
-            None if prompt.images is None else RequestImages(prompt.images, files),
+            None if prompt.images is None else RequestImages(prompt.prompt_id, prompt.images, files),
         )
         for prompt in prompts
     ]

@@ -20,7 +20,7 @@ from holdfast.advantages.group import RewardMatrix
 from holdfast.advantages.user import Groups
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.data.batches.prompts import PromptStream
+from holdfast.data.batches.ahead import PromptsAhead
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.parallel.shards import free_copies, sharded_parameters
@@ -97,7 +97,7 @@ class PolicyEvaluation(Evaluation):
     """What turns the images of rows into tokens; or why there is nothing that does."""
     episodes: Episodes | None = None
     """What samples episodes of several turns; None where a completion is one answer."""
-    stream: PromptStream | None = None
+    stream: PromptsAhead | None = None
     """The prompts that are trained on; None where a policy is evaluated alone."""
     several_sources: bool = False
     """Whether the rows of that stream come from several sources, which may differ."""
@@ -146,6 +146,12 @@ class PolicyRun:
     def trained(self) -> Trained:
         """The policy."""
         return self.common.trained
+
+    @property
+    def prompts(self) -> PromptsAhead:
+        """The prompts that the policy is trained on."""
+        assert isinstance(self.common.stream, PromptsAhead)
+        return self.common.stream
 
     @property
     def critic(self) -> Trained | None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from holdfast import registry
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig, end_of_both, planned_steps
-from holdfast.data.batches.ahead import BatchesAhead, ReadAhead
+from holdfast.data.batches.ahead import BatchesAhead, PromptsAhead, ReadAhead, StreamAhead
 from holdfast.data.batches.candidates import Tokenise
-from holdfast.data.batches.stream import BatchStream, SampleStream
+from holdfast.data.batches.prompts import PromptStream
+from holdfast.data.batches.stream import BatchStream
 from holdfast.data.batches.transfer import pinned
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
@@ -50,7 +51,7 @@ from holdfast.training.setup.rows import (
     row_tokeniser,
     training_stream,
 )
-from holdfast.types import Example, MiniBatch
+from holdfast.types import Example
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any
     return Run(
         trained=trained,
         evaluation=evaluation,
-        stream=_read_ahead(trained, stream),
+        stream=read_ahead(setting, stream, total),
         source_names=tuple(source.name for source in setup.data.training),
         observers=setup.observers,
         identity=ranks.on_all_ranks(lambda: identity(setting, stream, origin, marks, rules)),
@@ -154,24 +155,24 @@ def run_of(setup: RunSetup, evaluation: Evaluation, stream: BatchStream[Any, Any
     )
 
 
-def _read_ahead(trained: Trained, stream: BatchStream[Any, Any]) -> BatchStream[Any, Any] | BatchesAhead[MiniBatch]:
-    """Return the stream, the next of whose batches is read while one is trained; all ranks call this together.
+def read_ahead(setting: Setting, stream: BatchStream[Any, Any], last_step: int | None) -> StreamAhead[Any]:
+    """Return the stream, whose next batches a thread reads; all ranks call this together.
 
-    Prompts stay as they are: what a policy does with them takes longer than reading them.
+    Args:
+        setting: Of the run.
+        stream: Of prompts, or of batches to train on.
+        last_step: Steps of the run; None if nobody knows.
     """
-    if not isinstance(stream, SampleStream):
-        return stream
-    setting = trained.setting
-    minutes, device = setting.config.launch.timeout_minutes, setting.world.device
-    options = ReadAhead[MiniBatch](
+    minutes = setting.config.launch.timeout_minutes
+    options = ReadAhead[Any](
         ranks=setting.ranks,
         own_ranks=RankGroup(2 * minutes),  # the wait for a batch ends first, on all ranks
-        last_step=trained.total_steps,
+        last_step=last_step,
         minutes=minutes,
         tell=setting.log.messages.extend,
-        prepare=partial(pinned, device=device),
+        prepare=partial(pinned, device=setting.world.device),
     )
-    return BatchesAhead(stream, options)
+    return PromptsAhead(stream, options) if isinstance(stream, PromptStream) else BatchesAhead(stream, options)
 
 
 def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:

@@ -205,15 +205,13 @@ def training_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Examp
 
 def prompt_stream(setting: Setting, data: OpenedData, tokenise: Tokenise[Prompt]) -> PromptStream:
     """Return the endless stream of prompts."""
-    reader, config = _training_rows(setting, data, tokenise, setting.log.messages), setting.config
+    reader, config = _training_rows(setting, data, tokenise), setting.config
     assert isinstance(config, GRPOConfig)
     return PromptStream(reader, config.data, _training_limits(config))
 
 
-def _training_rows(
-    setting: Setting, data: OpenedData, tokenise: Tokenise[S], notes: list[str] | None = None
-) -> CandidateReader[S]:
-    skipped = _SkippedRows([] if notes is None else notes)
+def _training_rows(setting: Setting, data: OpenedData, tokenise: Tokenise[S]) -> CandidateReader[S]:
+    skipped = _SkippedRows()
     skip = skipped.add if setting.config.data.on_bad_row == "skip" else None
     reader = CandidateReader(training_reader(setting.config, data), tokenise, setting.ranks, row_filter(setting), skip)
     reader.notes = skipped.notes
@@ -224,7 +222,7 @@ def _training_rows(
 class _SkippedRows:
     """Reports the first rows that are skipped as unreadable, each once."""
 
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
     reasons: set[str] = field(default_factory=set)
 
     def add(self, reason: str) -> None:

@@ -26,7 +26,7 @@ from holdfast.training.fingerprints import (
     is_fingerprinted,
 )
 from holdfast.training.run import Evaluation, Run, Setting, Trained
-from holdfast.training.setup.begin import Live, RunSetup, begin
+from holdfast.training.setup.begin import Live, RunSetup, begin, read_ahead
 from holdfast.training.setup.losses import supervised_objective
 from holdfast.training.setup.model import make_plan, unplaced_policy
 from holdfast.training.setup.optimizers import optimizer_of
@@ -76,7 +76,7 @@ def weightless_run(config: TrainingConfig, base: Path, world: World) -> Run:
     return Run(
         trained=trained,
         evaluation=Evaluation(sharded=trained, objective=supervised_objective(NLLConfig(), setting)),
-        stream=stream,
+        stream=read_ahead(setting, stream, None),
         source_names=(),
         observers=(),
         identity=identity(setting, stream, origin, marks),
