@@ -21,7 +21,7 @@ $(VENV)/.installed: Makefile pyproject.toml constraints.txt
 	@date +%s > .venv-started
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,qlora,report,vlm]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lowbit,math,qlora,report,video,vlm]'
 	touch $@
 	@echo "set up $(VENV) in $$(($$(date +%s) - $$(cat .venv-started))) s"; rm -f .venv-started
 
@@ -159,7 +159,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
-	missed=; for script in report gpu_like_head head sft_vs_trl kinds grpo_vs_trl decode fsdp loop packing checkpoint rescue plugin_saves failures plan_cost vllm_client vllm_push staleness episodes; do \
+	missed=; for script in report gpu_like_head head sft_vs_trl kinds images grpo_vs_trl decode fsdp loop packing checkpoint rescue plugin_saves failures plan_cost vllm_client vllm_push staleness episodes; do \
 		echo "== $$script"; $(BIN)/python benchmarks/$$script.py || missed="$$missed $$script"; \
 	done; test -z "$$missed" || { echo "failed or missed a target:$$missed"; exit 1; }
 

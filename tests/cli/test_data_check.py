@@ -12,6 +12,8 @@ from PIL import Image
 
 from tests.cli.fixtures import write_rows, write_run
 from tests.cli.warm import Done, WarmPython
+from tests.films import film, noise
+from tests.videos import video_directory
 from tests.vision import vision_directory
 
 
@@ -222,6 +224,35 @@ def test_rows_that_are_not_there_are_a_mistake_of_the_file(
     assert done.code == 2
     assert "rows.jsonl" in done.err
     assert "Traceback" not in done.err
+
+
+def test_videos_and_their_frames_are_counted_and_the_longest_is_named(warm: WarmPython, tmp_path: Path) -> None:
+    """Two frames of 16 x 16 pixels are 2 x 2 tokens; of 3 seconds 6 frames are taken, and 4 at least."""
+    video_directory(tmp_path / "model", "qwen2_5_vl")
+    for seconds in (1, 3):
+        (tmp_path / f"{seconds}.mkv").write_bytes(film(noise(12 * seconds, 16, 16)))
+    videos = [["1.mkv"], ["3.mkv"], [["frame.png"] * 2]]
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "frame.png")
+    rows = [{"prompt": "<video>a=", "completion": "b", "videos": video} for video in videos]
+    (tmp_path / "cut.mkv").write_bytes((tmp_path / "3.mkv").read_bytes()[:9000])
+    write_rows(tmp_path / "rows.jsonl", [*rows, {**rows[0], "videos": ["cut.mkv"]}])
+    data = {"path": "rows.jsonl", "batch_size": 2, "max_length": 64}
+    write_run(tmp_path / "run.yaml", {"steps": 1, "model": {"path": "model"}, "data": data})
+
+    said = check(warm, tmp_path)
+    code, (training,) = checked(warm, tmp_path)
+
+    assert (said.code, code) == (1, 1)
+    assert training["videos"] == {
+        "videos": 3,
+        "frames": 4 + 6 + 2,
+        "tokens": 8 + 12 + 4,
+        "longest_frames": 6,
+        "longest": "rows row 1, video 0 of 16x16 pixels, 12 tokens",
+    }
+    assert "  videos: 3 of 12 frames and 24 tokens" in said.out.splitlines()
+    assert "  longest video: 6 frames, rows row 1, video 0 of 16x16 pixels, 12 tokens" in said.out.splitlines()
+    assert f"rows row 3, video 0 ({tmp_path}/cut.mkv) cannot be read as a film: it ends" in said.out
 
 
 def test_images_are_counted_and_the_largest_is_named(warm: WarmPython, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from holdfast.data.tokens.derivation import NoImageRules
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import DataError, ModelError
 from holdfast.models.check.tower import check_tower
+from holdfast.models.files.processors import processor_settings
 from holdfast.models.files.vision import image_side, load_image_processor
 from tests.models.directories import filled
 from tests.vision import PROCESSORS, config_values, picture, picture_rows, tokenizer_of
@@ -129,6 +130,39 @@ def test_text_trains_where_images_cannot_and_their_rows_are_refused_with_the_rea
     with pytest.raises(
         DataError, match=r"^row 3 has images\. Images of qwen3_5 cannot be trained on: the processor of"
     ):
+        row = {"prompt": "<image>", "completion": "a", "images": [picture(np.random.default_rng(0), 24, 33)]}
+        rows.examples(row, 3, "rows", "row 3")
+
+
+OF_ANOTHER = {
+    ("qwen3_5", "gemma4"): "the processor of qwen3_5 takes no image of noise",
+    ("llava_next", "internvl"): "the processor of llava_next takes no image of noise",
+    ("internvl", "qwen3_5"): "the processor of internvl takes no image of noise",
+    ("aya_vision", "pixtral"): r"its tokenizer has '\[IMG\]' at 2\. Use the model's own tokenizer",
+}
+
+
+@pytest.mark.parametrize(("kind", "other"), OF_ANOTHER)
+def test_a_processor_of_another_model_is_refused(directories: dict[str, Path], kind: str, other: str) -> None:
+    _, tokenizer, config = parts_of(directories[kind])
+    section, settings = ModelConfig(path="x"), processor_settings([directories[other]])
+    image_processor = load_image_processor(section, config, [directories[other]])
+
+    with pytest.raises((DataError, ModelError), match=OF_ANOTHER[kind, other]):
+        side = image_side(image_processor, tokenizer, config, settings=settings)
+        row = {"prompt": "<image>", "completion": "a", "images": [picture(np.random.default_rng(0), 24, 33)]}
+        RowTokeniser(tokenizer, DataConfig(path="rows"), Path(), side).examples(row, 3, "rows", "row 3")
+
+
+def test_rows_with_images_are_refused_where_there_is_no_processor(directories: dict[str, Path], tmp_path: Path) -> None:
+    _, tokenizer, config = parts_of(directories["qwen3_5"])
+    image_processor = load_image_processor(ModelConfig(path="x"), config, [tmp_path])
+    side = image_side(image_processor, tokenizer, config, settings=processor_settings([tmp_path]))
+    rows = RowTokeniser(tokenizer, DataConfig(path="rows"), Path(), side)
+
+    assert rows.examples({"prompt": "a", "completion": "b"}, 0, "rows").examples
+    words = r"^row 3 has images\. The directory of the qwen3_5 model has no preprocessor_config\.json"
+    with pytest.raises(DataError, match=words):
         row = {"prompt": "<image>", "completion": "a", "images": [picture(np.random.default_rng(0), 24, 33)]}
         rows.examples(row, 3, "rows", "row 3")
 

@@ -1,4 +1,7 @@
-"""Videos as lists of frames: sizes, patches, tokens and positions are those of transformers; all else is refused."""
+"""Videos as lists of frames: sizes, patches, tokens and positions are those of transformers.
+
+Files of videos are in test_films.py; all else is refused.
+"""
 
 from __future__ import annotations
 
@@ -187,8 +190,8 @@ def test_every_way_to_write_a_row_gives_the_same_sequence(tmp_path: Path) -> Non
 
 FRAMES, SMALL = clip(np.random.default_rng(8), 3, 16, 16), picture(np.random.default_rng(0), 8, 9)
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "a file": ("qwen3_vl", {"videos": ["clip.mp4"]}, {}, r"clips row 3, video 0 is clip\.mp4; a video is a list"),
-    "bytes": ("qwen3_vl", {"videos": [b"1234"]}, {}, r"video 0 is 4 bytes; a video is a list of frames"),
+    "a file": ("qwen3_vl", {"videos": ["clip.mp4"]}, {}, r"clips row 3, video 0: there is no file /"),
+    "bytes": ("qwen3_vl", {"videos": [b"1234"]}, {}, r"video 0 \(4 bytes\) cannot be read as a film"),
     "no frames": ("qwen3_vl", {"videos": [[]]}, {}, r"video 0 has no frames"),
     "a rate of 0": ("qwen3_vl", {"videos": [{"frames": FRAMES, "fps": 0}]}, {}, r"video 0 has fps=0; it is the num"),
     "two sizes": ("qwen3_vl", {"videos": [[FRAMES[0], SMALL]]}, {}, r"frames of 9x8 and of 16x16 pixels"),

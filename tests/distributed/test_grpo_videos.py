@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from holdfast.config.sections.data import PromptDataConfig
 from holdfast.data.content.lengths import joined_inputs
@@ -17,6 +18,7 @@ from holdfast.types import Example
 from tests.distributed.grpo_cases import by_hand, settings, train
 from tests.distributed.test_grpo_images import SHARED_PROMPT
 from tests.distributed.test_videos import side_of
+from tests.films import film, noise
 from tests.videos import FPS, upstream_inputs, video_directory, video_model, video_rows, video_tokenizer
 
 DATA = {"max_length": 128, "video_fps": FPS}
@@ -78,3 +80,18 @@ def test_transformers_generate_is_shown_none(pools: Any, tmp_path: Path) -> None
     for kind, message in pools(2).errors(train, tree, ROWS["mixed"]):
         assert kind == "DataError"
         assert "transformers' generate, which samples here, would place its frames as if they were images" in message
+
+
+def test_prompts_with_films_are_those_with_lists_of_their_frames(pools: Any, tmp_path: Path) -> None:
+    tree = settings(str(video_directory(tmp_path, "qwen2_5_vl")), data=DATA)
+    written = [noise(12, 12 + number, 16, seed=number) for number in range(12)]
+    # Of one second at 12 a second, three frames a second would be too few: four are taken.
+    frames = [[Image.fromarray(frames[index]) for index in (0, 3, 6, 9)] for frames in written]
+    films = [{"prompt": "<video>see=", "videos": [film(frames)]} for frames in written]
+    lists = [{"prompt": "<video>see=", "videos": [{"frames": it, "fps": 4.0}]} for it in frames]
+
+    found, expected = (pools(1).run(train, tree, rows)[0] for rows in (films, lists))
+
+    assert [line["loss"] for line in found["lines"]] == [line["loss"] for line in expected["lines"]]
+    for name, parameter in expected["parameters"].items():
+        np.testing.assert_array_equal(found["parameters"][name], parameter, err_msg=name)

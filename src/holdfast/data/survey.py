@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,38 @@ class ImageCounts:
 
 
 @dataclass
+class VideoCounts:
+    """The videos of rows, as many as could be prepared."""
+
+    videos: int = 0
+    frames: int = 0
+    tokens: int = 0
+    longest: tuple[int, str] = (0, "")
+    """Frames of the video with the most, and its name."""
+
+    def add(self, frames: Sequence[Any], tokens: int, name: str) -> None:
+        """Count one video, of frames in PIL."""
+        self.videos += 1
+        self.frames += len(frames)
+        self.tokens += tokens
+        described = f"{name} of {frames[0].width}x{frames[0].height} pixels, {tokens:,} tokens"
+        self.longest = max(self.longest, (len(frames), described), key=lambda item: item[0])
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        if not self.videos:
+            return {"videos": 0}
+        counts = {"videos": self.videos, "frames": self.frames, "tokens": self.tokens}
+        return {**counts, "longest_frames": self.longest[0], "longest": self.longest[1]}
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is printed; nothing without a video."""
+        if self.videos:
+            yield f"  videos: {self.videos:,} of {self.frames:,} frames and {self.tokens:,} tokens"
+            yield f"  longest video: {self.longest[0]:,} frames, {self.longest[1]}"
+
+
+@dataclass
 class Survey:
     """The rows of one source, counted one after the other."""
 
@@ -93,6 +125,7 @@ class Survey:
     skips: bool = False
     """Whether a run leaves out rows with mistakes, and goes on."""
     images: ImageCounts = field(default_factory=ImageCounts)
+    videos: VideoCounts = field(default_factory=VideoCounts)
     _of_length: Counter[int] = field(default_factory=Counter)
     """How many sequences have a length, before anything is cut."""
     _fingerprints: array[int] = field(default_factory=lambda: array("Q"))
@@ -200,6 +233,7 @@ class Survey:
             "counts": dict(self.counts),
             "duplicates": self.duplicates,
             "images": self.images.as_plain(),
+            "videos": self.videos.as_plain(),
             "lengths": quantiles,
             "histogram": self.histogram(),
             "length_for_99_percent": self.length_for(0.99),
@@ -243,6 +277,7 @@ def report_lines(survey: Survey, *, prompts: bool, room_for: int = 0, limit: str
         yield "  tokens: " + ", ".join(f"{name} {value:,}" for name, value in survey.as_plain()["lengths"].items())
         yield from (f"  {bar}" for bar in _bars(bars))
     yield from survey.images.lines()
+    yield from survey.videos.lines()
     read = survey.rows - survey.filtered
     for name, number in survey.counts.items():
         description = _SAYS.get(name, name).format(limit=survey.max_length)

@@ -27,7 +27,8 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.data.batches.stream import BatchStream
-from holdfast.data.content.images import ImageFiles, images_fingerprint
+from holdfast.data.content.image_fingerprints import images_fingerprint
+from holdfast.data.content.images import ImageFiles
 from holdfast.data.tokens.chat_template import template_text
 from holdfast.errors import ModelError
 from holdfast.files import read_bytes
@@ -46,7 +47,7 @@ _SAMPLED_BY = {
 }  # fmt: skip
 _IMAGES = "images of source "
 _IMAGE_RULES = "rules for images"
-_LATER = {_IMAGE_RULES}
+_LATER = {_IMAGE_RULES, "data.max_frames"}
 """Names that earlier versions did not save."""
 _LATER_KEYS: Mapping[str, Mapping[str, object]] = MappingProxyType({"advantage": {"turns": "episode", "discount": 1.0}})
 """Keys of sections that earlier versions did not have, with the values by which they computed."""
@@ -115,7 +116,7 @@ def _image_settings(config: TrainingConfig, origin: Blueprint) -> dict[str, str]
         return {}
     settings = {key: value for key, value in origin.image_processor.to_dict().items() if not key.startswith("_")}
     bounds: dict[str, Any] = {"data.min_pixels": config.data.min_pixels, "data.max_pixels": config.data.max_pixels}
-    videos = ("video_fps", "video_min_pixels", "video_max_pixels")
+    videos = ("video_fps", "video_min_pixels", "video_max_pixels", "max_frames")
     bounds |= {f"data.{key}": getattr(config.data, key) for key in videos}
     file = None if origin.directory is None else origin.directory / VIDEO_FILE
     if file is not None and file.exists():

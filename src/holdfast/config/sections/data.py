@@ -105,8 +105,8 @@ class TextConfig(Section):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra variables for the chat template, such as {enable_thinking: false}."""
     image_dir: str | None = None
-    """Where relative paths of images start; it is looked up in the current directory, then beside the YAML. Default:
-    those two themselves."""
+    """Where relative paths of images and films start; it is looked up in the current directory, then beside the YAML.
+    Default: those two themselves."""
     min_pixels: PositiveInt | None = None
     """Smaller images are enlarged to so many pixels (Qwen-VL); default: as the model's image processor says."""
     max_pixels: PositiveInt | None = None
@@ -115,14 +115,16 @@ class TextConfig(Section):
     max_images: PositiveInt | None = None
     """Most images of a row; a row with more is refused."""
     video_fps: Positive = 2.0
-    """Frames that belong to one second of a video, where the row does not say: times and positions follow from it."""
+    """Frames that belong to one second of a video, where the row does not say: times and positions follow from it. Of
+    a film (a file of a video) so many are taken."""
     video_min_pixels: PositiveInt | None = None
     """As `min_pixels`, for the frames of videos: for each of them in Qwen2-VL and Qwen2.5-VL, for all together in
     Qwen3-VL."""
     video_max_pixels: PositiveInt | None = None
     """As `max_pixels`, for frames of videos, counted in the same way."""
     max_frames: PositiveInt | None = None
-    """Most frames of a video; a row with a longer one is refused."""
+    """Most frames of a video; a row with a longer list is refused, and of a longer film so many are taken, spread
+    evenly. Default: any list, and 768 frames of a film."""
 
 
 IMAGE_FIELDS = frozenset(

@@ -1,11 +1,9 @@
 """Find and open the images and videos of rows.
 
 A row has its images in a column `images` (or `image`), with `<image>` in its text for each, or inside the parts of its
-messages. Videos are lists of frames in a column `videos`, with `<video>` in the text, or inside parts. Both forms are
-normalised to parts `{type: image}` and `{type: video}`, and a list of what to open in the order of the parts.
-
-Rows refer to files by name, and the contents of a file may change. To read all of them at a resume would take as long
-as a pass over the data, so that the fingerprint of a source's images covers only a sample, spread over the rows.
+messages. Videos, lists of frames or films, stand in a column `videos`, with `<video>` in the text, or inside parts.
+Both forms are normalised to parts `{type: image}` and `{type: video}`, and a list of what to open in the order of the
+parts.
 """
 
 from __future__ import annotations
@@ -15,18 +13,16 @@ import re
 import struct
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from holdfast.data.content.formats import Conversation, Message, PlainText, PromptCompletion
+from holdfast.data.content.video_files import excerpt, first_frame
 from holdfast.data.content.videos import Video, video_of
-from holdfast.data.rows.rows import Row, Source
+from holdfast.data.rows.rows import Row
 from holdfast.errors import DataError
 from holdfast.files import expanded
 
@@ -53,10 +49,11 @@ def place_images(content: C, row: Row, row_name: str, blind: str | None = None) 
         blind: A sentence that says why no images can be trained on; None: they can.
 
     Raises:
-        DataError: Placeholders and images do not match in number, a part is of another kind, or there are images and
-            none can be trained on.
+        DataError: Placeholders and images do not match in number, a part is of another kind, there is sound, or there
+            are images and none can be trained on.
     """
     in_columns: RowMedia = {kind: _column(row, kind, row_name) for kind in PLACEHOLDERS}
+    _refuse_audio(content, row, row_name)
     content, placeholders, inside = _located(content, row_name, [kind for kind in PLACEHOLDERS if in_columns[kind]])
     kinds = [kind for kind in PLACEHOLDERS if in_columns[kind] or kind in placeholders]
     if blind is not None and kinds:
@@ -86,6 +83,8 @@ def _located(content: C, row_name: str, column_kinds: Sequence[str]) -> tuple[C,
 def held_images(row: Row, row_name: str) -> Iterator[Any]:
     """Yield what a row holds or names of images, then of the frames of videos: in its columns, and in messages.
 
+    A film is yielded as its `Video`.
+
     Raises:
         DataError: As `place_images`.
     """
@@ -95,7 +94,17 @@ def held_images(row: Row, row_name: str) -> Iterator[Any]:
             _parsed([message for message in value if isinstance(message, Mapping)], row_name, contents, ())
     yield from contents["image"]
     for video in _opened_later(contents["video"], "video", row_name):
-        yield from video.frames
+        yield from video.frames if video.film is None else [video]
+
+
+def _refuse_audio(content: Content, row: Row, row_name: str) -> None:
+    columns = [name for name in ("audio", "audios") if row.get(name) is not None]
+    text = str(content.messages) if isinstance(content, Conversation) else _text_of(content)
+    if columns and "<audio>" in text:
+        raise DataError(
+            f"{row_name} has a column {columns[0]!r} and a place for it, <audio>; Holdfast trains on text, images and "
+            "videos. Remove the row."
+        )
 
 
 def _opened_later(contents: Sequence[Any], kind: str, row_name: str) -> list[Any]:
@@ -239,12 +248,15 @@ class ImageFiles:
         """Return a PIL image in RGB, turned upright as its camera says; of an animation the first frame.
 
         Args:
-            image: A path, the bytes of a file, a PIL image, or a mapping with `bytes` or `path`.
+            image: A path, the bytes of a file, a PIL image, or a mapping with `bytes` or `path`; of a film the first
+                frame.
             name: What an error calls it.
 
         Raises:
             DataError: There is no such file, it is not an image, or it is damaged.
         """
+        if isinstance(image, Video):
+            return first_frame(self.film(image, name), name)
         try:
             from PIL import Image, ImageOps
         except ImportError:
@@ -273,8 +285,18 @@ class ImageFiles:
             description = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
             raise DataError(f"{name} ({description:.120}) cannot be read as an image: {error}.") from None
 
+    def film(self, video: Video, name: str) -> Path | bytes:
+        """Return the file of a film, or its bytes.
+
+        Raises:
+            DataError: The file does not exist.
+        """
+        return video.film if isinstance(video.film, bytes) else self.path(video.film, name)
+
     def content(self, image: Any) -> bytes:
         """Return what tells an image from others: the bytes of its file, or mode, size and pixels of one in memory.
+
+        Of a film, its size, beginning and end: containers list the sizes of all frames in one of them.
 
         Raises:
             DataError: The value is not an image, or the file it names does not exist.
@@ -282,6 +304,8 @@ class ImageFiles:
         """
         from PIL import Image
 
+        if isinstance(image, Video):
+            return excerpt(self.film(image, "a film"))
         image = _named(image)
         if isinstance(image, Image.Image):
             return f"{image.mode} {image.size} ".encode() + image.convert("RGB").tobytes()
@@ -299,8 +323,8 @@ class ImageFiles:
             )
         if str(image).startswith(("http://", "https://", "data:")):
             raise DataError(
-                f"{name} is {str(image):.60}; images are read from files or from the rows. Download it and write its "
-                "path, which may be relative to data.image_dir."
+                f"{name} is {str(image):.60}; images and films are read from files or from the rows. Download it and "
+                "write its path, which may be relative to data.image_dir."
             )
         path = expanded(str(image).removeprefix("file://"))
         folders = [Path.cwd(), self.base]
@@ -334,56 +358,3 @@ def _in_rgb(image: Any) -> Any:
 def _named(image: Any) -> Any:
     """Return the bytes or the path of an image that is a mapping of them, as `datasets` has it."""
     return image.get("bytes") or image.get("path") if isinstance(image, Mapping) else image
-
-
-SAMPLED_ROWS = 32
-"""Rows of a source whose images are read: spread evenly over a source with an index, the first ones of a stream."""
-
-IMAGES_OF_A_ROW = 8
-"""How many of a row's first images or frames are looked at."""
-
-
-def images_fingerprint(source: Source, files: ImageFiles) -> str | None:
-    """Return xxh3_128, in hexadecimal, of the images that a sample of a source's rows names or holds.
-
-    Args:
-        source: Rows.
-        files: Finds what rows name.
-
-    Returns:
-        None if no row of the sample has an image.
-    """
-    digest, count = xxhash.xxh3_128(), 0
-    for row in _sampled(source):
-        for image in _images(row, source.name)[:IMAGES_OF_A_ROW]:
-            content = _content(image, files)
-            count += 1
-            digest.update(f"{len(content)}:".encode())
-            digest.update(content)
-    return str(digest.hexdigest()) if count else None
-
-
-def _sampled(source: Source) -> Iterator[Row]:
-    size = source.size
-    if size is None:
-        yield from islice(source.scan(0), SAMPLED_ROWS)
-        return
-    for index in np.unique(np.linspace(0, size - 1, SAMPLED_ROWS).astype(int)):
-        row: Row = {}
-        with suppress(Exception):  # it says what is wrong with it when it is trained on, unless it is left out then
-            row = source.row(int(index))
-        yield row
-
-
-def _images(row: Row, row_name: str) -> list[Any]:
-    try:
-        return list(held_images(row, row_name))
-    except DataError:  # as above
-        return []
-
-
-def _content(image: Any, files: ImageFiles) -> bytes:
-    try:
-        return files.content(image)
-    except Exception:  # noqa: BLE001 - as above; and what reads images raises whatever it likes
-        return b"unreadable"

@@ -1,4 +1,4 @@
-"""Videos as lists of frames in rows, and their conversion to patches.
+"""Videos in rows, as lists of frames or as files, and the conversion of frames to patches.
 
 transformers' video processors need torchvision. They resize all frames to one size within bounds, and cut patches that
 extend over neighbouring frames; this module does the same with the family's image processor.
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from holdfast.data.content.vision_families import VideoFamily
 from holdfast.errors import DataError
 
+_KEYS = ("frames", "bytes", "path")
+"""Of a mapping; `datasets` stores films with the last two."""
+
 _WIDEST = 200
 """Sides of a frame may differ by this factor, as transformers has it."""
 
@@ -27,11 +30,13 @@ class Video:
     """One video of a row."""
 
     frames: tuple[Any, ...]
-    """Each what an image is: a path, the bytes of a file, a PIL image."""
+    """Each what an image is: a path, the bytes of a file, a PIL image. None for a film."""
     fps: float | None
-    """Frames of a second that are in the list; None: what `data.video_fps` says."""
+    """Frames of a second that are in the list, or that are taken of a film; None: what `data.video_fps` says."""
     original: Any
     """As the row has it, by which two contents of a row know that they share it."""
+    film: str | bytes | Path | None = None
+    """A file to decode, or its bytes."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +51,39 @@ class VideoOptions:
 
 
 def video_of(content: Any, video_name: str, fps: Any = None) -> Video:
-    """Return a video as a row holds it: a list of frames, or a mapping with `frames` and perhaps `fps`.
+    """Return a video as a row holds it.
+
+    Args:
+        content: A list of frames, or a mapping with `frames`; the path of a film, its bytes, or a mapping with `bytes`
+            or `path`. A mapping may have `fps`.
+        video_name: What an error calls it.
+        fps: Where `content` has none.
 
     Raises:
-        DataError: It is a file of a video, or empty, or its rate is not a number above 0.
+        DataError: It is none of these, or empty, or its rate is not a number above 0.
     """
     frames = content
     if isinstance(content, Mapping):
-        frames, fps = content.get("frames"), content.get("fps", fps)
-    if isinstance(frames, str | bytes | Path) or not isinstance(frames, Sequence):
-        description = f"{len(frames)} bytes" if isinstance(frames, bytes) else f"{frames!s:.80}"
+        frames = next((content[key] for key in _KEYS if content.get(key) is not None), None)
+        fps = content.get("fps", fps)
+    is_film = isinstance(frames, str | bytes | Path)
+    if not is_film and not isinstance(frames, Sequence):
         raise DataError(
-            f"{video_name} is {description}; a video is a list of frames, and files of videos are not opened. Write "
-            "the frames as images, as in `ffmpeg -i clip.mp4 -vf fps=2 clip/%04d.png`, and name them in a list."
+            f"{video_name} is a {type(content).__name__}; a video is a list of frames, or a film: the path of a file, "
+            "or its bytes."
         )
-    if not len(frames):
+    if not is_film and not len(frames):
         raise DataError(f"{video_name} has no frames. Remove it and its place in the text.")
-    if fps is not None and not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
+    rate = _rate_of(fps, video_name)
+    return Video((), rate, content, frames) if is_film else Video(tuple(frames), rate, content)
+
+
+def _rate_of(fps: Any, video_name: str) -> float | None:
+    if fps is None:
+        return None
+    if not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
         raise DataError(f"{video_name} has fps={fps!r}; it is the number of its frames that belong to one second.")
-    return Video(tuple(frames), None if fps is None else float(fps), content)
+    return float(fps)
 
 
 def frame_size(family: VideoFamily, count: int, width: int, height: int, unit: int, bounds: tuple[int, int]) -> Any:

@@ -22,7 +22,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments that tell image tokens from text."""
 _OF_TEXT = {*_TYPES, "input_ids", "attention_mask", "labels", "special_tokens_mask"}
 """What a processor returns of the text."""
-_SIZES = ((48, 80), (80, 48), (64, 64), (36, 130), (48, 80))
+_SIZES = ((48, 80), (80, 48), (64, 64), (36, 130), (600, 500), (48, 80))
 """(height, width) of the images that are asked for."""
 _MARKS = (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id"))
 """Fields of a configuration for the tokens around an image that are part of no processor's text, but of templates."""

@@ -22,6 +22,7 @@ from holdfast.data.content.images import (
 )
 from holdfast.data.content.lengths import Stretch
 from holdfast.data.content.pixels import pixel_digest
+from holdfast.data.content.video_files import decoded
 from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.marks import with_marks
@@ -114,14 +115,21 @@ class RowImages:
         for number, image in enumerate(images):
             name = f"{row_name}, {'video' if isinstance(image, Video) else 'image'} {number}"
             if isinstance(image, Video):
-                frames = [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(image.frames)]
-                prepared.append(side.prepare_video(frames, image.fps, name))
+                prepared.append(side.prepare_video(*self._frames(image, name, side), name))
                 opened.append(None)
             else:
                 opened.append(self._files.open(image, name))
                 prepared.append(side.prepare(opened[-1], name))
         self._last = (images, tuple(prepared), tuple(opened))
         return self._last[1:]
+
+    def _frames(self, video: Video, name: str, side: ImageSide) -> tuple[Sequence[Any], float]:
+        """Return a video's frames as PIL images, and how many of them belong to a second."""
+        fps = side.video_fps if video.fps is None else video.fps
+        if video.film is not None:
+            film = decoded(self._files.film(video, name), fps, self._text.max_frames, name)
+            return film.frames, film.fps
+        return [self._files.open(frame, f"{name}, frame {count}") for count, frame in enumerate(video.frames)], fps
 
     def unread(self, tokens: Sequence[int], content: Content, row_name: str) -> PromptImages | None:
         """Return the images of a sequence, not yet expanded, as a processor elsewhere gets them; None for none.

@@ -87,6 +87,8 @@ class ImageSide:
         self.marks = [token for token in (self.image_id, video_token(config)) if token is not None]
         self.on_image: Callable[[Any, int, str], None] | None = None
         """Called with every image of a row, in PIL, its number of tokens and its name."""
+        self.on_video: Callable[[Sequence[Any], int, str], None] | None = None
+        """Called with the frames of every video of a row, in PIL, its number of tokens and its name."""
         self._asked = asked
         self._compare_made_up()
         if min_pixels is not None or max_pixels is not None:
@@ -240,6 +242,11 @@ class ImageSide:
             laid.tokens, {name: np.moveaxis(arguments[name], 0, self.family.axes[name]) for name in self.family.inputs}
         )
 
+    @property
+    def video_fps(self) -> float:
+        """Frames that belong to one second where a row does not say."""
+        return self._videos.fps
+
     def prepare_video(self, frames: Sequence[Any], fps: float | None, video_name: str) -> PreparedImage:
         """Return the tokens and inputs of one video.
 
@@ -262,6 +269,8 @@ class ImageSide:
             raise DataError(f"{video_name} of {sizes[0][0]}x{sizes[0][1]} pixels: {error}.") from None
         inputs = patches_of(frames, self._processor, size)
         tokens, grids = self._video_tokens(video, inputs, len(frames), self._videos.fps if fps is None else fps)
+        if self.on_video is not None:
+            self.on_video(frames, len(tokens), video_name)
         return PreparedImage(tokens, inputs, grids)
 
     def _video_tokens(

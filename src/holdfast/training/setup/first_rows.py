@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.data.batches.candidates import Tokenise
 from holdfast.data.content.images import ImageFiles, held_images
+from holdfast.data.content.video_files import require_decoder
+from holdfast.data.content.videos import Video
 from holdfast.data.rows.rows import Row
 from holdfast.data.tokens.chat import S
 from holdfast.errors import DataError
@@ -52,10 +54,11 @@ def check_first_rows(
 
 
 def _look_for_images(setting: Setting, data: OpenedData, *, skips: bool) -> None:
-    """Look for the files of a pass's images, a share of the rows on each rank.
+    """Look for the files of a pass's images and films, a share of the rows on each rank.
 
     Raises:
         DataError: One is not there, and bad rows stop the run; the same on all ranks.
+        ConfigError: There are films, and nothing to decode them with.
     """
     ranks = setting.ranks
     with ranks.together():
@@ -74,6 +77,10 @@ def _without_images(setting: Setting, data: OpenedData, *, skips: bool) -> Itera
     for name, row in _rows_of_first_pass(setting, data):
         try:
             for image in held_images(row, name):
+                if isinstance(image, Video):
+                    require_decoder()
+                    files.film(image, name)
+                    continue
                 path = image.get("path") if isinstance(image, Mapping) and not image.get("bytes") else image
                 if isinstance(path, str):
                     files.path(path, name)

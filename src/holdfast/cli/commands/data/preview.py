@@ -56,7 +56,7 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
     console = Console(highlight=False, soft_wrap=True)
     images = images_of(config, tokenizer, loaded.base)
     if not isinstance(images, str):
-        images.on_image = partial(_show_image, console)
+        images.on_image, images.on_video = partial(_show_image, console), partial(_show_video, console)
     if isinstance(config, GRPOConfig | DistillConfig) and longest_prompt(config) is not None:
         for line in _prompt(config, tokenizer, loaded.base, content, f"{source.name} row {row}", images):
             console.print(Text(line))
@@ -78,9 +78,20 @@ def preview(path: Path, overrides: Sequence[str], row: int) -> None:
 
 def _show_image(console: Console, image: Any, tokens: int, name: str) -> None:
     """Print an image's name, size and tokens, and where there are colours the image."""
+    console.print(f"{name}: {image.width}x{image.height} pixels, {tokens} tokens", style="italic", markup=False)
+    _draw(console, image)
+
+
+def _show_video(console: Console, frames: Sequence[Any], tokens: int, name: str) -> None:
+    """Print a video's name, frames and tokens, and where there are colours its first frame."""
+    size = f"{len(frames)} frames of {frames[0].width}x{frames[0].height} pixels"
+    console.print(f"{name}: {size}, {tokens} tokens", style="italic", markup=False)
+    _draw(console, frames[0])
+
+
+def _draw(console: Console, image: Any) -> None:
     from holdfast.cli.commands.data.thumbnails import half_blocks
 
-    console.print(f"{name}: {image.width}x{image.height} pixels, {tokens} tokens", style="italic", markup=False)
     if console.color_system is not None and not console.no_color:
         console.print(half_blocks(image), end="")
 

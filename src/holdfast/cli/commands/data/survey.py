@@ -141,7 +141,7 @@ def _reports(config: TrainingConfig, base: Path, processes: ExitStack) -> Iterat
         report = _report_of(name, source, config, longest_prompt(config, training=training))
         report.survey.skips = training and config.data.on_bad_row == "skip"
         if isinstance(images, ImageSide):
-            images.on_image = report.survey.images.add
+            images.on_image, images.on_video = report.survey.images.add, report.survey.videos.add
         tokenise = _tokenise(config, tokenizer, base, images, dict(formats), training=training)
         for label, row in _rows(source, report.survey):
             if taken is not None and not taken(row):
