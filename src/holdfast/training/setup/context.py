@@ -45,11 +45,6 @@ def _refuse(context: int, origin: Blueprint, policy: PolicyModel) -> None:
             f"{key} splits rows of text, and {name} sees images, whose features cannot be split over ranks yet. Leave "
             "parallel.context out."
         )
-    if policy.routers is not None:
-        raise ConfigError(
-            f"{key} splits rows over ranks, and {name} is a mixture of experts, whose routers are not compared over "
-            "ranks yet. Leave parallel.context out."
-        )
     heads = int(text.num_attention_heads)
     if heads % context:
         divisors = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
