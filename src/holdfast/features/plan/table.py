@@ -75,6 +75,11 @@ def _work_lines(plan: Mapping[str, Any]) -> list[str]:
         if row in flops or row in sent or row in bounds:
             seconds = f"{bounds[row]:.3f}" if row in bounds else ""
             lines.append(_line(row, [_cell(flops.get(row, 0.0), 1e12), _cell(sent.get(row, 0)), seconds]))
+    kinds: Counter[str] = Counter()
+    for note in plan["messages"]:
+        kinds[note["kind"]] += note["bytes"]
+    by_kind = [f"{kind} {size / GIB:.2f}" for kind, size in kinds.most_common() if size >= 2**20]
+    lines += [f"GiB sent by kind: {', '.join(by_kind)}"] if by_kind else []
     return [*lines, "(seconds are lower bounds from the maker's peaks, not predictions)"]
 
 
@@ -93,6 +98,35 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
     if not any(turn["fits"] for turn in plan.get("turns", [])):
         lines.append("  nothing of this is enough: use more ranks, devices with more memory, or a smaller model")
     return lines
+
+
+def longest_lines(found: Mapping[str, Any]) -> list[str]:
+    """Return the table of the longest rows that fit, one line for each `parallel.context`."""
+    executed = f"{_several(found['executions'], 'execution')} of steps on devices that compute nothing"
+    how = executed if found["executed"] else f"BY FORMULAS: {executed} were not possible, see the notes"
+    memory = f"{found['memory_bytes'] / GIB:.2f} GiB"
+    return [
+        f"the longest row that fits, on {_several(found['ranks'], 'rank')} of {found['device'] or 'cpu'} with {memory} "
+        "each; planned, one row to a micro-batch",
+        f"{how}, {found['cpu_seconds']:.0f} s of CPU",
+        "",
+        f"{'context':>7s}{'tokens a row':>15s}{'a rank':>10s}{'GiB':>8s}  at the peak of (largest parts); what to turn",
+        *map(_longest_line, found["longest"]),
+        "",
+        *(f"note: {note}" for note in found["notes"]),
+    ]
+
+
+def _longest_line(answer: Mapping[str, Any]) -> str:
+    head = f"{answer['context']:>7d}"
+    if "refused" in answer:
+        return f"{head}{'-':>15s}{'':>18s}  {answer['refused']}"
+    tokens = f"{answer['tokens']:,}" if answer["tokens"] else "none"
+    of_rank = f"{answer['tokens_per_rank']:,}" if answer["tokens"] else ""
+    parts = sorted(answer["parts"].items(), key=lambda part: -part[1])[:3]
+    sizes = ", ".join(f"{_SHORT[kind]} {size / GIB:.2f}" for kind, size in parts)
+    peak = f"{answer['peak_bytes'] / GIB:.2f}"
+    return f"{head}{tokens:>15s}{of_rank:>10s}{peak:>8s}  {_title(answer['phase'])} ({sizes}); {answer['turn']}"
 
 
 def _title(row: str) -> str:
