@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.cases import rows_of, settings, train
-from tests.distributed.context_cases import branched, differences, document, train_with_exact_norms
+from tests.distributed.context_cases import branched, differences, document, first_lines, train_without_float32
 from tests.distributed.test_split_invariance import assert_same
 from tests.tiny import tiny_directory
 
@@ -48,7 +48,7 @@ def of_one_rank(pools: Any, directory: Any) -> Any:
     def of(family: str, packing: str) -> dict[str, Any]:
         if (family, packing) not in made:
             tree = settings(str(directory(family)), model=FAMILIES[family][2], data={"packing": packing})
-            made[family, packing] = pools(1).run(train_with_exact_norms, tree, ROWS)[0]
+            made[family, packing] = pools(1).run(train_without_float32, tree, ROWS)[0]
         return made[family, packing]
 
     return of
@@ -87,7 +87,7 @@ def test_ranks_that_share_a_row_train_as_one_rank(  # noqa: PLR0913 - a split ha
     expected = of_one_rank(family, data.get("packing", "best_fit"))
     tree = settings(str(directory(family)), model=FAMILIES[family][2], data=data, parallel={"context": 2} | parallel)
 
-    found = pools(ranks).run(train_with_exact_norms, tree, ROWS)
+    found = pools(ranks).run(train_without_float32, tree, ROWS)
 
     for outcome in found:
         assert_same(outcome, expected, 1e-10)
@@ -149,3 +149,20 @@ def test_what_cannot_share_rows_is_refused_on_all_ranks(  # noqa: PLR0913 - a mo
     assert {name for name, _ in errors} == {"ConfigError"}
     for _, message in errors:
         assert sentence in message
+
+
+@pytest.mark.parametrize(("local_size", "crosses"), [(3, True), (4, False)])
+def test_groups_that_cross_machines_are_told_by_the_first_rank_alone(
+    pools: Any, directory: Any, local_size: int, crosses: bool
+) -> None:
+    tree = settings(str(directory("llama")), parallel={"context": 2})
+
+    first, *others = pools(4).run(first_lines, tree, ROWS, local_size)
+
+    note = (
+        "note: this machine has 3 ranks, so some groups of parallel.context=2 cross machines, and exchange queries, "
+        "keys and values over the network."
+    )
+    assert first[0] == "every packed row is shared by 2 ranks (parallel.context)"
+    assert (note in first) == crosses
+    assert not any("parallel.context" in line for lines in others for line in lines)
