@@ -48,8 +48,8 @@ ROOMS = {
         setup
     """,
     "parallel": """
-        collectives context copies failure plan rank_log rendezvous
-        shards
+        collectives context copies failure plan rank_log rendezvous storages
+        activations shards
         apply mesh stream
         host_memory
     """,

@@ -79,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reference": {"sync": {"every_steps": 1, "mix": 0}}}, "reference.sync.mix: 0 should be greater than 0"),
     (
         {"residency": {"parameters": "host"}, "parallel": {"cpu_offload": True}},
-        "residency.parameters: parallel.cpu_offload keeps them in host memory all the time; leave it out",
+        "residency.parameters: parallel.offload keeps them in host memory all the time; leave it out",
     ),
     ({"residency": {"optimizer": "disk"}}, "residency.optimizer: 'disk' should be 'stay' or 'host'"),
     ({"reference": {"sync": {}}}, "reference.sync.every_steps: required, and missing"),

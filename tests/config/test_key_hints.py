@@ -29,7 +29,7 @@ Mistakes = Callable[..., list[str]]
         (
             "deepspeed: zero3.json",
             "deepspeed: unknown key; transformers' deepspeed has no counterpart here: ranks share sharded "
-            "weights by FSDP2, which is ZeRO stage 3; parallel.cpu_offload is its offloading",
+            "weights by FSDP2, which is ZeRO stage 3; parallel.offload is its offloading",
         ),
         (
             "learning_rate: 1e-5",

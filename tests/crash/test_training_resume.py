@@ -241,14 +241,21 @@ def test_sigterm_in_an_evaluation_leaves_it_and_saves_the_step_it_belongs_to(
     assert log_of(observed) == log_of(straight)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, id="save, resume and export while parameters are in host memory")])
+@pytest.mark.parametrize(
+    ("begins", "goes_on"),
+    [
+        pytest.param({"cpu_offload": True}, {"cpu_offload": True}, id="parameters in host memory"),
+        pytest.param({"offload": ["activations", "optimizer"]}, {}, id="optimizer in host memory, then beside them"),
+        pytest.param({"cpu_offload": True}, {"offload": ["optimizer"]}, id="parameters in host memory, then not"),
+    ],
+)
 def test_an_offloaded_run_saves_resumes_and_exports_what_a_plain_one_does(
-    pools: Any, straight: Path, tmp_path: Path, ranks: int
+    pools: Any, straight: Path, tmp_path: Path, begins: dict[str, Any], goes_on: dict[str, Any]
 ) -> None:
-    offloaded = {"parallel": {"cpu_offload": True}, "checkpoint": {"export_at_end": True}}
+    exported_at_end = {"checkpoint": {"export_at_end": True}}
 
-    first = pools(ranks).run(run, values_of(tmp_path, steps=STOP, **offloaded))[0]
-    last = pools(ranks).run(run, values_of(tmp_path, steps=STEPS, **offloaded))[0]
+    first = pools(2).run(run, values_of(tmp_path, steps=STOP, parallel=begins, **exported_at_end))[0]
+    last = pools(2).run(run, values_of(tmp_path, steps=STEPS, parallel=goes_on, **exported_at_end))[0]
 
     assert (first.step, last.step) == (STOP, STEPS)
     assert log_of(tmp_path) == log_of(straight)

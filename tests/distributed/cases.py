@@ -10,6 +10,7 @@ import torch
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
+from holdfast.parallel.activations import offload_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -47,14 +48,16 @@ def settings(directory: str, **sections: Any) -> dict[str, Any]:
 def recorded_gradients(trained: Trained) -> list[dict[str, Any]]:
     """Return the list that every update will add its gradients to, whole and by name."""
     names = {id(parameter): name for name, parameter in sharded_parameters(trained.model).items()}
+    # By position: a step in host memory is made on other parameters.
+    ordered = [names[id(parameter)] for group in trained.optimizer.param_groups for parameter in group["params"]]
     gradients: list[dict[str, Any]] = []
 
     def keep(optimizer: Any, args: Any, kwargs: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients.append(
             {
-                names[id(parameter)]: full_tensor(parameter.grad).double().numpy().copy()
-                for group in optimizer.param_groups
-                for parameter in group["params"]
+                name: full_tensor(parameter.grad).double().numpy().copy()
+                for name, parameter in zip(ordered, parameters, strict=True)
                 if parameter.grad is not None
             }
         )
@@ -67,6 +70,8 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
     """Train and return losses, norms, first gradients, final parameters and the sample ids of every step."""
     run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
     gradients = recorded_gradients(run.trained)
+    offload = offload_of(run.trained.model)
+    copied_before = offload.copied_bytes if offload else 0  # checks before step 1 run passes too
     losses, norms, forwards, lines = [], [], [], []
     for _ in range(steps):
         metrics = sft_step(run)
@@ -85,6 +90,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3) -> dict
         "metrics": lines,
         "rows_tokenised": run.stream.rows_tokenised,
         "padded": run.trained.model.padded,
+        "offloaded_bytes": offload.copied_bytes - copied_before if offload else 0,
     }
 
 

@@ -16,6 +16,7 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.errors import RunStopped
 from holdfast.models.heads.policy import PolicyModel
+from holdfast.parallel.activations import offload_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.parallel.stream import full_tensor
@@ -126,6 +127,7 @@ def train(world: World, tree: dict[str, Any], rows: Any, steps: int = 3, reward:
         "sampled": seen,
         "forwards": forwards,
         "state": run.trained.state.as_plain(),
+        "offloads": offload_of(run.trained.model) is not None,
     }
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.parallel.host_memory import storages_of
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.parallel.storages import storages_of
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.fit import fit

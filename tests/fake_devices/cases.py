@@ -63,6 +63,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft LoRA": tree(model={"lora": {"rank": 4}}),
     "sft LoRA, 4 bits": tree(model={"lora": {"rank": 4, "quantize": "nf4"}, "frozen_dtype": "bfloat16"}),
     "sft offload": tree(parallel={"cpu_offload": True}),
+    "sft activations offloaded": tree(parallel={"offload": ["activations"]}),
+    "sft optimizer offloaded": tree(parallel={"offload": ["optimizer"]}),
     "sft copies": tree(parallel={"replicate": 2}),
     "sft shared rows": tree(parallel={"context": 2}),
     "sft shared rows, recomputed": tree(parallel={"context": 4, "recompute": "full"}),
@@ -110,7 +112,8 @@ ONE_RANK_LESS = {"sft copies", "grpo shared rows", "sft shared rows", "sft share
 NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""
 NOT_BY_PLACE = {
-    "sft one pass", "sft chunks of logits", "sft head in float32", "sft experts, loads of the update",
+    "sft one pass", "sft activations offloaded", "sft chunks of logits", "sft head in float32",
+    "sft experts, loads of the update",
     "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
     "grpo shared rows", "grpo experts replayed", "grpo truncated sampling", "grpo by covariance",
     "distill on own texts",

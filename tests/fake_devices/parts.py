@@ -8,7 +8,8 @@ of the moments at which a phase takes most:
   the last norm, since the root holds them, and with the last block, whose place nothing has taken yet. Beside the
   logits, which stay in bfloat16 and become their own slopes, stand the gradient of the matrix in float32, and three
   [tokens, hidden] of states and their gradients. Of activations: what goes into each
-  block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of.
+  block, what comes out of the last one, the last norm's float32 copy, and what its weight's gradient is made of. Where
+  activations are offloaded, what goes into all blocks but the last is in host memory.
 - backward: two blocks are gathered, the one at work and the next, with the rows that pad their shards, and a tied root
   with them; where the head outweighs them, a backward pass takes most at its start, with what the forward pass ended
   with.
@@ -43,6 +44,10 @@ class Shape:
     tokens: int = 1024
     bfloat16: bool = False
     offload: bool = False
+    activations: bool = False
+    """Whether activations are offloaded."""
+    states: bool = False
+    """Whether the optimizer is, and nothing else."""
     lora: int = 0
     recompute: str = "full"
     starts: bool = False
@@ -83,7 +88,15 @@ class Shape:
             "steps": 2,
             "model": model,
             "optim": optim,
-            "parallel": {"replicate": self.replicate, "cpu_offload": self.offload, "recompute": self.recompute},
+            "parallel": {
+                "replicate": self.replicate,
+                "offload": [
+                    *(["optimizer", "parameters"] * self.offload),
+                    *(["activations"] * self.activations),
+                    *(["optimizer"] * self.states),
+                ],
+                "recompute": self.recompute,
+            },
             "data": {
                 "synthetic": {"task": "sort", "rows": 64},
                 "batch_size": self.ranks,
@@ -150,7 +163,8 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     rows = shape.tokens * shape.hidden * 2
     one_block = gathered(block(shape), shape.shards) + (gathered(adapters(shape), shape.shards) if shape.lora else 0)
     root = 2 * numbers(ends(shape)[:2]) if shape.tied else 0
-    forward = {"activations": (shape.layers + (3 if shape.lora else 4)) * rows, "head": head(shape)}
+    inputs = 1 if shape.activations else shape.layers
+    forward = {"activations": (inputs + (3 if shape.lora else 4)) * rows, "head": head(shape)}
     backward: dict[str, float] = {}
     optimizer: dict[str, float] = {}
     if shape.shards > 1:
@@ -162,6 +176,8 @@ def by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     if not shape.offload:
         forward |= {"parameters": parameters, "optimizer": moments}
         optimizer |= {"parameters": parameters, "gradients": shards, "optimizer": moments}
+    if shape.states:
+        del forward["optimizer"], optimizer["optimizer"], optimizer["gradients"]
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 
@@ -201,6 +217,9 @@ SHAPES = {
     "bfloat16 states": Shape(bfloat16=True),
     "LoRA": Shape(lora=8),
     "offload": Shape(offload=True),
+    "activations offloaded": Shape(activations=True),
+    "optimizer offloaded": Shape(states=True),
+    "optimizer offloaded, one rank": Shape(states=True, ranks=1, tokens=3072),
     "copies": Shape(replicate=2),
     "experts": Shape(experts=4, expert_ffn=256),
     "experts, tied": Shape(experts=4, expert_ffn=256, tied=True, ranks=2),

@@ -60,3 +60,12 @@ def test_the_first_step_after_a_resume_takes_what_a_later_one_does(
     for phase in ("forward cuda", "backward cuda", "optimizer cuda"):
         if phase in said["peaks"]:
             assert said["resumed"][phase][0] == pytest.approx(said["peaks"][phase][0], rel=TOLERANCE), phase
+
+
+def test_what_recomputed_blocks_are_given_is_planned_in_host_memory(planned: dict[str, dict[str, Any]]) -> None:
+    shape = SHAPES["activations offloaded"]
+    rows = shape.tokens * shape.hidden * 2
+
+    by_kind = planned["activations offloaded"]["peaks"]["forward cpu"][1]
+
+    assert by_kind["activations"] == pytest.approx((shape.layers - 1) * rows, rel=TOLERANCE)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.sections.optim import AdamW8bitConfig
-from holdfast.parallel.host_memory import HostOffload, storages_of
+from holdfast.parallel.host_memory import HostOffload
+from holdfast.parallel.storages import storages_of
 from holdfast.training.setup.optimizers import build_optimizer
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -83,6 +84,19 @@ def names_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> di
                     "parameters only."
                 )
     return names
+
+
+def keep_state_on_host(optimizer: Optimizer) -> None:
+    """Declare that an optimizer keeps its state in host memory, wherever its parameters are."""
+    vars(optimizer)[_ON_HOST] = True
+
+
+def state_device(optimizer: Optimizer, parameter: Tensor) -> torch.device:
+    """Return where an optimizer keeps the state of a parameter: beside it, or in host memory."""
+    return torch.device("cpu") if vars(optimizer).get(_ON_HOST) else local_part(parameter.detach()).device
+
+
+_ON_HOST = "_holdfast_state_on_host"
 
 
 def collect(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -176,7 +190,7 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
         for key, tensor in saved.tensors.get(name, {}).items():
             # torch keeps step counters on the host, unless a fused kernel counts them.
             counter = tensor.ndim == 0 and id(parameter) not in on_device
-            state[key] = tensor.cpu() if counter else tensor.to(parameter.device) if tensor.ndim == 0 else tensor
+            state[key] = tensor.cpu() if counter else tensor.to(state_device(optimizer, parameter)) if tensor.ndim == 0 else tensor
         state |= {key: decode(value) for key, value in saved.values.get(name, {}).items()}
         optimizer.state[parameter] = state
 

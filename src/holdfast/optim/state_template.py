@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from holdfast.optim.randomness import private_randomness, with_own_generators
-from holdfast.optim.state import CollectedState, OptimizerState, groups_of, names_of
-from holdfast.parallel.shards import odd_class
+from holdfast.optim.state import CollectedState, OptimizerState, groups_of, names_of, state_device
+from holdfast.parallel.shards import local_part, odd_class
 
 _State = dict[str, Any]
 
@@ -34,7 +35,8 @@ def inert_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
             alike.setdefault(kind, []).append(parameter)
         for parameters_of_kind in alike.values():
             first = parameters_of_kind[0]
-            learned = _state_after_one_step(optimizer, group, nn.Parameter(zeros(first.shape, first)))
+            blank = nn.Parameter(zeros(first.shape, first, state_device(optimizer, first)))
+            learned = _state_after_one_step(optimizer, group, blank)
             for parameter in parameters_of_kind:
                 for key, value in learned.items():
                     collected.add(names[id(parameter)], str(key), _as_zeros(value), parameter)
@@ -46,16 +48,19 @@ def _as_zeros(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, Tensor) and odd_class(value) is None else value
 
 
-def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return zeros of another shape, in a tensor's dtype and sharding and on its device."""
+def zeros(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return zeros of another shape, in a tensor's dtype and sharding, on its device unless another one is given."""
+    device = device or local_part(like.detach()).device
     if not isinstance(like, DTensor):
-        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+        return torch.zeros(tuple(shape), dtype=like.dtype, device=device)
     size = torch.Size(shape)
     # Torch's private function and not a formula of ours: it knows how uneven rows fall on ranks, on every mesh.
     local_shape, _ = compute_local_shape_and_global_offset(size, like.device_mesh, like.placements)
     strides = torch.empty(size, device="meta").stride()
-    local = torch.zeros(local_shape, dtype=like.dtype, device=like.to_local().device)
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=strides)
+    local = torch.zeros(local_shape, dtype=like.dtype, device=device)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=TensorMeta(size, strides, like.dtype))
+    # `from_local` would move host memory to the mesh's device.
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def twin_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

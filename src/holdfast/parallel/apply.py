@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from holdfast.models.names import POLICY_PREFIX, canonical_name, named_parameters
+from holdfast.parallel.activations import ActivationOffload, OffloadedBlock
 from holdfast.parallel.copies import attach_copies
 from holdfast.parallel.plan import ROOT, Recomputed, ShardPlan, ShardUnit
 
@@ -52,7 +53,7 @@ _KEPT_OPERATIONS = [
 
 
 def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
-    """Wrap a policy in place: recompute, then compile, then shard.
+    """Wrap a policy in place: recompute, then compile, then offload activations, then shard.
 
     Args:
         policy: The root (`PolicyModel`), its parameters on any device.
@@ -70,6 +71,12 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh) -> None:
         # `Module.compile` compiles the call in place; `torch.compile(module)` would insert a wrapper with
         # "_orig_mod" in the names of parameters.
         _module(policy, path).compile()
+    offload = ActivationOffload(mesh.device_type)
+    for path in plan.offload_blocks:
+        # Around what is compiled: dynamo would trace streams and events. Inside of FSDP2's unit: while the hooks are
+        # asked, its parameters are gathered and known by their storages.
+        block = OffloadedBlock(_module(policy, path), offload, stays=path == plan.offload_blocks[-1])
+        _replace(policy, path, block)
     methods = filter(partial(hasattr, policy), FORWARD_METHODS)
     if plan.copied:
         attach_copies(policy, getattr(torch, plan.compute_dtype), [unit.parameters for unit in plan.units], methods)

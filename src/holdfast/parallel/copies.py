@@ -136,6 +136,9 @@ class ComputeCopies:
             torch._foreach_add_(*_gradients(old))
         for pair in unit.ready:
             pair.copy.grad = None
+            # Autograd calls a leaf's hooks when it has added a gradient; nothing else would, of one that is added here.
+            for hook in (pair.parameter._post_accumulate_grad_hooks or {}).values():
+                hook(pair.parameter)
         unit.ready.clear()
 
     def _make(self) -> None:

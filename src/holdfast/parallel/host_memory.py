@@ -18,14 +18,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.parallel.collectives import RankGroup
+from holdfast.parallel.storages import bytes_of, storages_of
 from holdfast.parallel.stream import Holding, full_tensor, held_tensors, owners_of, rows_at
 
 
@@ -82,7 +82,7 @@ class HostOffload:
                 while offloaded:
                     storage, host = offloaded[-1]
                     storage.resize_(host.numel())
-                    _bytes_of(storage).copy_(host)
+                    bytes_of(storage).copy_(host)
                     offloaded.pop()  # only now: if memory is short, what did not come back can be asked for again
                 self.parts.discard(label)
 
@@ -93,33 +93,8 @@ class HostOffload:
             self.restore()
 
 
-def storages_of(tensors: Iterable[Tensor]) -> Mapping[int, torch.UntypedStorage]:
-    """Return the storages of tensors by identity, each once however many tensors share it."""
-    storages = (plain.untyped_storage() for tensor in tensors for plain in _plain(tensor))
-    return {storage._cdata: storage for storage in storages}  # noqa: SLF001 - the identity that torch itself goes by
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that hold a tensor's memory: the local shard of a DTensor, the fields of a subclass."""
-    wrapped: Any = tensor
-    if isinstance(tensor, DTensor):
-        # Not `to_local()`, which is recorded by autograd and returns a view.
-        yield from _plain(tensor._local_tensor)
-    # Torch's own protocol of tensors that wrap tensors, such as quantised ones; no public name exists for the
-    # test.
-    elif is_traceable_wrapper_subclass(wrapped):
-        for name in wrapped.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
-    else:
-        yield tensor
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _copy(storage: torch.UntypedStorage) -> Tensor:
-    source = _bytes_of(storage)
+    source = bytes_of(storage)
     pinned = storage.device.type == "cuda"
     # The copy is waited for: the memory is given away right after.
     return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).copy_(source)

@@ -106,6 +106,8 @@ class ShardPlan:
     """Bytes that each rank stores; FSDP2 pads a parameter's first dimension to a multiple of the number of ranks."""
     parameters: int
     trainable: int
+    offload_blocks: tuple[str, ...] = ()
+    """Blocks whose activations are offloaded to host memory, in order; see `activations.py`."""
     copied: bool = False
     """Whether the passes of one rank read copies of float32 parameters in the compute dtype; see `copies.py`."""
 
@@ -118,6 +120,7 @@ class ShardPlan:
         """Return a few lines for the start of a run."""
         largest = max(self.units, key=lambda unit: unit.bytes_)
         total = sum(unit.bytes_ for unit in self.units)
+        kinds = sorted(set(self.recompute.values()))
         lines = [
             f"{self.parameters:,} parameters, {self.trainable:,} trained, {self.parameters - self.trainable:,} frozen",
             f"{len(self.units)} units over shard={self.shard} replicate={self.replicate}; largest {largest.name} "
@@ -127,8 +130,9 @@ class ShardPlan:
             + (f", and copies in {self.compute_dtype} that its passes read" if self.copied else ""),
             f"compute {self.compute_dtype}, reduce {self.reduce_dtype}"
             + (" on the last micro-batch" if self.reduce_last_only else "")
-            + (f", {_recompute_summary(self.recompute)}" if self.recompute else "")
-            + (", parameters in host memory" if self.cpu_offload else ""),
+            + (f", {len(self.recompute)} blocks recomputed ({', '.join(kinds)})" if self.recompute else "")
+            + (", parameters in host memory" if self.cpu_offload else "")
+            + (f", activations of {len(self.offload_blocks)} blocks in host memory" if self.offload_blocks else ""),
         ]
         return "\n".join(lines)
 
@@ -139,11 +143,6 @@ class ShardPlan:
 
 def _mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
-
-
-def _recompute_summary(recompute: Mapping[str, Recomputed]) -> str:
-    kinds = sorted(set(recompute.values()))
-    return f"{len(recompute)} blocks recomputed ({', '.join(kinds)})"
 
 
 def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure function
@@ -184,7 +183,7 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
     wide = "float64" if "float64" in storage else "float32"
     compute = _compute_dtype(config.compute_dtype, wide, storage, device)
     last_only = _reduce_last_only(config, storage)
-    alone = shard * config.replicate == 1 and not config.cpu_offload
+    alone = shard * config.replicate == 1 and "parameters" not in config.offloads
     read = _read_alone(numbers, compute, last_only=last_only) if alone else None
     return ShardPlan(
         units=_units(parameters, groups, ends, config),
@@ -196,7 +195,8 @@ def plan_shards(  # noqa: PLR0913 - all that a plan depends on, which is a pure 
         compute_dtype=compute,
         reduce_dtype=wide,
         reduce_last_only=last_only,
-        cpu_offload=config.cpu_offload,
+        cpu_offload="parameters" in config.offloads,
+        offload_blocks=tuple(blocks) if trained and "activations" in config.offloads else (),
         sharded=read is None,
         shard_bytes=_shard_bytes(parameters, shard),
         parameters=_count(parameters),

@@ -28,6 +28,7 @@ from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.setup.model import Blueprint
 from holdfast.objectives.base import Objective
 from holdfast.optim.averages import Averages
+from holdfast.optim.host_steps import HostSteps
 from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.host_memory import HostOffload
@@ -195,6 +196,8 @@ class Trained(ShardedModel):
     cost: ModelCost
     host_offload: HostOffload = field(default_factory=HostOffload)
     """Tensors of this model and of its companions that are offloaded to host memory."""
+    host_steps: HostSteps | None = None
+    """What makes the optimizer's steps in host memory, where its state is offloaded without the parameters."""
     following: FollowingModel | None = None
     """The reference policy, where it follows the weights."""
     updating: bool = False

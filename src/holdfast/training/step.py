@@ -148,6 +148,8 @@ def start_step(
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             last = index == len(mini_batch.micro_batches) - 1
             set_last_micro_batch(trained.model, trained.plan, first=index == 0, last=last)
+            if trained.host_steps is not None:
+                trained.host_steps.last_micro_batch = last
             batch = to_device(micro_batch, trained.setting.world.device)
             output = trained.model(
                 batch,
@@ -167,7 +169,8 @@ def start_step(
                 sent = output.router_loads if sent is None else sent + output.router_loads
     loads = extreme_loads(sent)
     trained.restore()
-    with trained.setting.phase("optimizer"):
+    host = trained.host_steps
+    with trained.setting.phase("optimizer"), nullcontext() if host is None else host.in_place(trained.optimizer):
         started = _update(trained, sums, loads, mini_batch, ends_step=ends_step)
     started.known = {**rates, "num_tokens": float(trained.state.tokens), **mini_batch.metrics}
     started.logprobs = tuple(logprobs)
@@ -213,6 +216,7 @@ def _make(
     if takes_tensors(trained.optimizer, parameters, device):
         trained.updating = True
         skipped = step_unless_skipped(trained.optimizer, values[norm_index].sqrt(), clip_norm)
+        _write_back(trained)
     numbers = HostCopy(values, _WAIT)
     if skipped is not None and device.type != "cpu":
         if trained.averages is not None:
@@ -223,9 +227,15 @@ def _make(
         scale(gradients, clip_factor(norm, clip_norm))
         trained.updating = True
         trained.optimizer.step()
+        _write_back(trained)
     if trained.averages is not None and _is_made(norm):
         trained.averages.update(trained.parameters, trained.state.step)
     return numbers
+
+
+def _write_back(trained: Trained) -> None:
+    if trained.host_steps is not None:
+        trained.host_steps.write_back()
 
 
 _WAIT = "sums and gradient norm of an update"

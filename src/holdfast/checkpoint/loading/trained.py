@@ -19,7 +19,7 @@ from holdfast.checkpoint.loading.matching import (
     saved_groups,
 )
 from holdfast.checkpoint.loading.wrapped_state import WrappedPlan, made_again, plan_wrapped
-from holdfast.optim.state import OptimizerState, names_of, restore
+from holdfast.optim.state import OptimizerState, names_of, restore, state_device
 from holdfast.parallel.shards import local_part
 
 Hyperparameters = Literal["live", "checkpoint"]
@@ -71,7 +71,7 @@ def optimizer_state(
             local = local_part(staged)
             counter = local.ndim == 0  # where it belongs is the optimizer's business
             tensors.setdefault(name, {})[slot] = (
-                local if counter else like(staged, local.to(local_part(parameters[name].data).device))
+                local if counter else like(staged, local.to(state_device(optimizer, parameters[name])))
             )
     names = names_of(optimizer, parameters)
     updated_names = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}

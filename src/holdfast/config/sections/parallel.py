@@ -54,6 +54,9 @@ class SelectiveRecompute(_Recompute):
 Recompute = Annotated[NoRecompute | FullRecompute | EveryKRecompute | SelectiveRecompute, ByKind("none")]
 
 
+Offloaded = Literal["activations", "optimizer", "parameters"]
+
+
 class ParallelConfig(Section):
     """One plan for the policy and every model built like it."""
 
@@ -74,8 +77,13 @@ class ParallelConfig(Section):
     reshard: bool = True
     """Free a unit's gathered parameters after its forward pass and gather them again for the backward pass. The root's
     stay where a backward pass follows, which begins with them."""
+    offload: list[Offloaded] = Field(default_factory=list)
+    """What is kept in host memory, for less device memory and more time. `activations`: what the backward pass reads of
+    each block, or of a recomputed block its input, copied beside the passes; `optimizer`: its state, so that it runs on
+    the CPU, to which gradients are copied during the backward pass; `parameters`, with `optimizer` alone: shards and
+    gradients too, so that FSDP2 gathers from host memory."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory."""
+    """`true` is read as `offload: [optimizer, parameters]`."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward passes; gradients are reduced in float32 or better. `auto`: bfloat16 on a GPU,
     `model.dtype` on the CPU."""
@@ -88,3 +96,29 @@ class ParallelConfig(Section):
     reduce: Literal["auto", "each_micro_batch", "last_micro_batch"] = "auto"
     """When gradients are reduced over ranks. `auto`: every micro-batch for float32 storage; the last one for
     bfloat16 storage, where adding reduced gradients would round away small ones."""
+
+    @property
+    def offloads(self) -> frozenset[Offloaded]:
+        """What is kept in host memory, by whichever key."""
+        by_old_key: tuple[Offloaded, ...] = ("optimizer", "parameters") if self.cpu_offload else ()
+        return frozenset((*self.offload, *by_old_key))
+
+    def of_frozen(self, *, in_host_memory: bool) -> ParallelConfig:
+        """Return the section of a model that is built like the policy and never trained."""
+        offload = ["optimizer", "parameters"] if in_host_memory else []
+        return self.model_copy(update={"cpu_offload": False, "offload": offload})
+
+    def mistakes(self) -> Iterator[Mistake]:
+        """Yield what cannot be offloaded together."""
+        offloads = self.offloads
+        if offloads in ({"parameters"}, {"parameters", "activations"}):
+            yield (
+                "offload",
+                "parameters in host memory are updated there, so gradients and optimizer state are too; add optimizer",
+            )
+        if "activations" in offloads and self.recompute.kind == "selective":
+            yield (
+                "offload",
+                "activations with recompute: selective would stay on the device, since torch keeps the products of "
+                "selective recomputation outside of autograd. Use recompute: full, every_k or none",
+            )

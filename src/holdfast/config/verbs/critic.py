@@ -80,9 +80,10 @@ def reward_scoring(config: TrainingConfig, section: ModelRewardConfig) -> Reward
     changed = {
         "model": ModelConfig(path=section.path, dtype=section.dtype),
         "data": config.data.model_copy(update={"packing": "best_fit"}),
-        "parallel": config.parallel.model_copy(
+        "parallel": config.parallel.of_frozen(
+            in_host_memory="parameters" in config.parallel.offloads or section.place == "offloaded"
+        ).model_copy(
             update={
-                "cpu_offload": config.parallel.cpu_offload or section.place == "offloaded",
                 "compute_dtype": section.dtype,
                 "units": [],  # names of the policy's modules
                 "reshard": True,  # no backward pass asks for what was gathered

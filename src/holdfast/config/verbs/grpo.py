@@ -264,8 +264,8 @@ class GRPOConfig(TrainingConfig):
 
     def _offload(self) -> Iterator[Mistake]:
         for name in ("parameters", "optimizer"):
-            if self.parallel.cpu_offload and getattr(self.residency, name) == "host":
-                yield f"residency.{name}", "parallel.cpu_offload keeps them in host memory all the time; leave it out"
+            if name in self.parallel.offloads and getattr(self.residency, name) == "host":
+                yield f"residency.{name}", "parallel.offload keeps them in host memory all the time; leave it out"
 
     def _environment(self) -> Iterator[Mistake]:
         """Yield what episodes of several turns do not go with yet."""

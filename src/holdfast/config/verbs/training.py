@@ -250,10 +250,17 @@ class TrainingConfig(_Root):
             )
         if kind == "adamw_bf16" and dtype != "bfloat16":
             yield "optim.kind", f"adamw_bf16 needs model.dtype: bfloat16, not {dtype}; set it, or use optim.kind: adamw"
-        if kind == "muon" and self.parallel.cpu_offload:
+        offloads = self.parallel.offloads
+        if kind == "muon" and "optimizer" in offloads:
             yield (
-                "parallel.cpu_offload",
+                "parallel.offload",
                 "optim.kind: muon gathers whole matrices, and host memory has no group to do so; choose one of the two",
+            )
+        elif "optimizer" in offloads and "parameters" not in offloads and kind not in {"adamw", "adamw_bf16", "sgd"}:
+            yield (
+                "parallel.offload",
+                f"optimizer without parameters goes with optim.kind: adamw, adamw_bf16 or sgd, not with {kind}, whose "
+                "state may depend on where parameters are. Name parameters too, or leave optimizer out",
             )
         if dtype == "float64" and self.parallel.compute_dtype != "auto":
             yield (

@@ -10,7 +10,7 @@ think of.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,22 @@ def _small_states(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingCon
 
 
 def _offload(config: TrainingConfig, spec: RankSpec) -> tuple[str, TrainingConfig] | None:
-    if spec.device == "cpu" or config.parallel.cpu_offload or config.optim.kind == "muon":
+    offloads = {*config.parallel.offloads, "optimizer", "parameters"}
+    if spec.device == "cpu" or offloads == config.parallel.offloads or config.optim.kind == "muon":
         return None
-    return "true", _with(config, "parallel", cpu_offload=True)
+    return _listed(config, offloads)
+
+
+def _offload_activations(config: TrainingConfig, spec: RankSpec) -> tuple[str, TrainingConfig] | None:
+    offloads = {*config.parallel.offloads, "activations"}
+    if spec.device == "cpu" or offloads == config.parallel.offloads or config.parallel.recompute.kind == "selective":
+        return None
+    return _listed(config, offloads)
+
+
+def _listed(config: TrainingConfig, offloads: Set[str]) -> tuple[str, TrainingConfig]:
+    value = sorted(offloads)
+    return f"[{', '.join(value)}]", _with(config, "parallel", offload=value)
 
 
 def _with(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
@@ -173,7 +186,8 @@ _LIST: tuple[tuple[str, str, Change], ...] = (
     ("parallel.recompute", "about a third more work", _recompute),
     ("parallel.replicate", "messages between more ranks", _shard),
     ("optim.kind", "its states are rounded; needs torchao", _small_states),
-    ("parallel.cpu_offload", "states travel to the host in every update, where the optimizer runs", _offload),
+    ("parallel.offload", "activations travel to the host and back beside the passes", _offload_activations),
+    ("parallel.offload", "states travel to the host in every update, where the optimizer runs", _offload),
 )
 
 
@@ -238,6 +252,8 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
     computed, stored = (2 if plan.compute_dtype == "bfloat16" else 4), storage_of(config.model)[0].itemsize
     units = sorted((unit.bytes_ // stored for unit in plan.units), reverse=True)
     trained = plan.trainable // plan.shard
+    # Of offloaded blocks the one at work and a neighbour, which is copied, are on the device.
+    layers = min(layers, 2) if plan.offload_blocks else layers
     match config.parallel.recompute:
         case NoRecompute():
             activations = _KEPT["none"] * layers
@@ -250,7 +266,7 @@ def _parts(config: TrainingConfig, origin: Blueprint, plan: ShardPlan, tokens: i
         PARAMETERS: plan.shard_bytes,
         GATHERED: _copies(origin, plan) if plan.copied else computed * sum(units[:3]) if plan.shard > 1 else 0,
         GRADIENTS: max(stored, 4) * trained + (computed + 4) * units[0] * bool(plan.trainable),
-        OPTIMIZER: 0 if plan.cpu_offload else states // plan.shard,
+        OPTIMIZER: 0 if "optimizer" in config.parallel.offloads else states // plan.shard,
         ACTIVATIONS: int(activations * tokens * width),
         HEAD: head,
     }

@@ -89,8 +89,8 @@ def build_reference(
         if policy.setting.without_numbers is None:
             _check_off(policy, ranks)
         return AdapterOff(policy.model)
-    offload = config.parallel.cpu_offload or kind == "offloaded"
-    twin = policy.setting.with_sections(parallel=config.parallel.model_copy(update={"cpu_offload": offload}))
+    offload = "parameters" in config.parallel.offloads or kind == "offloaded"
+    twin = policy.setting.with_sections(parallel=config.parallel.of_frozen(in_host_memory=offload))
     origin = ranks.first_rank_first(
         lambda: blueprint(
             config.model, twin.base, seed=config.seed, live=live.model, tokenizer=policy.origin.tokenizer
@@ -219,7 +219,7 @@ def choose_place(plan: ShardPlan, why_not_off: str, free: int | None) -> tuple[R
     if not why_not_off:
         return "adapter_off", "nothing but adapters is trained, and without them the policy is the model at start"
     if plan.cpu_offload:
-        return "offloaded", f"parallel.cpu_offload keeps the policy in host memory too, and {why_not_off}"
+        return "offloaded", f"parallel.offload keeps the policy in host memory too, and {why_not_off}"
     if free is None:
         return "sharded", f"device and host have one memory, and {why_not_off}"
     room = f"{size_words(plan.shard_bytes)} per rank, and {size_words(free)} are free on the device beside the policy"

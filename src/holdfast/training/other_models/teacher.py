@@ -57,7 +57,7 @@ def _in_memory(student: ShardedModel, config: DistillConfig, section: TeacherCon
     origin = ranks.first_rank_first(lambda: blueprint(twin.model, base, seed=config.seed, tokenizer=tokenizer))
     note = ranks.on_all_ranks(lambda: _checked(twin, origin, student))
     if world.is_first:
-        location = "in host memory" if twin.parallel.cpu_offload else "sharded like the student"
+        location = "in host memory" if "parameters" in twin.parallel.offloads else "sharded like the student"
         print(f"teacher: {section.path}, {location}; its plan:", flush=True)
         if note:
             print(note, flush=True)
@@ -82,10 +82,10 @@ def teacher_configuration(config: DistillConfig, section: TeacherConfig, student
         frozen_dtype=section.dtype,
         head=student_model.head,
     )
-    offload = config.parallel.cpu_offload or section.kind == "offloaded"
+    offload = "parameters" in config.parallel.offloads or section.kind == "offloaded"
     changed: dict[str, Any] = {
         "model": model,
-        "parallel": config.parallel.model_copy(update={"cpu_offload": offload}),
+        "parallel": config.parallel.of_frozen(in_host_memory=offload),
     }
     if student.model.padded:
         changed["data"] = config.data.model_copy(update={"packing": "none"})

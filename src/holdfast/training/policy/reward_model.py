@@ -183,7 +183,7 @@ def _sharded_model(section: ModelRewardConfig, setting: Setting) -> tuple[Shared
     origin = ranks.first_rank_first(lambda: stored_scorer(config.model, setting.base))
     reading = ranks.on_all_ranks(lambda: _reading(section, origin))
     if world.is_first:
-        location = "in host memory" if config.parallel.cpu_offload else "sharded like the policy"
+        location = "in host memory" if "parameters" in config.parallel.offloads else "sharded like the policy"
         print(f"reward {section.label}: {location}; its plan:", flush=True)
     with _errors_named("", " place: whole leaves this model to transformers, on every rank."):
         sharded = build_policy(replace(setting, config=config), origin, trained=False)
@@ -221,7 +221,7 @@ def _check_room(section: ModelRewardConfig, setting: Setting) -> int:
     needed = weight_bytes(section, setting.base)
     device, host = (free_bytes(world), "its device"), (free_host_bytes(world), "its share of the machine's memory")
     shard_count = 1 if section.place == "whole" else max(1, world.size // config.parallel.replicate)
-    match section.place, config.parallel.cpu_offload:
+    match section.place, "parameters" in config.parallel.offloads:
         case "whole", _:
             memories = [device, host]  # transformers reads it into the machine's memory first
         case "sharded", False:

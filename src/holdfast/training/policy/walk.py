@@ -97,7 +97,7 @@ def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -
         if is_out_of_memory(error):
             raise ModelError(
                 f"A step of this run has no memory left where it {clock.act}: {why:.600} Two tiny groups showed it "
-                "before step 1, and nothing was trained. Use more ranks, set parallel.cpu_offload, or lower "
+                "before step 1, and nothing was trained. Use more ranks, set parallel.offload, or lower "
                 "data.tokens_per_micro_batch."
             ) from error
         raise ModelError(

@@ -18,6 +18,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError
 from holdfast.models.setup.model import Blueprint, blueprint, cost_of
 from holdfast.objectives.base import Objective
+from holdfast.optim.host_steps import HostSteps
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
@@ -179,6 +180,8 @@ def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:
     parameters = sharded_parameters(sharded.model)
     optimizer = optimizer_of(sharded.setting, parameters, sharded.model)
     averages = averages_of(sharded.setting.config.optim, parameters)
+    offloads = sharded.setting.config.parallel.offloads
+    steps_on_host = "optimizer" in offloads and "parameters" not in offloads
     return Trained(
         setting=sharded.setting,
         origin=sharded.origin,
@@ -191,6 +194,7 @@ def trained_of(sharded: ShardedModel, total_steps: int | None) -> Trained:
         parameters=parameters,
         total_steps=total_steps,
         cost=cost_of(sharded.model, sharded.origin),
+        host_steps=HostSteps(optimizer) if steps_on_host else None,
     )
 
 

@@ -179,6 +179,11 @@ def make_plan(
     blocks = blocks_of(policy.language_model)
     if not blocks and not config.parallel.units:
         raise PlanError(f"{policy.family.name} has no list of blocks. Name the units in parallel.units.")
+    if not blocks and "activations" in config.parallel.offloads:
+        raise PlanError(
+            f"parallel.offload: activations are offloaded block by block, and {policy.family.name} has no list of "
+            "blocks. Leave activations out."
+        )
     return plan_shards(
         parameters,
         [canonical_name(name) for name, _ in runs],

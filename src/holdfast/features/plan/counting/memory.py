@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, PARAMETERS, TEMPORARY
+from holdfast.parallel.activations import ActivationOffload
 from holdfast.parallel.copies import ComputeCopies
 
 HOOKED = ("unshard", "wait_for_unshard", "post_backward")
@@ -175,7 +176,7 @@ def watched_storages(ledger: Ledger) -> Iterator[None]:
     """Report to a ledger which storages are resized, and what is gathered, copied and reduced, within the block."""
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
     before = {name: getattr(FSDPParamGroup, name) for name in HOOKED}
-    enter, add = ComputeCopies.enter, ComputeCopies.add
+    enter, add, start_backward = ComputeCopies.enter, ComputeCopies.add, ActivationOffload.start_backward
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
@@ -205,16 +206,22 @@ def watched_storages(ledger: Ledger) -> Iterator[None]:
         with ledger.scope(GRADIENTS):
             add(copies, unit)
 
+    def fetching(offload: ActivationOffload, block_pass: Any) -> None:
+        with ledger.scope(ACTIVATIONS):
+            start_backward(offload, block_pass)
+
     hooked = {"unshard": gathering("unshard"), "wait_for_unshard": gathering("wait_for_unshard")}
     # A resize is no operator, so that the dispatch mode does not see it; the method itself has to be replaced.
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
     for name, call in (hooked | {"post_backward": reducing}).items():
         setattr(FSDPParamGroup, name, call)
     ComputeCopies.enter, ComputeCopies.add = copying, adding  # type: ignore[method-assign,assignment]
+    ActivationOffload.start_backward = fetching  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         ComputeCopies.enter, ComputeCopies.add = enter, add  # type: ignore[method-assign]
+        ActivationOffload.start_backward = start_backward  # type: ignore[method-assign]
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         for name, method in before.items():
             setattr(FSDPParamGroup, name, method)

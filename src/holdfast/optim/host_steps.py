@@ -1,0 +1,136 @@
+"""Make the steps of an optimizer in host memory, while the parameters stay on the device (ZeRO-Offload, arXiv:2101.06840).
+
+Each trained parameter has a twin in host memory. In the backward pass of an update's last micro-batch, a gradient is
+copied to the host as soon as it is whole, with the weights that it is of, and freed on the device. The norm is taken
+and the step is made on the twins, and the new weights are copied back. Between updates the optimizer holds the
+parameters themselves, and its state, which stays in host memory, is theirs: whoever saves, loads or looks at either
+finds what there is without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.optim.state import keep_state_on_host
+from holdfast.parallel.shards import local_part
+
+
+@dataclass(eq=False, slots=True)
+class _Pair:
+    parameter: nn.Parameter
+    twin: nn.Parameter
+    """In host memory, and sharded like the parameter."""
+    gradient: Tensor
+    """Host memory of the twin's gradient."""
+    arrived: bool = False
+    """Whether the gradient of this update is there, or on its way."""
+
+
+class HostSteps:
+    """The twins of an optimizer's parameters.
+
+    Args:
+        optimizer: Over parameters on a device; it has no state yet.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        keep_state_on_host(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._pairs = {id(parameter): _pair(parameter) for parameter in parameters}
+        self._on_device = any(local_part(parameter.data).device.type == "cuda" for parameter in parameters)
+        self._stream: torch.cuda.Stream | None = None
+        self.last_micro_batch = False
+        """Whether gradients that a backward pass completes are those of an update."""
+        for pair in self._pairs.values():
+            # FSDP2 calls these hooks when it has reduced a gradient, and `ComputeCopies` when it has added one.
+            pair.parameter.register_post_accumulate_grad_hook(partial(self._completed, pair))
+
+    @contextmanager
+    def in_place(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let the twins stand for an optimizer's parameters within the block, with weights and gradients.
+
+        A gradient that is missing is one that no backward pass of the update has made.
+        """
+        for pair in self._pairs.values():
+            if pair.parameter.grad is not None:  # of an earlier micro-batch than the last
+                self._fetch_gradient(pair)
+            elif not pair.arrived:
+                self._copy(pair.twin, pair.parameter)
+        if self._stream is not None:
+            self._stream.synchronize()
+        for pair in self._pairs.values():
+            pair.twin.grad = pair.gradient if pair.arrived else None
+        _exchange(optimizer, {key: pair.twin for key, pair in self._pairs.items()})
+        try:
+            yield
+        finally:
+            _exchange(optimizer, {id(pair.twin): pair.parameter for pair in self._pairs.values()})
+            for pair in self._pairs.values():
+                pair.twin.grad, pair.arrived = None, False
+            self.last_micro_batch = False
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Write the weights of the twins into the parameters."""
+        # In the order of the stream that computes: the next pass reads them, and the next copy to the host waits for it.
+        for pair in self._pairs.values():
+            local_part(pair.parameter.data).copy_(local_part(pair.twin.data), non_blocking=True)
+
+    def _completed(self, pair: _Pair, _: Tensor) -> None:
+        if self.last_micro_batch:
+            self._fetch_gradient(pair)
+
+    def _fetch_gradient(self, pair: _Pair) -> None:
+        gradient = pair.parameter.grad
+        assert gradient is not None
+        self._copy(pair.gradient, gradient)
+        if not pair.arrived:
+            self._copy(pair.twin, pair.parameter)
+        if self._stream is not None:
+            # It is freed here, before the copy has read it.
+            local_part(gradient).record_stream(self._stream)
+        pair.parameter.grad, pair.arrived = None, True
+
+    @torch.no_grad()
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        to, of = local_part(target.detach()), local_part(source.detach())
+        if not self._on_device:
+            to.copy_(of)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_event(torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self._stream):
+            to.copy_(of, non_blocking=True)
+
+
+def _pair(parameter: nn.Parameter) -> _Pair:
+    return _Pair(parameter, nn.Parameter(_on_host(parameter)), _on_host(parameter))
+
+
+def _on_host(parameter: nn.Parameter) -> Tensor:
+    """Return uninitialised host memory for a parameter's shard, sharded like it."""
+    local = local_part(parameter.data)
+    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+    if not isinstance(parameter.data, DTensor):
+        return host
+    # `from_local` would move it to the mesh's device.
+    return DTensor(host, parameter.data._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _exchange(optimizer: Optimizer, others: dict[int, nn.Parameter]) -> None:
+    """Put other parameters in the places of an optimizer's, with their state; the keys are identities."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [others[id(parameter)] for parameter in group["params"]]
+    # In place and in the same order: an optimizer that wraps another one shares its `state` dictionary.
+    state = {others.get(id(parameter), parameter): values for parameter, values in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(state)
