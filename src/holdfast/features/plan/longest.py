@@ -1,4 +1,4 @@
-"""Searches the longest row that fits a run's devices, for each `parallel.context`, by executing steps of such rows.
+"""Searches the longest row that fits, for each `parallel.context` and `parallel.offload`, by executing steps of rows.
 
 A phase takes a fixed number of bytes, and a number that grows with the tokens of a row. So an execution tells at which
 length each phase would fill the device, and the shortest of these lengths is executed next, until it is the one that
@@ -27,7 +27,7 @@ from holdfast.features.plan.records import RankSpec, plain_plan, room_for_tensor
 from holdfast.features.plan.request import made, turns
 
 MOST_EXECUTIONS = 6
-"""Of one `parallel.context`; three suffice as a rule."""
+"""Of one `context` and one `offload`; three suffice as a rule."""
 _GROWING = (ACTIVATIONS, TEMPORARY, CACHE)
 """Kinds of bytes that grow with the tokens of a row."""
 _FINE, _COARSE, _LONG = 64, 1024, 8192
@@ -45,6 +45,8 @@ class Measured:
     tokens: int
     phases: Mapping[str, Mapping[str, Any]]
     """Row of the table -> bytes, as `total` and by kind as `parts`."""
+    host_bytes: int = 0
+    """Of host memory, at most."""
 
     @property
     def limiting(self) -> str:
@@ -109,7 +111,7 @@ def search(
 
 
 def longest(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
-    """Return the longest row of each `parallel.context`, JSON-ready.
+    """Return the longest row of each `parallel.context` and `parallel.offload`, JSON-ready.
 
     Args:
         request: As of `request.planned`.
@@ -125,7 +127,8 @@ def longest(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     ranks = request["ranks"]
     spec = RankSpec(ranks, 0, "cpu" if on_cpu else "cuda", request["memory"])
     searching = _Searching(config, Path(request["base"]), spec, no_guard)
-    answers = [searching.answer(context) for context in range(1, ranks + 1) if ranks % context == 0]
+    contexts = [context for context in range(1, ranks + 1) if ranks % context == 0]
+    answers = [searching.answer(context, offload) for offload in searching.offloads for context in contexts]
     tried = [answer for answer in answers if "refused" not in answer]
     if not tried:
         raise UserError(answers[0]["refused"])
@@ -145,7 +148,7 @@ def longest(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
 
 
 class _Searching:
-    """The search over the values of `parallel.context`, and what it learns on the way."""
+    """The search over values of `parallel.context` and `parallel.offload`, and what it learns on the way."""
 
     def __init__(self, config: TrainingConfig, base: Path, spec: RankSpec, no_guard: str) -> None:
         self._config, self._base, self._spec, self._no_guard = config, base, spec, no_guard
@@ -158,16 +161,25 @@ class _Searching:
         self.least = rounded(self._prompt) + _FINE
         self.most = self._positions if self._rollout is not None and self._positions else float("inf")
         self._tokens_of_rank = config.data.max_length / config.parallel.context
+        more = () if spec.device == "cpu" else ({"activations"}, {"activations", "optimizer", "parameters"})
+        self.offloads = [sorted(config.parallel.offloads)]
+        for kinds in more:
+            if (offload := sorted({*config.parallel.offloads, *kinds})) not in self.offloads:
+                self.offloads.append(offload)
         self.executions, self.executed, self.notes = 0, True, list[str]()
 
-    def answer(self, context: int) -> dict[str, Any]:
-        """Return the longest row where so many ranks share one."""
+    def answer(self, context: int, offload: list[str]) -> dict[str, Any]:
+        """Return the longest row where so many ranks share one, and so much is kept in host memory."""
         room = room_for_tensors(self._spec.memory, self._spec.ranks if self._spec.device == "cuda" else 0)
         start = rounded(self._tokens_of_rank * context)
         before = self.executions
-        answer: dict[str, Any] = {"context": context, "offload": self._config.parallel.cpu_offload}
+        answer: dict[str, Any] = {"context": context, "offload": offload}
+
+        def measure(tokens: int) -> Measured:
+            return self._measured(self.config_of(tokens, context, offload))
+
         try:
-            best = search(lambda tokens: self._measured(tokens, context), room, start, self.least, self.most)
+            best = search(measure, room, start, self.least, self.most)
         except UserError as error:
             return answer | {"refused": str(error)}
         limiting = best.phases[best.limiting]
@@ -175,20 +187,21 @@ class _Searching:
         if fits:
             self._tokens_of_rank = best.tokens / context
         if self.executions - before >= MOST_EXECUTIONS:
-            self.notes.append(f"context {context}: the search ended after {MOST_EXECUTIONS} executions; longer may fit")
+            self.notes.append(f"context {context}: a search ended after {MOST_EXECUTIONS} executions; longer may fit")
         return answer | {
             "tokens": best.tokens if fits else None,
             "tried": best.tokens,
             "tokens_per_rank": -(-best.tokens // context),
             "peak_bytes": best.total,
+            "host_bytes": best.host_bytes,
             "room_bytes": room,
             "phase": best.limiting,
             "parts": dict(limiting["parts"]),
             "executions": self.executions - before,
         }
 
-    def _measured(self, tokens: int, context: int) -> Measured:
-        execution = made(self.config_of(tokens, context), self._base, self._spec, self._no_guard)
+    def _measured(self, config: TrainingConfig) -> Measured:
+        execution = made(config, self._base, self._spec, self._no_guard)
         self.executions += 1
         self.executed = self.executed and execution.executed
         if execution.uncounted:
@@ -197,18 +210,20 @@ class _Searching:
                 f"{execution.uncounted} out. {execution.notes[-1]}."
             )
         self.notes += [note for note in execution.notes if note not in self.notes]
-        return Measured(tokens, plain_plan(execution, None, self._spec.memory)["phases"])
+        plan = plain_plan(execution, None, self._spec.memory)
+        host_bytes = max((int(peak["total"]) for peak in plan["host"].values()), default=0)
+        return Measured(config.data.max_length, plan["phases"], host_bytes)
 
-    def config_of(self, tokens: int, context: int) -> TrainingConfig:
+    def config_of(self, tokens: int, context: int, offload: list[str]) -> TrainingConfig:
         """Return the run with rows of so many tokens, one to a micro-batch.
 
         Raises:
-            ConfigError: Its rows cannot be shared.
+            ConfigError: Its rows cannot be shared, or not so much can be kept in host memory.
         """
         plain = as_plain(self._config)
         sequences = 2 if isinstance(self._config, DPOConfig) and self._config.preference.takes_pairs else 1
         plain["data"] |= {"max_length": tokens, "tokens_per_micro_batch": -(-tokens * sequences // context)}
-        plain["parallel"] |= {"context": context, "shard": "auto"}
+        plain["parallel"] |= {"context": context, "shard": "auto", "offload": offload, "cpu_offload": False}
         if self._rollout is not None and not self._has_turns:
             plain["rollout"] |= {"max_new_tokens": tokens - self._prompt}
         return from_mapping(plain, type(self._config), "the run")
@@ -219,12 +234,14 @@ class _Searching:
             if "refused" in answer:
                 continue
             following = [
-                later for later in answers[index + 1 :] if (later.get("tokens") or 0) > (answer["tokens"] or 0)
+                later
+                for later in answers[index + 1 :]
+                if later["offload"] == answer["offload"] and (later.get("tokens") or 0) > (answer["tokens"] or 0)
             ]
             answer["turn"] = self._turn(answer, following[0]["context"] if following else None)
 
     def _turn(self, answer: Mapping[str, Any], more_context: int | None) -> str:
-        config = self.config_of(answer["tried"], answer["context"])
+        config = self.config_of(answer["tried"], answer["context"], answer["offload"])
         savings = [f"{turn.key}: {turn.value}" for turn in turns(config, self._spec)]
         recompute = [saving for saving in savings if saving.startswith("parallel.recompute")]
         wider = [] if more_context is None else [f"parallel.context: {more_context}"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
@@ -101,32 +102,40 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
 
 
 def longest_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the table of the longest rows that fit, one line for each `parallel.context`."""
+    """Return the table of the longest rows that fit, one line for each `parallel.context`, by `parallel.offload`."""
     executed = f"{_several(found['executions'], 'execution')} of steps on devices that compute nothing"
     how = executed if found["executed"] else f"BY FORMULAS: {executed} were not possible, see the notes"
     memory = f"{found['memory_bytes'] / GIB:.2f} GiB"
-    return [
+    lines = [
         f"the longest row that fits, on {_several(found['ranks'], 'rank')} of {found['device'] or 'cpu'} with {memory} "
         "each; planned, one row to a micro-batch",
         f"{how}, {found['cpu_seconds']:.0f} s of CPU",
-        "",
-        f"{'context':>7s}{'tokens a row':>15s}{'a rank':>10s}{'GiB':>8s}  at the peak of (largest parts); what to turn",
-        *map(_longest_line, found["longest"]),
-        "",
-        *(f"note: {note}" for note in found["notes"]),
     ]
+    for offload, answers in groupby(found["longest"], key=lambda answer: answer["offload"]):
+        head = ("context", "tokens a row", "a rank", "GiB", "on host")
+        lines += ["", f"parallel.offload: [{', '.join(offload)}]"]
+        lines.append(_longest_cells(head, "at the peak of (largest parts); what to turn"))
+        lines += map(_longest_line, answers)
+    return [*lines, "", *(f"note: {note}" for note in found["notes"])]
 
 
 def _longest_line(answer: Mapping[str, Any]) -> str:
-    head = f"{answer['context']:>7d}"
+    context = str(answer["context"])
     if "refused" in answer:
-        return f"{head}{'-':>15s}{'':>18s}  {answer['refused']}"
+        return _longest_cells((context, "-", "", "", ""), answer["refused"])
     tokens = f"{answer['tokens']:,}" if answer["tokens"] else "none"
     of_rank = f"{answer['tokens_per_rank']:,}" if answer["tokens"] else ""
     parts = sorted(answer["parts"].items(), key=lambda part: -part[1])[:3]
     sizes = ", ".join(f"{_SHORT[kind]} {size / GIB:.2f}" for kind, size in parts)
-    peak = f"{answer['peak_bytes'] / GIB:.2f}"
-    return f"{head}{tokens:>15s}{of_rank:>10s}{peak:>8s}  {_title(answer['phase'])} ({sizes}); {answer['turn']}"
+    device, host = (f"{answer[name] / GIB:.2f}" for name in ("peak_bytes", "host_bytes"))
+    return _longest_cells(
+        (context, tokens, of_rank, device, host), f"{_title(answer['phase'])} ({sizes}); {answer['turn']}"
+    )
+
+
+def _longest_cells(cells: Sequence[str], text: str) -> str:
+    widths = (7, 15, 11, 9, 9)
+    return "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True)) + f"  {text}"
 
 
 def _title(row: str) -> str:
