@@ -59,6 +59,7 @@ SPLITS = [
     pytest.param("llama", 2, {"tokens_per_micro_batch": 24}, {}, id="llama, rows of two ranks' tokens"),
     pytest.param("llama", 2, {"packing": "wrapped"}, {}, id="llama, windows"),
     pytest.param("llama", 2, {}, {"recompute": "full"}, id="llama, recomputed"),
+    pytest.param("llama", 2, {}, {"recompute": "full", "offload": ["activations", "optimizer"]}, id="llama, offloaded"),
     pytest.param("llama", 4, {"tokens_per_micro_batch": 32}, {}, id="llama, context 2 x shard 2"),
     pytest.param("llama", 4, {}, {"replicate": 2}, id="llama, replicate 2 x context 2"),
     pytest.param("llama", 4, {"tokens_per_micro_batch": 12}, {"context": 4}, id="llama, 4"),

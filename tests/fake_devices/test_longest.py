@@ -18,23 +18,27 @@ TIGHT = ("--ranks", "4", "--memory", "2200MiB")
 
 def test_the_longest_row_of_every_context_fits_and_hardly_a_longer_one_does(tmp_path: Path) -> None:
     needs_guard()
-    file = run_file(tmp_path)
+    file = run_file(tmp_path, parallel={"compile": "off"})
 
     done = plan(file, *TIGHT, "--longest", "--json")
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    rows = {answer["context"]: answer["tokens"] for answer in found["longest"]}
-    assert list(rows) == [1, 2, 4]
-    assert found["executions"] <= 9
+    everything = ["activations", "optimizer", "parameters"]
+    cells = [(answer["offload"], answer["context"]) for answer in found["longest"]]
+    assert cells == [(offload, context) for offload in ([], ["activations"], everything) for context in (1, 2, 4)]
+    assert found["executions"] <= 3 * len(cells)
     assert found["cpu_seconds"] > 0
     # Parameters are sharded over all ranks whatever the context: a rank has room for as many tokens, less what it has
     # of the whole row, which in so small a model is a share.
-    assert 1.8 * rows[1] < rows[2] < 2 * rows[1]
-    assert 1.8 * rows[2] < rows[4] < 2 * rows[2]
-    for length, code in ((rows[4], 0), (round(1.03 * rows[4]), 1)):
+    rows = [answer["tokens"] for answer in found["longest"]]
+    for one, two, four in (rows[:3], rows[3:6], rows[6:]):
+        assert 1.8 * one < two < 2 * one
+        assert 1.8 * two < four < 2 * two
+    assert rows[:3] < rows[3:6] <= rows[6:]
+    for length, code in ((rows[5], 0), (round(1.03 * rows[5]), 1)):
         options = ("parallel.context=4", f"data.max_length={length}", f"data.tokens_per_micro_batch={-(-length // 4)}")
-        planned = plan(file, *TIGHT, *options)
+        planned = plan(file, *TIGHT, *options, "parallel.offload=[activations]")
         assert planned.returncode == code, (length, planned.stdout, planned.stderr)
     assert found["longest"][0]["turn"] == "parallel.recompute: full"
 
@@ -44,7 +48,7 @@ def test_the_table_of_a_policy_says_why_a_context_is_refused_and_where_positions
     from tests.fake_devices.cases import DENSE, policy
 
     model = {"config": DENSE | {"num_attention_heads": 2, "num_key_value_heads": 2}, "tokenizer": "builtin:characters"}
-    file = run_file(tmp_path, **policy(model=model))
+    file = run_file(tmp_path, **policy(model=model, parallel={"compile": "off"}))
 
     done = plan(file, "--ranks", "4", "--longest")
 
@@ -54,9 +58,10 @@ def test_the_table_of_a_policy_says_why_a_context_is_refused_and_where_positions
         "the longest row that fits, on 4 ranks of h100 with 79.00 GiB each; planned, one row to a micro-batch"
     )
     assert "s of CPU" in lines[1]
-    assert lines[4].split()[:3] == ["1", "512", "512"]
-    assert lines[5].split()[:3] == ["2", "512", "256"], done.stdout
-    assert "parallel.context: 4 gives each rank as many attention heads, and llama has 2" in lines[6]
+    assert lines[3] == "parallel.offload: []"
+    assert lines[5].split()[:3] == ["1", "512", "512"]
+    assert lines[6].split()[:3] == ["2", "512", "256"], done.stdout
+    assert "parallel.context: 4 gives each rank as many attention heads, and llama has 2" in lines[7]
     assert "note: completions end at the model's 512 positions (max_position_embeddings)" in lines
 
 

@@ -162,9 +162,9 @@ class _Searching:
         self.most = self._positions if self._rollout is not None and self._positions else float("inf")
         self._tokens_of_rank = config.data.max_length / config.parallel.context
         more = () if spec.device == "cpu" else ({"activations"}, {"activations", "optimizer", "parameters"})
-        self.offloads = [sorted(config.parallel.offloads)]
+        self.offloads: list[list[str]] = [[*sorted(config.parallel.offloads)]]
         for kinds in more:
-            if (offload := sorted({*config.parallel.offloads, *kinds})) not in self.offloads:
+            if (offload := sorted(kinds.union(config.parallel.offloads))) not in self.offloads:
                 self.offloads.append(offload)
         self.executions, self.executed, self.notes = 0, True, list[str]()
 

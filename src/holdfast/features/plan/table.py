@@ -80,7 +80,8 @@ def _work_lines(plan: Mapping[str, Any]) -> list[str]:
     for note in plan["messages"]:
         kinds[note["kind"]] += note["bytes"]
     by_kind = [f"{kind} {size / GIB:.2f}" for kind, size in kinds.most_common() if size >= 2**20]
-    lines += [f"GiB sent by kind: {', '.join(by_kind)}"] if by_kind else []
+    # Without rows that ranks share, gathers are of weights and reductions of gradients, which the phases tell apart.
+    lines += [f"GiB sent by kind: {', '.join(by_kind)}"] if "all_to_all" in kinds else []
     return [*lines, "(seconds are lower bounds from the maker's peaks, not predictions)"]
 
 

@@ -7,7 +7,7 @@ touched outside it finds shards where it expects a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -244,18 +244,13 @@ class PolicyModel(nn.Module):
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
         start, end = batch.span or (0, batch.tokens.shape[1])
         inputs: dict[str, Any] = {"input_ids": batch.tokens[:, start:end]}
-        tower = towers.idle_tower(self._backbone, batch) if batch.stands_in else nullcontext()
+        tower: AbstractContextManager[None] = nullcontext()
         if self.noise is not None:
             self.noise.follow(batch)
-        if batch.model_inputs and not batch.stands_in:
-            tokens = self._with_one_image_token(batch)
-            inputs = {"input_ids": tokens[:, start:end], **tensor_arguments(batch.model_inputs)}
-            if self.family.image_tokens is not None:
-                argument, token = self.family.image_tokens
-                inputs[argument] = (inputs["input_ids"] == token).long()
-            if batch.span is not None and self.family.image_token_id is not None:
-                is_image = tokens == self.family.image_token_id
-                tower = towers.features_of_span(self._backbone, is_image, batch.span)
+        if batch.stands_in:
+            tower = towers.idle_tower(self._backbone, batch)
+        elif batch.model_inputs:
+            inputs, tower = self._image_inputs(batch, start, end)
         if self.padded:
             visible = batch.sequence_ids >= 0
             visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
@@ -279,6 +274,18 @@ class PolicyModel(nn.Module):
             )
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _image_inputs(self, batch: Batch, start: int, end: int) -> tuple[dict[str, Any], AbstractContextManager[None]]:
+        """Return what the backbone reads of positions `start` to `end` and of images, and what to enter around it."""
+        tokens = self._with_one_image_token(batch)
+        inputs = {"input_ids": tokens[:, start:end], **tensor_arguments(batch.model_inputs)}
+        if self.family.image_tokens is not None:
+            argument, token = self.family.image_tokens
+            inputs[argument] = (inputs["input_ids"] == token).long()
+        if batch.span is None or self.family.image_token_id is None:
+            return inputs, nullcontext()
+        is_image = tokens == self.family.image_token_id
+        return inputs, towers.features_of_span(self._backbone, is_image, batch.span)
 
     def _with_one_image_token(self, batch: Batch) -> Tensor:
         """Return the tokens, with the image token where features go, of videos too, and nowhere else.
