@@ -81,6 +81,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"residency": {"parameters": "host"}, "parallel": {"cpu_offload": True}},
         "residency.parameters: parallel.offload keeps them in host memory all the time; leave it out",
     ),
+    (
+        {"residency": {"optimizer": "host"}, "parallel": {"offload": ["optimizer"]}},
+        "residency.optimizer: parallel.offload keeps them in host memory all the time; leave it out",
+    ),
     ({"residency": {"optimizer": "disk"}}, "residency.optimizer: 'disk' should be 'stay' or 'host'"),
     ({"reference": {"sync": {}}}, "reference.sync.every_steps: required, and missing"),
     ({"reference": {"ref_model_sync_steps": 4}}, "unknown key; it is called reference.sync.every_steps here"),

@@ -138,6 +138,38 @@ def test_alternatives_refuse_each_others_keys(mistakes: Mistakes, line: str, sai
     assert mistakes(WHOLE + line) == [f"run.yaml:4: {said}"]
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            "parallel: {offload: [parameters]}",
+            "run.yaml:4: parallel.offload: parameters in host memory are updated there, so gradients and optimizer "
+            "state are too; add optimizer",
+        ),
+        (
+            "parallel: {offload: [activations], recompute: selective}",
+            "run.yaml:4: parallel.offload: activations with recompute: selective would stay on the device, since torch "
+            "keeps the products of selective recomputation outside of autograd. Use recompute: full, every_k or none",
+        ),
+        (
+            "parallel: {offload: [optimizer]}\noptim: adamw_8bit",
+            "run.yaml:4: parallel.offload: optimizer without parameters goes with optim.kind: adamw, adamw_bf16 or "
+            "sgd, not with adamw_8bit, whose state may depend on where parameters are. Name parameters too, or leave "
+            "optimizer out",
+        ),
+        (
+            "parallel: {offload: [optimizer]}\noptim: muon",
+            "run.yaml:4: parallel.offload: optim.kind: muon gathers whole matrices, and host memory has no group to do "
+            "so; choose one of the two",
+        ),
+    ],
+)
+def test_what_cannot_be_offloaded_together_is_refused_with_its_way_out(
+    mistakes: Mistakes, lines: str, said: str
+) -> None:
+    assert mistakes(WHOLE + lines) == [said]
+
+
 def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(mistakes: Mistakes) -> None:
     text = """\
 model:

@@ -116,7 +116,7 @@ def test_preferences_are_learnt_with_the_same_bits(pools: Any, directory: Any, r
     tree = preference_cases.settings(directory("llama"), preference={"loss": "dpo"})
 
     expected = pools(ranks).run(preference_cases.train, tree, rows)[0]
-    found = pools(ranks).run(preference_cases.train, with_offload(tree, "activations"), rows)[0]
+    found = pools(ranks).run(preference_cases.train, with_offload(tree, "activations", "optimizer"), rows)[0]
 
     for name in ("gradients", "parameters"):
         np.testing.assert_equal(found[name], expected[name])
@@ -128,7 +128,7 @@ def test_policies_are_updated_with_the_same_bits(pools: Any, directory: Any, ran
     tree = grpo_cases.settings(directory("llama"), updates={"mini_batches": 2})
 
     expected = pools(ranks).run(grpo_cases.train, tree, rows)[0]
-    found = pools(ranks).run(grpo_cases.train, with_offload(tree, "activations"), rows)[0]
+    found = pools(ranks).run(grpo_cases.train, with_offload(tree, "activations", "optimizer"), rows)[0]
 
     assert (found["offloads"], expected["offloads"]) == (True, False)
     np.testing.assert_equal(found["parameters"], expected["parameters"])

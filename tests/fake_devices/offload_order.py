@@ -1,4 +1,4 @@
-"""A process that offloads activations and optimizer of a fake GPU: python -m tests.fake_devices.offload_order [SEED...].
+"""A process that offloads tensors of a fake GPU: python -m tests.fake_devices.offload_order [SEED...].
 
 For each module it prints the order of copies and the races of it as it is, of faults that are written down here, and of
 mutants that are drawn, one for each seed.
@@ -47,7 +47,7 @@ FAULTS = {
         ),
         "the step does not wait for gradients": ("            self._stream.synchronize()\n", "            pass\n"),
         "gradients are copied when the backward pass has ended": (
-            "        if self.last_micro_batch:", "        if False:"
+            "        if self._last:", "        if False:"
         ),
         "weights are not written back": ("copy_(local_part(pair.twin.data)", "copy_(local_part(pair.parameter.data)"),
     },
@@ -180,7 +180,7 @@ def update(module: Any, blocks: list[Any]) -> None:
     steps = module.HostSteps(optimizer)
     for _ in range(2):
         for last in (False, True):
-            steps.last_micro_batch = last
+            steps.start_micro_batch(first=not last, last=last)
             run(blocks, fails_behind=None)
         with steps.in_place(optimizer):
             optimizer.step()

@@ -53,7 +53,7 @@ def plain_updates(of: Model, optimizer: torch.optim.Optimizer, wholes: list[bool
 def host_updates(of: Model, optimizer: torch.optim.Optimizer, steps: HostSteps, wholes: list[bool]) -> None:
     for update in range(3):
         for number, whole in enumerate(wholes):
-            steps.last_micro_batch = number == len(wholes) - 1
+            steps.start_micro_batch(first=number == 0, last=number == len(wholes) - 1)
             of(rows(10 * update + number), whole=whole).square().sum().backward()
         with steps.in_place(optimizer):
             twins = [value for group in optimizer.param_groups for value in group["params"]]
@@ -96,7 +96,7 @@ def test_gradients_leave_in_the_backward_pass_of_the_last_micro_batch_alone() ->
     hosted.first.weight.register_hook(lambda _: missing.append([value.grad is None for value in hosted.parameters()]))
 
     for last in (False, True):
-        steps.last_micro_batch = last
+        steps.start_micro_batch(first=not last, last=last)
         hosted(rows(0)).sum().backward()
         missing.append([value.grad is None for value in hosted.parameters()])
 
@@ -128,10 +128,44 @@ def test_weights_that_others_have_written_are_those_that_a_step_begins_with() ->
     with torch.no_grad():
         hosted.first.bias.data.fill_(3.0)  # as a load does, past any counter of versions
 
-    steps.last_micro_batch = True
+    steps.start_micro_batch(first=True, last=True)
     hosted.third.bias.sum().backward()
     with steps.in_place(optimizer):
         optimizer.step()
         steps.write_back()
 
     assert torch.equal(hosted.first.bias, torch.full((8,), 3.0))
+
+
+def test_gradients_that_are_whole_in_several_turns_add_up() -> None:
+    plain, hosted = model(), model()
+    optimizers = adamw(plain), adamw(hosted)
+    steps = HostSteps(optimizers[1])
+
+    for number in (1, 2, 3):
+        plain(rows(number)).sum().backward()
+    optimizers[0].step()
+    steps.start_micro_batch(first=True, last=True)
+    for number in (1, 2, 3):
+        hosted(rows(number)).sum().backward()
+    with steps.in_place(optimizers[1]):
+        optimizers[1].step()
+        steps.write_back()
+
+    assert all(torch.equal(value, other) for value, other in zip(plain.parameters(), hosted.parameters(), strict=True))
+
+
+def test_a_pass_that_failed_leaves_nothing_in_the_next_update() -> None:
+    plain, hosted = model(), model()
+    optimizers = adamw(plain), adamw(hosted)
+    steps = HostSteps(optimizers[1])
+    steps.start_micro_batch(first=True, last=True)
+    hosted(rows(9)).sum().backward()  # and its update never came
+    with torch.no_grad():
+        for each in (plain, hosted):
+            each.second.bias.add_(1.0)
+
+    plain_updates(plain, optimizers[0], [True])
+    host_updates(hosted, optimizers[1], steps, [True])
+
+    assert all(torch.equal(value, other) for value, other in zip(plain.parameters(), hosted.parameters(), strict=True))

@@ -275,6 +275,7 @@ def test_experts_that_are_fewer_than_ranks_are_counted_with_their_padding(ranks:
         pytest.param({"compute_dtype": "bfloat16"}, "", {}, (False, True), id="copies"),
         pytest.param({}, "", {"device": "cuda"}, (False, True), id="copies on a GPU by default"),
         pytest.param({"cpu_offload": True}, "", {"device": "cuda"}, (True, False), id="parameters in host memory"),
+        pytest.param({"offload": ["optimizer"]}, "", {"device": "cuda"}, (False, True), id="optimizer in host memory"),
         pytest.param({"replicate": 2}, "", {"device": "cuda"}, (True, False), id="two ranks"),
         pytest.param({}, "layers.0", {"device": "cuda"}, (False, True), id="a frozen block"),
         pytest.param({}, "layers", {"device": "cuda"}, (False, True), id="the smaller part is frozen"),
@@ -301,3 +302,23 @@ def test_parameters_that_are_trained_in_bfloat16_are_not_copied() -> None:
     made = plan_shards([replace(table, dtype="bfloat16"), *rest], [""], BLOCKS, config, shard=1, device="cuda")
 
     assert (made.sharded, made.copied) == (True, False)
+
+
+def test_activations_of_blocks_that_train_are_offloaded_where_they_are_named() -> None:
+    frozen = [replace(value, trainable=False) for value in parameters()]
+    modules = ["", "model", *BLOCKS]
+
+    assert plan().offload_blocks == ()
+    assert plan({"cpu_offload": True}).offload_blocks == ()
+    assert plan({"offload": ["activations"]}).offload_blocks == tuple(BLOCKS)
+    assert "activations of 4 blocks in host memory" in plan({"offload": ["activations"]}).describe()
+    of_frozen = plan_shards(frozen, modules, BLOCKS, ParallelConfig(offload=["activations"]), shard=2, device="cpu")
+    assert of_frozen.offload_blocks == ()
+
+
+def test_the_former_key_is_read_as_optimizer_and_parameters() -> None:
+    former, listed = ParallelConfig(cpu_offload=True), ParallelConfig(offload=["optimizer", "parameters"])
+
+    assert former.offloads == listed.offloads == {"optimizer", "parameters"}
+    assert (plan({"cpu_offload": True}).cpu_offload, plan({"offload": ["optimizer"]}).cpu_offload) == (True, False)
+    assert former.of_frozen(in_host_memory=False).offloads == frozenset()

@@ -1,4 +1,4 @@
-"""Make the steps of an optimizer in host memory, while the parameters stay on the device (ZeRO-Offload, arXiv:2101.06840).
+"""Make an optimizer's steps in host memory, while parameters stay on the device (ZeRO-Offload, arXiv:2101.06840).
 
 Each trained parameter has a twin in host memory. In the backward pass of an update's last micro-batch, a gradient is
 copied to the host as soon as it is whole, with the weights that it is of, and freed on the device. The norm is taken
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,6 +32,8 @@ class _Pair:
     """Host memory of the twin's gradient."""
     arrived: bool = False
     """Whether the gradient of this update is there, or on its way."""
+    addends: list[Tensor] = field(default_factory=list)
+    """What was reduced of it later: FSDP2 reduces a unit that a pass runs twice each time."""
 
 
 class HostSteps:
@@ -47,11 +49,17 @@ class HostSteps:
         self._pairs = {id(parameter): _pair(parameter) for parameter in parameters}
         self._on_device = any(local_part(parameter.data).device.type == "cuda" for parameter in parameters)
         self._stream: torch.cuda.Stream | None = None
-        self.last_micro_batch = False
+        self._last = False
         """Whether gradients that a backward pass completes are those of an update."""
         for pair in self._pairs.values():
             # FSDP2 calls these hooks when it has reduced a gradient, and `ComputeCopies` when it has added one.
-            pair.parameter.register_post_accumulate_grad_hook(partial(self._completed, pair))
+            pair.parameter.register_post_accumulate_grad_hook(partial(self._completed, pair))  # type: ignore[no-untyped-call]  # same
+
+    def start_micro_batch(self, *, first: bool, last: bool) -> None:
+        """Declare which micro-batch of an update the next passes are about."""
+        if first:
+            self._forget()  # what a pass that failed has left
+        self._last = last
 
     @contextmanager
     def in_place(self, optimizer: Optimizer) -> Iterator[None]:
@@ -67,32 +75,41 @@ class HostSteps:
         if self._stream is not None:
             self._stream.synchronize()
         for pair in self._pairs.values():
+            for addend in pair.addends:
+                local_part(pair.gradient).add_(local_part(addend))
             pair.twin.grad = pair.gradient if pair.arrived else None
         _exchange(optimizer, {key: pair.twin for key, pair in self._pairs.items()})
         try:
             yield
         finally:
             _exchange(optimizer, {id(pair.twin): pair.parameter for pair in self._pairs.values()})
-            for pair in self._pairs.values():
-                pair.twin.grad, pair.arrived = None, False
-            self.last_micro_batch = False
+            self._forget()
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Write the weights of the twins into the parameters."""
-        # In the order of the stream that computes: the next pass reads them, and the next copy to the host waits for it.
+        # On the stream that computes: the next pass reads them, and the next copy to the host waits for it.
         for pair in self._pairs.values():
             local_part(pair.parameter.data).copy_(local_part(pair.twin.data), non_blocking=True)
 
+    def _forget(self) -> None:
+        self._last = False
+        for pair in self._pairs.values():
+            pair.twin.grad, pair.arrived = None, False
+            pair.addends.clear()
+
     def _completed(self, pair: _Pair, _: Tensor) -> None:
-        if self.last_micro_batch:
+        if self._last:
             self._fetch_gradient(pair)
 
     def _fetch_gradient(self, pair: _Pair) -> None:
         gradient = pair.parameter.grad
         assert gradient is not None
-        self._copy(pair.gradient, gradient)
-        if not pair.arrived:
+        if pair.arrived:
+            pair.addends.append(_on_host(pair.parameter))
+            self._copy(pair.addends[-1], gradient)
+        else:
+            self._copy(pair.gradient, gradient)
             self._copy(pair.twin, pair.parameter)
         if self._stream is not None:
             # It is freed here, before the copy has read it.
@@ -106,7 +123,7 @@ class HostSteps:
             to.copy_(of)
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types for it
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             to.copy_(of, non_blocking=True)

@@ -192,7 +192,7 @@ class ActivationOffload:
                 target.copy_(source)
             return None
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types for it
         # Sources are being computed, and targets may be memory that queued kernels still read.
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
@@ -208,11 +208,11 @@ class ActivationOffload:
         )
 
 
-class OffloadedBlock(ActivationWrapper):  # type: ignore[misc]  # torch has no types for it
+class OffloadedBlock(ActivationWrapper):
     """A block whose saved tensors are offloaded; names of parameters are those without the wrapper."""
 
     def __init__(self, block: nn.Module, offload: ActivationOffload, *, stays: bool) -> None:
-        super().__init__(block)
+        super().__init__(block)  # type: ignore[no-untyped-call]  # torch has no types for it
         self.offload = offload
         self._stays = stays
 

@@ -149,7 +149,7 @@ def start_step(
             last = index == len(mini_batch.micro_batches) - 1
             set_last_micro_batch(trained.model, trained.plan, first=index == 0, last=last)
             if trained.host_steps is not None:
-                trained.host_steps.last_micro_batch = last
+                trained.host_steps.start_micro_batch(first=index == 0, last=last)
             batch = to_device(micro_batch, trained.setting.world.device)
             output = trained.model(
                 batch,
