@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs.training import SFTConfig
+from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import sharded_parameters
+from holdfast.recipes.sft import sft_step
+from holdfast.training.setup.begin import Live, build_run
 from tests.distributed import grpo_cases, preference_cases
 from tests.distributed.cases import rows_of, settings, train
 from tests.distributed.compile_cases import train_compiled
@@ -132,3 +139,28 @@ def test_policies_are_updated_with_the_same_bits(pools: Any, directory: Any, ran
 
     assert (found["offloads"], expected["offloads"]) == (True, False)
     np.testing.assert_equal(found["parameters"], expected["parameters"])
+
+
+def gradients_that_left(world: World, tree: dict[str, Any], rows: Any) -> dict[str, list[bool]]:
+    """Make an update; return of each parameter, each time that its gradient was whole, whether it has left at once."""
+    run = build_run(from_mapping(tree, SFTConfig), Path.cwd(), world, Live(rows=rows))
+    left: dict[str, list[bool]] = {}
+    for name, parameter in sharded_parameters(run.trained.model).items():
+        # Hooks are called in the order in which they were registered: this one after that of the host's steps.
+        note = partial(lambda name, value: left.setdefault(name, []).append(value.grad is None), name)
+        parameter.register_post_accumulate_grad_hook(note)
+    assert sft_step(run) is not None
+    return left
+
+
+@pytest.mark.parametrize(("ranks", "sections"), [(1, {}), (1, BFLOAT16), (2, {})], ids=["1", "1, copies", "2"])
+def test_gradients_leave_during_the_backward_pass_of_the_last_micro_batch(
+    pools: Any, directory: Any, ranks: int, sections: dict[str, Any]
+) -> None:
+    tree = settings(directory("llama"), **{"optim": ADAMW} | sections | {"data": {"tokens_per_micro_batch": 64}})
+
+    for left in pools(ranks).run(gradients_that_left, with_offload(tree, "optimizer"), ROWS):
+        assert len(left) > LAYERS
+        for name, times in left.items():
+            assert len(times) > 1, "several micro-batches"
+            assert times == [False] * (len(times) - 1) + [True], name

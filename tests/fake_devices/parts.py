@@ -47,7 +47,7 @@ class Shape:
     activations: bool = False
     """Whether activations are offloaded."""
     states: bool = False
-    """Whether the optimizer is, and nothing else."""
+    """Whether the optimizer is, and nothing else; then a load of its state touches no device memory."""
     lora: int = 0
     recompute: str = "full"
     starts: bool = False
@@ -190,7 +190,7 @@ def resumed_by_hand(shape: Shape) -> dict[str, dict[str, float]]:
     states = 4 * 2 if shape.bfloat16 else 3 * 4  # of the weight, two moments and, in bfloat16, a compensation
     counts = 0 if shape.bfloat16 else 4 * len(trained)
     on_host = frozen + states * sum(local(matrix, shape.shards) for matrix in trained) + counts
-    return {"cuda": {} if shape.offload else on_device, "cpu": {"checkpoint": on_host}}
+    return {"cuda": {} if shape.offload or shape.states else on_device, "cpu": {"checkpoint": on_host}}
 
 
 def local(matrix: Matrix, ranks: int) -> int:
