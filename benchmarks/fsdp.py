@@ -1,6 +1,6 @@
 """What sharding and the trainer cost: CPU seconds per rank on 2 gloo ranks and in one process.
 
-    python benchmarks/fsdp.py [--rounds 3] [--part overhead|sharding]
+    python benchmarks/fsdp.py [--rounds 3] [--part overhead|sharding|context]
 
 `holdfast_2` and `bare_2` run the same model, kernels, packs and grouping on 2 ranks, one with our trainer, one in a
 plain FSDP2 loop; `holdfast_1` and `bare_1` are one process with the work of one rank. Trainer and loop live in the same
@@ -10,6 +10,9 @@ adds is taken at 1,024 tokens per rank and step, where it weighs more than in lo
 What sharding costs is taken at 4,096 tokens, since communication does not grow with tokens, and with our trainer in
 both arms: `long_2` is 2 ranks, `long_1` is 2 processes that know nothing of each other, so that both cores and the
 memory are as busy in either. The four processes stay and take turns update by update.
+
+What sharing rows costs (`parallel.context`) is taken in the same way: both arms are 2 ranks that shard parameters and
+compute 4,096 tokens each of the same rows. In `context_2` these are halves of one row of 8,192, in `long_2` a row each.
 
 Of several ranks the mean counts, and of several updates the median of the ratios of neighbours. Every arm makes the
 same number of forward passes of the backbone.
@@ -54,7 +57,7 @@ def texts(ranks: int, tokens: int = TOKENS, steps: int = STEPS) -> list[str]:
     return ["".join(generator.choice(letters, LONGEST - 1)) for _ in range(rows)]
 
 
-def settings(ranks: int, tokens: int = TOKENS, steps: int = STEPS) -> Any:
+def settings(ranks: int, tokens: int = TOKENS, steps: int = STEPS, context: int = 1) -> Any:
     from holdfast.config.load import from_mapping
     from holdfast.config.verbs.training import SFTConfig
 
@@ -68,6 +71,7 @@ def settings(ranks: int, tokens: int = TOKENS, steps: int = STEPS) -> Any:
             "tokens_per_micro_batch": tokens,
         },
         "optim": {"lr": 1e-5, "schedule": "constant"},
+        "parallel": {"context": context},
         "run": {"dir": tempfile.mkdtemp()},
     }
     return from_mapping(tree, SFTConfig)
@@ -154,12 +158,12 @@ def rank_of_a_pair() -> None:
                 print(json.dumps({"arm": f"{arm}_{ranks}"} | result), flush=True)
 
 
-def long_updates() -> None:
+def long_updates(context: int) -> None:
     """Make long updates in turn with the other arms, and say what each cost this process."""
     from holdfast.parallel.mesh import joined_world
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    config = settings(ranks, LONG_TOKENS, LONG_STEPS)
+    config = settings(ranks, LONG_TOKENS, LONG_STEPS, context)
     with joined_world(config.launch) as world:
         step, policy = holdfast(config, world)
         calls, meter, times = count_forwards(policy), Meter(), []
@@ -199,18 +203,27 @@ def sharding(rounds: int) -> bool:
     return verdicts.missed
 
 
-PARTS = {"overhead": overhead, "sharding": sharding}
+def context(rounds: int) -> bool:
+    """Print what sharing rows adds to sharding alone; return whether that is too much."""
+    arms = {"context_2": Ranks(2), "long_2": Ranks(2)}
+    verdicts = Verdicts(alternate(__file__, list(arms), rounds, ranks=arms))
+    title = "2 ranks that share rows over 2 ranks with a row each"
+    verdicts.at_most_over_all(1.15, title, "context_2", "long_2", "updates")
+    return verdicts.missed
+
+
+PARTS = {"overhead": overhead, "sharding": sharding, "context": context}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--arm", choices=["long_2", "long_1"], help="make long updates")
+    parser.add_argument("--arm", choices=["long_2", "long_1", "context_2"], help="make long updates")
     parser.add_argument("--pair", action="store_true", help="be one rank of a pair")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--part", choices=list(PARTS))
     options = parser.parse_args()
     if options.pair or options.arm:
-        (rank_of_a_pair if options.pair else long_updates)()
+        rank_of_a_pair() if options.pair else long_updates(2 if options.arm == "context_2" else 1)
         return
     print(heading("transformers"))
     missed = [part(options.rounds) for name, part in PARTS.items() if options.part in (None, name)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import rotate_half
+from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
@@ -21,22 +28,51 @@ from holdfast.types import Example
 from tests.distributed.cases import train
 
 
-def train_with_exact_norms(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """Train with the norms of Gemma 2 in the dtype of its parameters.
+def train_without_float32(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """Train with norms of Gemma 2 and Qwen2.5-VL, and rotary angles of Qwen's towers, in the dtype of the parameters.
 
-    transformers computes them in float32 whatever that dtype is, and the gradients of their weights are float32 sums
-    over tokens, which no other split of the tokens repeats to more than seven digits.
+    transformers computes them in float32 whatever that dtype is. Gradients then pass through float32 sums over tokens,
+    which no other split of the tokens repeats to more than seven digits.
     """
-    inner = Gemma2RMSNorm.forward
+    norms: tuple[Any, ...] = (Gemma2RMSNorm, modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm)
+    forwards = [norm.forward for norm in norms]
     Gemma2RMSNorm.forward = _exact_norm  # type: ignore[method-assign, assignment]  # for this process, until the end
+    modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm.forward = _exact_qwen_norm  # type: ignore[method-assign, assignment]
+    turn = modeling_qwen2_5_vl.apply_rotary_pos_emb_vision
+    for towers in _TOWERS:
+        towers.apply_rotary_pos_emb_vision = _exact_turn
     try:
         return train(world, tree, rows)
     finally:
-        Gemma2RMSNorm.forward = inner  # type: ignore[method-assign]
+        for norm, forward in zip(norms, forwards, strict=True):
+            norm.forward = forward
+        for towers in _TOWERS:
+            towers.apply_rotary_pos_emb_vision = turn
+
+
+_TOWERS: tuple[Any, ...] = (modeling_qwen2_vl, modeling_qwen2_5_vl, modeling_qwen3_vl)
 
 
 def _exact_norm(norm: Any, states: Tensor) -> Tensor:
     return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.eps) * (1 + norm.weight)
+
+
+def _exact_qwen_norm(norm: Any, states: Tensor) -> Tensor:
+    return norm.weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norm.variance_epsilon))
+
+
+def _exact_turn(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = (angles.unsqueeze(-2).to(queries.dtype) for angles in (cos, sin))
+    queries, keys = (states * cos + rotate_half(states) * sin for states in (queries, keys))
+    return queries, keys
+
+
+def first_lines(world: World, tree: dict[str, Any], rows: Any, local_size: int) -> list[str]:
+    """Return what is printed where a run is built on machines with so many ranks each."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        build_run(from_mapping(tree, SFTConfig), Path.cwd(), replace(world, local_size=local_size), Live(rows=rows))
+    return printed.getvalue().splitlines()
 
 
 def document(index: int, length: int, seed: int) -> Example:

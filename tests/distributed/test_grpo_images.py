@@ -76,6 +76,7 @@ def assert_made_by_hand(found: dict[str, Any], place: Path, kind: str, rows: str
         pytest.param(2, "mixed", {"rollout": {"shared_prefix": "off"}}, id="2 ranks, prompts repeated"),
         pytest.param(2, "mixed", {"data": {"tokens_per_micro_batch": 192}}, id="2 ranks, small packs"),
         pytest.param(2, "a picture in one prompt of four", {}, id="2 ranks, images on one"),
+        pytest.param(2, "mixed", {"parallel": {"context": 2}}, id="2 ranks share rows, prompts shared"),
     ],
 )
 def test_steps_are_those_of_the_paper(

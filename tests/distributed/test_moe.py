@@ -178,6 +178,19 @@ def test_the_global_router_loss_is_that_of_all_sequences_together(
     assert_same(found[0], oracle("mixtral", "batch"))
 
 
+@pytest.mark.parametrize("kind", ["sequence", "global", "batch"])
+def test_ranks_that_share_a_row_have_the_router_loss_of_the_whole_row(
+    pools: Any, oracle: Any, directories: dict[str, str], kind: str
+) -> None:
+    data = {} if kind == "batch" else {"tokens_per_micro_batch": 32}
+    tree = settings(directories["mixtral"], data=data, model={"router_loss": kind}, parallel={"context": 2})
+
+    found = pools(2).run(train, tree, ROWS)
+
+    for outcome in found:
+        assert_same(outcome, oracle("mixtral", "sequence" if kind == "sequence" else "batch"))
+
+
 def test_the_batch_router_loss_is_that_of_transformers_on_one_micro_batch(
     pools: Any, oracle: Any, directories: dict[str, str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_both_answers_of_a_pair_weigh_the_same(pools: Any, directory: str, ranks
         pytest.param(1, {"data": {"packing": "none"}}, id="1 rank, padded"),
         pytest.param(2, {"data": {"tokens_per_micro_batch": 48}}, id="2 ranks, groups cut over packs"),
         pytest.param(2, {"rollout": {"shared_prefix": "off"}}, id="2 ranks, prompts repeated"),
+        pytest.param(2, {"parallel": {"context": 2}}, id="a row on 2 ranks, prompts shared"),
     ],
 )
 def test_completions_weigh_as_in_the_loss_of_the_policy(

@@ -121,6 +121,19 @@ def test_updates_are_those_of_transformers(
         assert found["forwards"][0]["policy"] == found["forwards"][0]["reference"] >= 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_share_rows_make_the_updates_of_transformers(
+    pools: Any,
+    directory: Callable[[str], Path],  # noqa: F811
+    kind: str,
+) -> None:
+    expected = expected_of(directory(kind), kind, ROWS["mixed"])
+    tree = tree_of(directory(kind), {"tokens_per_micro_batch": 96}, parallel={"context": 2})
+
+    for found in pools(2).run(train, tree, ROWS["mixed"]):
+        assert_same(found, expected, SHARED_PROMPT)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_tower_changes_no_other_gradient(

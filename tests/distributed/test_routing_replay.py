@@ -72,6 +72,7 @@ def test_once_routers_have_moved_tokens_go_on_to_the_experts_that_sampled(pools:
         pytest.param(1, {"data": {"packing": "none"}}, id="padded, sampled by transformers"),
         pytest.param(1, {"rollout": {"shared_prefix": "off"}}, id="prompts repeated"),
         pytest.param(2, {"parallel": {"recompute": "full"}}, id="2 ranks, blocks recomputed"),
+        pytest.param(2, {"parallel": {"context": 2, "recompute": "full"}}, id="a row on 2 ranks, recomputed"),
     ],
 )
 def test_the_result_does_not_depend_on_how_it_is_computed(

@@ -17,6 +17,7 @@ from holdfast.data.tokens.vision import ImageSide
 from holdfast.models.files.vision import FREEZE_PRESETS, image_side
 from holdfast.models.setup.model import configured
 from tests.distributed.cases import reference, settings, train
+from tests.distributed.context_cases import train_without_float32
 from tests.distributed.test_split_invariance import assert_same, by_hand
 from tests.vision import KINDS, MIXTURE, PROCESSORS, picture_rows, tokenizer_of, vision_directory, vision_model
 
@@ -125,6 +126,35 @@ def test_loss_norm_gradients_and_parameters_are_those_of_transformers(
     for found in pools(ranks).run(train, tree(directory(kind), data, parallel), ROWS[rows]):
         assert found["padded"] == (kind == "gemma3" or data.get("packing") == "none")
         assert_same(found, expected, TOLERANCE[kind])
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "idefics3"])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "data", "parallel"),
+    [
+        pytest.param(2, "mixed", {"tokens_per_micro_batch": 80}, {"context": 2}, id="2"),
+        pytest.param(
+            4, "a picture in one row of eight", {"tokens_per_micro_batch": 64}, {"context": 2}, id="context 2 x shard 2"
+        ),
+        pytest.param(4, "mixed", {}, {"context": 4, "recompute": "full"}, id="4, recomputed"),
+    ],
+)
+def test_ranks_that_share_rows_with_images_train_as_one_rank(
+    pools: Any,
+    directory: Callable[[str], Path],
+    kind: str,
+    ranks: int,
+    rows: str,
+    data: dict[str, Any],
+    parallel: dict[str, Any],
+) -> None:
+    """Spans end anywhere in an image, and in some rows every span but one has no image at all."""
+    (expected,) = pools(1).run(train_without_float32, tree(directory(kind), {}, {}), ROWS[rows])
+
+    for found in pools(ranks).run(train_without_float32, tree(directory(kind), data, parallel), ROWS[rows]):
+        assert not found["padded"]
+        assert_same(found, expected, 1e-10)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -67,6 +67,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "sft activations offloaded": tree(parallel={"offload": ["activations"]}),
     "sft optimizer offloaded": tree(parallel={"offload": ["optimizer"]}),
     "sft copies": tree(parallel={"replicate": 2}),
+    "sft shared rows": tree(parallel={"context": 2}),
+    "sft shared rows, recomputed": tree(parallel={"context": 4, "recompute": "full"}),
     "sft recomputed": tree(parallel={"recompute": "full"}),
     "sft recomputed by half": tree(parallel={"recompute": "every_k"}),
     "sft recomputed selectively": tree(parallel={"recompute": "selective"}),
@@ -85,6 +87,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "kto": tree(preference={"loss": "kto"}),
     "reward": tree(preference={"loss": "bradley_terry"}),
     "grpo": policy(),
+    "grpo shared rows": policy(parallel={"context": 2}, kl={"coefficient": 0.1}),
     "grpo reference": policy(kl={"coefficient": 0.1}, updates={"mini_batches": 2}),
     "grpo experts": policy(model={"config": EXPERTS}),
     "grpo experts replayed": policy(model={"config": EXPERTS}, rollout={"replay_routing": True}),
@@ -105,7 +108,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 """Name -> the run. Where it says `teacher` or the name of a model that sees, the lane makes a directory of it."""
 
-ONE_RANK_LESS = {"sft copies"}
+ONE_RANK_LESS = {"sft copies", "grpo shared rows", "sft shared rows", "sft shared rows, recomputed"}
 """Runs that one rank cannot make."""
 NOT_SHARDED_ALONE = {"grpo offloaded"}
 """Runs that one rank refuses: there the engine reads the parameters themselves."""
@@ -113,7 +116,8 @@ NOT_BY_PLACE = {
     "sft uncompiled", "sft one pass", "sft activations offloaded", "sft chunks of logits", "sft head in float32",
     "sft experts, loads of the update",
     "sft recomputed by half", "sft recomputed selectively", "sft averages", "sft padded", "sft noise", "sft entropy",
-    "grpo experts replayed", "grpo truncated sampling", "grpo by covariance", "distill on own texts",
+    "grpo shared rows", "grpo experts replayed", "grpo truncated sampling", "grpo by covariance",
+    "distill on own texts",
 }  # fmt: skip
 """Runs that differ from another one in what every rank does alike: executed as the first of 8 alone."""
 

@@ -25,6 +25,7 @@ WAITS: dict[str, list[str]] = {
     "sft images": [CHECKS, CHECKS, UPDATE],
     "kto": ["divergence of single answers", UPDATE],
     "grpo": [*ROLLOUT, UPDATE, SAMPLED],
+    "grpo shared rows": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo reference": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo experts": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo experts replayed": [
@@ -120,6 +121,28 @@ def test_messages_of_an_update_are_those_that_its_units_ask_for(lane: Lane, name
         assert messages[key][1] == pytest.approx(sent, rel=0.02), key
     assert messages["optimizer all_reduce"][0] == 1
     assert set(messages) == {*expected, "optimizer all_reduce"}
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(
+    ("name", "context", "key_heads", "passes"),
+    [("sft shared rows", 2, 2, (1, 1)), ("sft shared rows, recomputed", 4, 4, (1, 2))],
+)
+def test_ranks_that_share_rows_exchange_queries_keys_values_and_results_once_a_block_and_pass(
+    lane: Lane, name: str, ranks: int, context: int, key_heads: int, passes: tuple[int, int]
+) -> None:
+    """Two all-to-alls of q, k, v, o a block and pass: q, k, v to the heads and o back; two key heads repeat for 4."""
+    said = of(lane, name, (ranks, 0))
+    heads, size, blocks, tokens = 4, 16, 2, 128
+
+    # Of each tensor in bfloat16, a rank has the rows of its span, and keeps one part of `context`.
+    row = (heads + 2 * key_heads + heads) * size * 2 * tokens // context * (context - 1) // context
+    micro_batches = said["micro_batches"]
+    rows_of_group = 64 // (ranks // context)
+    for phase, times in zip(("forward", "backward"), passes, strict=True):
+        count, sent = said["messages"][f"{phase} all_to_all"]
+        assert count == 4 * blocks * times * micro_batches
+        assert sent == pytest.approx(row * blocks * times * rows_of_group, rel=0.01), phase
 
 
 def test_copies_of_a_model_add_their_gradients_up(lane: Lane) -> None:

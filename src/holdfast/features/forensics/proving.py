@@ -288,11 +288,16 @@ def _recorded_run(directory: Path) -> GRPOConfig:
     file = directory / "config.resolved.yaml"
     if not file.exists():
         raise ConfigError(f"{directory} is no run: it has no {file.name}.")
-    alone = ["launch.ranks=1", "launch.device=cpu", "parallel.replicate=1", "parallel.shard=auto", "rollout.show=0"]
-    verb = verb_of(parse_file(file).values)
+    values = parse_file(file).values
+    verb = verb_of(values)
     if verb != GRPOConfig.verb:
         raise ConfigError(
             f"{directory} is a run of `holdfast {verb}`, and only `holdfast grpo` records its steps, with "
             f"rollout.record: true. `holdfast report {directory}` shows this run."
         )
+    alone = ["launch.ranks=1", "launch.device=cpu", "parallel.replicate=1", "parallel.shard=auto", "rollout.show=0"]
+    context = values.get("parallel", {}).get("context", 1)
+    if context > 1:  # one process has the whole of the rows that the run's ranks shared
+        tokens = context * values["data"]["tokens_per_micro_batch"]
+        alone += ["parallel.context=1", f"data.tokens_per_micro_batch={tokens}"]
     return load_config(file, [*alone, "rollout.record=false"], GRPOConfig).config

@@ -45,9 +45,14 @@ def plan(  # noqa: PLR0913, PLR0917 - each is an option of the command
     memory: Annotated[str | None, typer.Option(help="Of each device, as in 40GiB. Default: the device's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for scripts.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Also leave it as plan.json in the run's directory.")] = False,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Search the longest row that fits, for each parallel.context; minutes.")
+    ] = False,
 ) -> None:
     """Say what a run takes on devices that are not here, and what to turn; exit 1 if it does not fit."""
     from holdfast.features.plan.planning import PlanOptions
     from holdfast.features.plan.planning import plan as plan_run
 
-    raise typer.Exit(plan_run(run, overrides or [], PlanOptions(ranks, device, memory), as_json=as_json, save=save))
+    raise typer.Exit(
+        plan_run(run, overrides or [], PlanOptions(ranks, device, memory, longest), as_json=as_json, save=save)
+    )

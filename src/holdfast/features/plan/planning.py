@@ -17,7 +17,7 @@ from holdfast.config.load import LoadedConfig
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import ConfigError, HoldfastError, UserError
 from holdfast.features.plan.devices import DEVICES, bytes_of, device_named
 from holdfast.training.directory import check_writable, run_directory, save_plan
 
@@ -29,6 +29,8 @@ class PlanOptions:
     ranks: int | None = None
     device: str | None = None
     memory: str | None = None
+    longest: bool = False
+    """Whether the longest row is asked for, in the place of a plan."""
 
 
 class NoPlan(UserError):
@@ -42,6 +44,8 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
         UserError: The file is wrong, or the run could not start.
     """
     loaded = load_run(path, overrides)
+    if options.longest:
+        return _longest(loaded, options, as_json=as_json, save=save)
     directory = run_directory(loaded.config)
     if save:
         check_writable(directory)
@@ -56,6 +60,22 @@ def plan(path: Path, overrides: Sequence[str], options: PlanOptions, *, as_json:
 
         print("\n".join([*table(planned), *measured_lines(planned, directory)]), flush=True)
     return 0 if planned["fits"] else 1
+
+
+def _longest(loaded: LoadedConfig[TrainingConfig], options: PlanOptions, *, as_json: bool, save: bool) -> int:
+    """Print the longest rows that fit.
+
+    Raises:
+        ConfigError: They are to be saved.
+        HoldfastError: The run could not start, or no row fits.
+    """
+    from holdfast.features.plan.table import longest_lines
+
+    if save:
+        raise ConfigError("--save keeps the plan of one run, and --longest plans many. Leave one of the two out.")
+    found = planned_apart(loaded, options)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(longest_lines(found)), flush=True)
+    return 0
 
 
 def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
@@ -124,4 +144,5 @@ def _request(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict
         "ranks": ranks,
         "device": name,
         "memory": memory or room,
+        "longest": options.longest,
     }

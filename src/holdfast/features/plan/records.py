@@ -87,6 +87,11 @@ def allowance(peak: int, ranks: int) -> int:
     return int(CONTEXT + (NCCL if ranks > 1 else 0) + FRAGMENTATION * peak)
 
 
+def room_for_tensors(memory: int, ranks: int) -> int:
+    """Return the largest peak that leaves its `allowance` of a device's memory; `ranks` is 0 on a CPU."""
+    return memory if not ranks else int((memory - allowance(0, ranks)) / (1 + FRAGMENTATION))
+
+
 def rows_of(peaks: Mapping[tuple[str, str], Peak], device: str) -> dict[str, Peak]:
     """Return the peak of each row of the table, on one type of device."""
     rows: dict[str, Peak] = {}

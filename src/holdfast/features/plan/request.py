@@ -67,14 +67,19 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     device = None if on_cpu else device_named(request["device"])
     spec = RankSpec(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
     base = Path(request["base"])
-    plan = plain_plan(_made(config, base, spec, no_guard), device, request["memory"])
+    plan = plain_plan(made(config, base, spec, no_guard), device, request["memory"])
     plan["servers"] = registry.load(registry.SERVER_COMMANDS)(config, spec.ranks, on_cpu=on_cpu)
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
         plan["turns"] = list(_turns(config, base, spec, device, no_guard))
     return plan
 
 
-def _made(config: TrainingConfig, base: Path, spec: RankSpec, no_guard: str) -> Execution:
+def made(config: TrainingConfig, base: Path, spec: RankSpec, no_guard: str) -> Execution:
+    """Return the numbers of a step, executed where that is possible.
+
+    Raises:
+        UserError: The run could not start.
+    """
     if no_guard:
         return _by_formulas(config, base, spec, no_guard)
     try:
@@ -92,7 +97,7 @@ def _turns(
 ) -> list[dict[str, Any]]:
     records = []
     for turn in turns(config, spec):
-        plan = plain_plan(_made(turn.config, base, spec, no_guard), device, spec.memory)
+        plan = plain_plan(made(turn.config, base, spec, no_guard), device, spec.memory)
         record = {"key": turn.key, "value": turn.value, "cost": turn.cost}
         records.append({**record, "peak_bytes": plan["peak_bytes"], "fits": plan["fits"]})
         if plan["fits"]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from holdfast.features.plan.counting.kinds import KINDS, ORDER, PHASES, RESUME
@@ -76,6 +77,12 @@ def _work_lines(plan: Mapping[str, Any]) -> list[str]:
         if row in flops or row in sent or row in bounds:
             seconds = f"{bounds[row]:.3f}" if row in bounds else ""
             lines.append(_line(row, [_cell(flops.get(row, 0.0), 1e12), _cell(sent.get(row, 0)), seconds]))
+    kinds: Counter[str] = Counter()
+    for note in plan["messages"]:
+        kinds[note["kind"]] += note["bytes"]
+    by_kind = [f"{kind} {size / GIB:.2f}" for kind, size in kinds.most_common() if size >= 2**20]
+    # Without rows that ranks share, gathers are of weights and reductions of gradients, which the phases tell apart.
+    lines += [f"GiB sent by kind: {', '.join(by_kind)}"] if "all_to_all" in kinds else []
     return [*lines, "(seconds are lower bounds from the maker's peaks, not predictions)"]
 
 
@@ -94,6 +101,43 @@ def verdict_lines(plan: Mapping[str, Any]) -> list[str]:
     if not any(turn["fits"] for turn in plan.get("turns", [])):
         lines.append("  nothing of this is enough: use more ranks, devices with more memory, or a smaller model")
     return lines
+
+
+def longest_lines(found: Mapping[str, Any]) -> list[str]:
+    """Return the table of the longest rows that fit, one line for each `parallel.context`, by `parallel.offload`."""
+    executed = f"{_several(found['executions'], 'execution')} of steps on devices that compute nothing"
+    how = executed if found["executed"] else f"BY FORMULAS: {executed} were not possible, see the notes"
+    memory = f"{found['memory_bytes'] / GIB:.2f} GiB"
+    lines = [
+        f"the longest row that fits, on {_several(found['ranks'], 'rank')} of {found['device'] or 'cpu'} with {memory} "
+        "each; planned, one row to a micro-batch",
+        f"{how}, {found['cpu_seconds']:.0f} s of CPU",
+    ]
+    for offload, answers in groupby(found["longest"], key=lambda answer: answer["offload"]):
+        head = ("context", "tokens a row", "a rank", "GiB", "on host")
+        lines += ["", f"parallel.offload: [{', '.join(offload)}]"]
+        lines.append(_longest_cells(head, "at the peak of (largest parts); what to turn"))
+        lines += map(_longest_line, answers)
+    return [*lines, "", *(f"note: {note}" for note in found["notes"])]
+
+
+def _longest_line(answer: Mapping[str, Any]) -> str:
+    context = str(answer["context"])
+    if "refused" in answer:
+        return _longest_cells((context, "-", "", "", ""), answer["refused"])
+    tokens = f"{answer['tokens']:,}" if answer["tokens"] else "none"
+    of_rank = f"{answer['tokens_per_rank']:,}" if answer["tokens"] else ""
+    parts = sorted(answer["parts"].items(), key=lambda part: -part[1])[:3]
+    sizes = ", ".join(f"{_SHORT[kind]} {size / GIB:.2f}" for kind, size in parts)
+    device, host = (f"{answer[name] / GIB:.2f}" for name in ("peak_bytes", "host_bytes"))
+    return _longest_cells(
+        (context, tokens, of_rank, device, host), f"{_title(answer['phase'])} ({sizes}); {answer['turn']}"
+    )
+
+
+def _longest_cells(cells: Sequence[str], text: str) -> str:
+    widths = (7, 15, 11, 9, 9)
+    return "".join(f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True)) + f"  {text}"
 
 
 def _title(row: str) -> str:

@@ -29,7 +29,7 @@ def check_spans(sides: Sides, spread: float) -> None:
     """
     policy, group = sides.policy, sides.policy.context
     assert group is not None
-    first, _, second = documents(policy, None)
+    first, _, second = documents(policy, sides.images)
     whole = pack([first, second], [Share(1.0, 1.0)] * 2, multiple_of=group.size)
     training = policy.training
     policy.eval()

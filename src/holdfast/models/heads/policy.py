@@ -7,18 +7,17 @@ touched outside it finds shards where it expects a matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.errors import ModelError
 from holdfast.models.chunks.logits import HeadWeights
-from holdfast.models.heads import spans
+from holdfast.models.heads import spans, towers
 from holdfast.models.heads.noise import EmbeddingNoise
 from holdfast.models.layers.exchange import RowExchange
 from holdfast.models.layers.expert_choices import CHOICES_COLUMN, ChoicesToFollow
@@ -50,9 +49,6 @@ def _read_or_multiply(
     del again
     return forward(hidden) if use is None else use(hidden, HeadWeights(layer.weight, getattr(layer, "bias", None)))
 
-
-_FEATURES = ("pooler_output", "deepstack_features")
-"""What of a tower's output transformers' models put into hidden states."""
 
 RAMP = 64.0
 """Largest number that is sent through a model's head to see what becomes of it."""
@@ -248,14 +244,13 @@ class PolicyModel(nn.Module):
         """Return the backbone's last hidden states, [B, T, H]; only inside this module's forward."""
         start, end = batch.span or (0, batch.tokens.shape[1])
         inputs: dict[str, Any] = {"input_ids": batch.tokens[:, start:end]}
+        tower: AbstractContextManager[None] = nullcontext()
         if self.noise is not None:
             self.noise.follow(batch)
-        if batch.model_inputs and not batch.stands_in:
-            tokens = self._with_one_image_token(batch)
-            inputs = {"input_ids": tokens, **tensor_arguments(batch.model_inputs)}
-            if self.family.image_tokens is not None:
-                argument, token = self.family.image_tokens
-                inputs[argument] = (tokens == token).long()
+        if batch.stands_in:
+            tower = towers.idle_tower(self._backbone, batch)
+        elif batch.model_inputs:
+            inputs, tower = self._image_inputs(batch, start, end)
         if self.padded:
             visible = batch.sequence_ids >= 0
             visible[:, 0] = True  # an idle rank's batch has no sequence, and a softmax over nothing is NaN
@@ -266,7 +261,7 @@ class PolicyModel(nn.Module):
             self.replayed.follow(spans.column_here(batch, CHOICES_COLUMN))
         self.rotary.follow(batch.lengths, batch.branches, batch.span)
         positions = batch.position_ids[..., start:end]
-        with self._with_idle_tower(batch) if batch.stands_in else nullcontext():
+        with tower:
             output = self._backbone(
                 position_ids=positions[0] if positions.shape[0] == 1 else positions,
                 # A cache would be written again by recomputed blocks, and the keys of a block would then come twice.
@@ -279,6 +274,18 @@ class PolicyModel(nn.Module):
             )
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _image_inputs(self, batch: Batch, start: int, end: int) -> tuple[dict[str, Any], AbstractContextManager[None]]:
+        """Return what the backbone reads of positions `start` to `end` and of images, and what to enter around it."""
+        tokens = self._with_one_image_token(batch)
+        inputs = {"input_ids": tokens[:, start:end], **tensor_arguments(batch.model_inputs)}
+        if self.family.image_tokens is not None:
+            argument, token = self.family.image_tokens
+            inputs[argument] = (inputs["input_ids"] == token).long()
+        if batch.span is None or self.family.image_token_id is None:
+            return inputs, nullcontext()
+        is_image = tokens == self.family.image_token_id
+        return inputs, towers.features_of_span(self._backbone, is_image, batch.span)
 
     def _with_one_image_token(self, batch: Batch) -> Tensor:
         """Return the tokens, with the image token where features go, of videos too, and nowhere else.
@@ -293,20 +300,6 @@ class PolicyModel(nn.Module):
             return batch.tokens
         tokens = batch.tokens.masked_fill(batch.loss_mask & (batch.tokens == token), 0 if token else 1)
         return torch.where(batch.loss_mask, tokens, self.family.with_one_image_token(tokens))
-
-    @contextmanager
-    def _with_idle_tower(self, batch: Batch) -> Iterator[None]:
-        """Run the tower on inputs that belong to no sequence, and add its features times zero to tokens' embeddings.
-
-        The tower then runs backwards too, as on ranks with images. The model reads tokens, of which Gemma 4 wants more.
-        """
-        features = self._backbone.get_image_features(**tensor_arguments(batch.model_inputs))
-        # What a forward pass uses and no more: a block whose output LLaVA leaves out must stay left out here too.
-        used = [features[name] for name in _FEATURES if name in features] if isinstance(features, Mapping) else features
-        zero = torch.as_tensor(sum(leaf.sum() * 0.0 for leaf in tree_leaves(used) if isinstance(leaf, Tensor)))
-        embeddings = self._backbone.get_input_embeddings()
-        with embeddings.register_forward_hook(lambda _, __, embedded: embedded + zero.to(embedded.dtype)):
-            yield
 
     def upstream_logprobs(self, tokens: Tensor, inputs: Mapping[str, Tensor] | None = None) -> Tensor:
         """Score one sequence by transformers' own forward: the yardstick of the check at start.

@@ -6,7 +6,6 @@ from typing import Any
 
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
-from holdfast.models.files.vision import towers_of
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.context import ContextGroup
@@ -40,16 +39,6 @@ def _refuse(context: int, origin: Blueprint, policy: PolicyModel) -> None:
     if policy.padded:
         reason = origin.family.why_not_packed or "data.packing or model.attention says so"
         raise ConfigError(f"{key} splits packed rows, and {name} is not packed: {reason}. Leave parallel.context out.")
-    if towers_of(origin.model):
-        raise ConfigError(
-            f"{key} splits rows of text, and {name} sees images, whose features cannot be split over ranks yet. Leave "
-            "parallel.context out."
-        )
-    if policy.routers is not None:
-        raise ConfigError(
-            f"{key} splits rows over ranks, and {name} is a mixture of experts, whose routers are not compared over "
-            "ranks yet. Leave parallel.context out."
-        )
     heads = int(text.num_attention_heads)
     if heads % context:
         divisors = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)

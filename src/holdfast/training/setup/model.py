@@ -126,7 +126,7 @@ def _model_class(config: TrainingConfig) -> type[PolicyModel]:
 
 def _router_loss(config: TrainingConfig, origin: Blueprint, world: World) -> tuple[RouterLoss | None, str]:
     section = config.model.router_loss
-    if section.kind == "batch" and not section.allow_split and world.size > 1:
+    if section.kind == "batch" and not section.allow_split and world.size > config.parallel.context:
         raise ConfigError(
             f"model.router_loss: batch balances what one forward pass sees, and each of {world.size} ranks sees a part "
             "of the batch, so its result would depend on their number. Use sequence or global, which do not, or accept "

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from holdfast.config.sections.engine import LocalEngineConfig, VLLMEngineConfig
 from holdfast.config.sections.rollout import EngineConfig, SamplingConfig
@@ -40,7 +41,7 @@ from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
 from holdfast.training.setup.model import image_side_of
-from holdfast.types import Finish, Group, Prompt, Trajectory
+from holdfast.types import Finish, Group, MiniBatch, Prompt, Trajectory
 
 _SCORING = ("proximal", "reference", "values")
 _TRAINING = ("forward", "backward", "optimizer", "critic")
@@ -65,8 +66,13 @@ def policy_step(step: PlannedStep, config: GRPOConfig) -> Callable[[], object]:
             f"rollout: {turns} turns of every episode, each computing the longest context again; the processes of "
             "environments, and the time that they take, are left out"
         )
-    # One mini-batch of two micro-batches stands for all of a rollout.
-    run.pack = lambda run, rollout: [step.shortened(pack_rollout(run, rollout)[0])]
+
+    def packed(run: PolicyRun, rollout: Rollout) -> list[MiniBatch]:
+        """Return one mini-batch of two micro-batches, which stands for all of a rollout."""
+        with _disable_current_modes():  # splitting rows over ranks asks for numbers, which packs have
+            return [step.shortened(pack_rollout(run, rollout)[0])]
+
+    run.pack = packed
     rollout = _rollout(step, config)
     scoring = min(config.updates.mini_batches, len(rollout.facts))
     step.repeats |= dict.fromkeys(_SCORING, scoring)

@@ -122,6 +122,10 @@ def _planned(request: dict[str, Any]) -> dict[str, Any]:
             load_guard()
         except NoGuard as error:
             reason = str(error).rstrip(".")
+    if request["longest"]:
+        from holdfast.features.plan.longest import longest
+
+        return longest(request, reason)
     from holdfast.features.plan.request import planned
 
     return planned(request, reason)
