@@ -20,7 +20,7 @@ class Blocks:
 
     Args:
         block_size: Tokens in a block.
-        limit: Largest number of blocks that rows have at one time; None for no limit.
+        limit: Largest number of blocks that rows have at one time; None for no limit. One row always has room.
     """
 
     def __init__(self, block_size: int, limit: int | None = None) -> None:
@@ -59,6 +59,11 @@ class Blocks:
                 break
             total, rows = total + prompt + begun * completion, rows - begun
         return total
+
+    def fit(self, row: int) -> None:
+        """Raise the limit where it has no room for one row that needs so many blocks."""
+        if self.limit is not None:
+            self.limit = max(self.limit, row)
 
     def has(self, count: int) -> bool:
         """Whether so many blocks can be given out."""

@@ -64,7 +64,10 @@ class Decoding:
         """Let the rows of requests wait."""
         self.waiting.extend(Waiting.of(request) for request in requests)
         prompts = [(waiting.length, len(waiting.rows)) for waiting in self.waiting]
-        most = self._blocks.most(prompts, self._limit + CHECKED_STEPS, self._most_rows)
+        ahead = self._limit + CHECKED_STEPS
+        most = self._blocks.most(prompts, ahead, self._most_rows)
+        # One more: that of a text which ends within a block is copied.
+        self._blocks.fit(max((self._blocks.needed(length + ahead) + 1 for length, _ in prompts), default=0))
         self._on_device.expect(self._blocks.used + most)
 
     def advance(self) -> list[tuple[DecodedRow, Finish]]:

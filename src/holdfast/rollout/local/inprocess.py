@@ -66,7 +66,7 @@ class InProcessEngine(ReplicaEngine):
         register_cache()
         super().__init__(Replica(origin, device, dtype, CACHED), stops, rows, tells_experts=tells_experts)
         self._spec = origin.family.head_spec(float32_product=float32_head, chunk_tokens=None)
-        self._blocks = blocks
+        self.block_limit = blocks
         self._recorder = None if tells_experts else recorder
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
@@ -108,7 +108,7 @@ class InProcessEngine(ReplicaEngine):
             endless: No token and no text ends a completion.
         """
         predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
-        blocks = Blocks(BLOCK_SIZE, self._blocks)
+        blocks = Blocks(BLOCK_SIZE, self.block_limit)
         on_device = DeviceRows(
             predictor,
             BlockCache(),

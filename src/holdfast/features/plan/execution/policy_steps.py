@@ -85,7 +85,8 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     trained.temperature = config.rollout.temperature
     if config.rollout.replay_routing:
         trained.model.replay_routing()
-    sampler = _sampler_of(step, config.rollout, tells_experts=config.rollout.replay_routing)
+    experts = config.rollout.replay_routing
+    sampler = _sampler_of(step, config.rollout, config.longest_context, tells_experts=experts)
     evaluation = PolicyEvaluation(
         sharded=trained,
         objective=objective,
@@ -153,7 +154,7 @@ def sampling_of(
         group: Completions of each.
         sampler: Of the run, where it has one.
     """
-    sampler = sampler or _sampler_of(step, section)
+    sampler = sampler or _sampler_of(step, section, prompt)
     if not isinstance(sampler.engine, InProcessEngine):
         step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
@@ -196,11 +197,11 @@ class _ExternalEngine:
         """Have nothing to close."""
 
 
-def _sampler_of(step: PlannedStep, section: EngineConfig, *, tells_experts: bool = False) -> Sampler:
+def _sampler_of(step: PlannedStep, section: EngineConfig, context: int, *, tells_experts: bool = False) -> Sampler:
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
         return Sampler(_ExternalEngine())
-    return Sampler(open_engine(step.trained, section, tells_experts=tells_experts))
+    return Sampler(open_engine(step.trained, section, context, tells_experts=tells_experts))
 
 
 def _left_out(section: EngineConfig) -> str:
