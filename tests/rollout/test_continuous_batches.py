@@ -191,3 +191,69 @@ def test_the_most_blocks_are_those_of_the_longest_rows(
     prompts: list[tuple[int, int]], new_tokens: int, rows: int, most: int
 ) -> None:
     assert Blocks(16).most(prompts, new_tokens, rows) == most
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_long_prompts_in_pieces_between_steps_give_what_whole_ones_give(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, sampling = reference(kind, max_position_embeddings=128), SamplingConfig(max_new_tokens=12, temperature=1.2)
+    asked = drawn_requests(24, longest=60)
+
+    found = generate(engine_for(model, rows=6, piece=7), asked, sampling)
+
+    assert_same(found, generate(engine_for(model, rows=6), asked, sampling), SINGLE)
+    assert "pieces" not in capsys.readouterr().out
+
+
+def test_rows_are_decoded_between_the_pieces_of_a_long_prompt() -> None:
+    model, sampling = reference("qwen3", max_position_embeddings=128), SamplingConfig(max_new_tokens=40)
+    engine, generator = engine_for(model, Stops(frozenset()), rows=3, piece=8), np.random.default_rng(0)
+    asked = [Request(number, generator.integers(2, 90, size), (7,)) for number, size in enumerate((70, 60, 3))]
+    engine.submit([], sampling)
+    seen = []
+
+    with torch.no_grad(), engine.decoding(None) as decoding:
+        decoding.submit(asked)
+        while decoding.waiting:
+            decoding.advance()
+            read = decoding.waiting[0].read if decoding.waiting else -1
+            seen.append((read, [len(row.tokens) for row in decoding.rows]))
+
+    # The first text is computed both ways at once; then a piece of eight tokens comes before each step.
+    assert seen[:4] == [(0, [2]), (8, [3]), (16, [4]), (24, [5])]
+    assert seen[-1] == (-1, [10, 2, 2])
+
+
+class _Forgets(torch.nn.Module):
+    """A layer that adds what the first token of a pass is: something between passes that no cache has."""
+
+    def __init__(self, embedding: torch.nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    @property
+    def weight(self) -> Any:
+        return self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embedding(tokens)
+        return embedded + embedded[:, :1]
+
+
+def test_a_model_that_gives_something_else_in_pieces_is_found_out_and_gets_whole_prompts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, sampling = reference("qwen3", max_position_embeddings=128), SamplingConfig(max_new_tokens=1)
+    asked = [Request(0, np.arange(2, 42), (1, 2))]
+    engines = [engine_for(model, piece=piece) for piece in (8, 1024)]
+    for engine in engines:
+        inner = engine._replica.model.model
+        inner.embed_tokens = _Forgets(inner.embed_tokens)
+
+    found, expected = (generate(engine, asked, sampling) for engine in engines)
+
+    assert_same(found, expected, SINGLE)
+    assert capsys.readouterr().out.startswith(
+        "rollouts compute long prompts at once, since in pieces they give something"
+    )

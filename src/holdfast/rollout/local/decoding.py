@@ -17,6 +17,7 @@ from holdfast.rollout.engine import Request
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE
 from holdfast.rollout.local.graphs import CHECKED_STEPS, NotReplayable
+from holdfast.rollout.local.pieces import Pieces
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.rollout.local.rows import DeviceRows
 from holdfast.rollout.local.texts import DecodedRow, Waiting, compute_texts, state_of
@@ -35,6 +36,7 @@ class Decoding:
         limit: Largest number of tokens of a completion.
         most_rows: Largest number of rows that are decoded together.
         look_every: Most tokens between two looks at what has ended.
+        pieces: Which texts are computed in pieces.
     """
 
     def __init__(  # noqa: PLR0913 - what decoding is made of
@@ -47,9 +49,11 @@ class Decoding:
         limit: int,
         most_rows: int,
         look_every: int,
+        pieces: Pieces,
     ) -> None:
         self._predictor, self._on_device, self._blocks, self._stops = predictor, on_device, blocks, stops
         self._limit, self._most_rows, self._look_every = limit, most_rows, look_every
+        self._pieces = pieces
         self.rows: list[DecodedRow] = []
         """Those that are decoded, by slot."""
         self.waiting: deque[Waiting] = deque()
@@ -81,8 +85,12 @@ class Decoding:
         return ended
 
     def begin_rows(self) -> list[tuple[DecodedRow, Finish]]:
-        """Let rows begin while there is room for one; return those that end with their first token."""
+        """Let rows begin while there is room for one; return those that end with their first token.
+
+        A long text is computed by one piece a call.
+        """
         ended: list[tuple[DecodedRow, Finish]] = []
+        self._compute_piece()
         while admitted := self._admitted():
             ended += self._begin(admitted)
         return ended
@@ -108,6 +116,8 @@ class Decoding:
         slots, blocks = self._most_rows - len(self.rows), 0
         admitted: list[tuple[Waiting, int]] = []
         for waiting in self.waiting:
+            if waiting.hidden is None and self._pieces.cut(waiting):
+                break
             text = 0 if waiting.hidden is not None else self._blocks.needed(waiting.length)
             count = min(slots, len(waiting.rows))
             # Each row will want one more block soon, those that are decoded too. A row alone has room: see `Blocks`.
@@ -154,12 +164,30 @@ class Decoding:
                 ended[index] = (row, finish)
         return state, ended
 
-    def _compute(self, several: Sequence[Waiting]) -> None:
-        """Compute texts, in blocks of their own."""
+    def _compute_piece(self) -> None:
+        """Compute a piece of the text that is next, if it is a long one and a row of it could begin."""
+        waiting = self.waiting[0] if self.waiting else None
+        if waiting is None or waiting.hidden is not None or not self._pieces.cut(waiting):
+            return
+        if not waiting.blocks:
+            needed = self._blocks.needed(waiting.length)
+            if not self.rows:
+                self._forget_texts(waiting)
+            elif len(self.rows) == self._most_rows or not self._blocks.has(needed + 1 + len(self.rows)):
+                return
+            self._take_blocks([waiting])
+        self._pieces.advance(self._predictor, self._on_device.cache, waiting)
+
+    def _take_blocks(self, several: Sequence[Waiting]) -> None:
+        """Give texts blocks of their own."""
         for waiting in several:
             waiting.blocks = self._blocks.take(self._blocks.needed(waiting.length))
         self._on_device.fit_memory()
         self._on_device.cache.clear([waiting.blocks[-1] for waiting in several])
+
+    def _compute(self, several: Sequence[Waiting]) -> None:
+        """Compute texts, in blocks of their own."""
+        self._take_blocks(several)
         compute_texts(self._predictor, self._on_device.cache, several)
 
     def _join(self, state: RowState, going: Sequence[tuple[DecodedRow, Waiting, int, int]]) -> None:
@@ -207,7 +235,7 @@ class Decoding:
         computed = [waiting for waiting in self.waiting if waiting.blocks and waiting is not spared]
         for waiting in computed:
             self._blocks.give_back(waiting.blocks)
-            waiting.blocks, waiting.hidden = [], None
+            waiting.blocks, waiting.hidden, waiting.read, waiting.choices = [], None, 0, None
         return bool(computed)
 
     def _run(self, count: int) -> None:

@@ -23,6 +23,7 @@ from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, BlockCache, register_cache
 from holdfast.rollout.local.decoding import Decoding
 from holdfast.rollout.local.graphs import Recorder
+from holdfast.rollout.local.pieces import Pieces
 from holdfast.rollout.local.predictor import Predictor
 from holdfast.rollout.local.replica import Replica, ReplicaEngine, for_few_rows
 from holdfast.rollout.local.rows import DeviceRows
@@ -32,6 +33,7 @@ from holdfast.types import Finish
 
 _LOOK_EVERY_ON_DEVICE = 16
 """Tokens between two looks at what has ended, where looking waits for the device."""
+_PIECE = 1024
 
 
 class InProcessEngine(ReplicaEngine):
@@ -44,6 +46,7 @@ class InProcessEngine(ReplicaEngine):
         stops: What ends a completion.
         rows: Most completions decoded together.
         blocks: Most blocks of keys and values, with room for the longest row; default: as many as rows need.
+        piece: Tokens by which long prompts are computed between decoding steps, where a model allows it.
         tells_experts: Completions say which experts their tokens met; for a mixture of them.
         float32_head: The head's matrix product is in float32, as in training with `model.head.dtype: float32`.
         recorder: Records a step once for all tokens; default: each operation is called for every token. Not where
@@ -59,6 +62,7 @@ class InProcessEngine(ReplicaEngine):
         *,
         rows: int = 512,
         blocks: int | None = None,
+        piece: int = _PIECE,
         tells_experts: bool = False,
         float32_head: bool = False,
         recorder: Recorder | None = None,
@@ -67,6 +71,7 @@ class InProcessEngine(ReplicaEngine):
         super().__init__(Replica(origin, device, dtype, CACHED), stops, rows, tells_experts=tells_experts)
         self._spec = origin.family.head_spec(float32_product=float32_head, chunk_tokens=None)
         self.block_limit = blocks
+        self._pieces = Pieces(piece)
         self._recorder = None if tells_experts else recorder
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
@@ -125,6 +130,7 @@ class InProcessEngine(ReplicaEngine):
             limit=self._sampling.max_new_tokens,
             most_rows=self._rows,
             look_every=self._look_every,
+            pieces=self._pieces,
         )
         try:
             yield decoding

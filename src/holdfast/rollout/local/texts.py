@@ -50,6 +50,8 @@ class Waiting:
     rows: deque[DecodedRow]
     blocks: list[int] = field(default_factory=list)
     """Those of the text that the rows begin with, once that has been computed."""
+    read: int = 0
+    """Tokens of a long text that have been computed, piece by piece."""
     hidden: Tensor | None = None
     """[H], what predicts the token behind that text; None until it has been computed"""
     choices: NDArray[np.int16] | None = None
@@ -89,6 +91,34 @@ class Waiting:
     def ahead(self) -> int:
         """How far positions run ahead of places behind the text: an image's positions are not its tokens'."""
         return int(self.positions.max()) + 1 - self.length
+
+
+def compute_piece(predictor: Predictor, cache: BlockCache, waiting: Waiting, count: int) -> None:
+    """Compute the next tokens of a text that has blocks, `count` at most; its last piece tells what predicts the next.
+
+    Args:
+        predictor: What runs them.
+        cache: Memory of blocks.
+        waiting: Of a text without images.
+        count: Tokens.
+    """
+    device, start, end = predictor.device, waiting.read, min(waiting.read + count, waiting.length)
+    tables, places = (torch.tensor(some).to(device)[None] for some in (waiting.blocks, range(start, end)))
+    cache.view = View.of(tables, places, end)
+    tokens = torch.from_numpy(waiting.text[start:end]).to(device)[None]
+    positions = torch.from_numpy(waiting.positions[:, start:end]).to(device)  # [A, T]
+    output, met = predictor.run(
+        input_ids=predictor.replica.family.with_one_image_token(tokens),
+        position_ids=positions if len(positions) == 1 else positions[:, None],
+        past_key_values=cache,
+        rows=cache,
+    )
+    waiting.read = end
+    if met is not None:
+        told = host_value(met, "experts of prompts")
+        waiting.choices = told if start == 0 else np.concatenate([waiting.choices, told])
+    if end == waiting.length:
+        waiting.hidden = output.last_hidden_state[0, -1]
 
 
 def compute_texts(predictor: Predictor, cache: BlockCache, several: Sequence[Waiting]) -> None:

@@ -258,7 +258,8 @@ class PlannedEngine:
         replica = self._engine._replica
         with replica.for_few_rows(), counted_cache(self._ledger), self._engine.decoding(None, endless=True) as decoding:
             decoding.submit(requests)
-            decoding.begin_rows()
+            while not decoding.rows:
+                decoding.begin_rows()
             if most > 1:
                 with self._traffic.times(most - 1 - (most - 1) // 2):
                     decoding.step_at(len(requests[0].prompt))
