@@ -36,7 +36,7 @@ class Decoding:
         limit: Largest number of tokens of a completion.
         most_rows: Largest number of rows that are decoded together.
         look_every: Most tokens between two looks at what has ended.
-        pieces: Which texts are computed in pieces.
+        pieces: Which texts are computed in pieces; None for none.
     """
 
     def __init__(  # noqa: PLR0913 - what decoding is made of
@@ -49,7 +49,7 @@ class Decoding:
         limit: int,
         most_rows: int,
         look_every: int,
-        pieces: Pieces,
+        pieces: Pieces | None,
     ) -> None:
         self._predictor, self._on_device, self._blocks, self._stops = predictor, on_device, blocks, stops
         self._limit, self._most_rows, self._look_every = limit, most_rows, look_every
@@ -116,7 +116,7 @@ class Decoding:
         slots, blocks = self._most_rows - len(self.rows), 0
         admitted: list[tuple[Waiting, int]] = []
         for waiting in self.waiting:
-            if waiting.hidden is None and self._pieces.cut(waiting):
+            if self._pieces is not None and self._pieces.cut(waiting):
                 break
             text = 0 if waiting.hidden is not None else self._blocks.needed(waiting.length)
             count = min(slots, len(waiting.rows))
@@ -167,7 +167,7 @@ class Decoding:
     def _compute_piece(self) -> None:
         """Compute a piece of the text that is next, if it is a long one and a row of it could begin."""
         waiting = self.waiting[0] if self.waiting else None
-        if waiting is None or waiting.hidden is not None or not self._pieces.cut(waiting):
+        if waiting is None or self._pieces is None or not self._pieces.cut(waiting):
             return
         if not waiting.blocks:
             needed = self._blocks.needed(waiting.length)

@@ -105,12 +105,12 @@ class InProcessEngine(ReplicaEngine):
         return [self._sampled(row, finish) for row, finish in ended]
 
     @contextmanager
-    def decoding(self, longest: int | None, *, endless: bool = False) -> Iterator[Decoding]:
+    def decoding(self, longest: int | None, *, planned: bool = False) -> Iterator[Decoding]:
         """Give what decodes rows with the present weights, as `submit` has said.
 
         Args:
             longest: Most tokens of a row; None where that is not known, and no step is recorded.
-            endless: No token and no text ends a completion.
+            planned: No token and no text ends a completion, and prompts are computed at once, in the fewest passes.
         """
         predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
         blocks = Blocks(BLOCK_SIZE, self.block_limit)
@@ -126,11 +126,11 @@ class InProcessEngine(ReplicaEngine):
             predictor,
             on_device,
             blocks,
-            Stops(frozenset()) if endless else self._stops.with_texts(self._sampling.stop),
+            Stops(frozenset()) if planned else self._stops.with_texts(self._sampling.stop),
             limit=self._sampling.max_new_tokens,
             most_rows=self._rows,
             look_every=self._look_every,
-            pieces=self._pieces,
+            pieces=None if planned else self._pieces,
         )
         try:
             yield decoding

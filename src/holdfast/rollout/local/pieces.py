@@ -11,6 +11,7 @@ import torch
 from holdfast.rollout.local.cache import BlockCache
 from holdfast.rollout.local.predictor import Predictor
 from holdfast.rollout.local.texts import Waiting, compute_piece, compute_texts
+from holdfast.types import host_value
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Dtype -> how far what predicts the next token may lie apart, relative to its largest number."""
@@ -30,8 +31,9 @@ class Pieces:
         """Whether pieces were found to give what the whole gives; None until a long text came."""
 
     def cut(self, waiting: Waiting) -> bool:
-        """Whether a text is computed in pieces; those with images never are."""
-        return self._agree is not False and waiting.length > self.size and not waiting.request.model_inputs
+        """Whether a text that has not been computed is to be in pieces; those with images never are."""
+        is_long = waiting.hidden is None and waiting.length > self.size
+        return is_long and self._agree is not False and not waiting.request.model_inputs
 
     def advance(self, predictor: Predictor, cache: BlockCache, waiting: Waiting) -> None:
         """Compute the next piece of a text that has blocks; of the first text, all of it, and compare."""
@@ -46,7 +48,7 @@ class Pieces:
         try:
             while waiting.read < waiting.length:
                 compute_piece(predictor, cache, waiting, self.size)
-            gap = float((waiting.computed - whole).abs().max() / whole.abs().max())
+            gap = float(host_value((waiting.computed - whole).abs().max() / whole.abs().max(), "prompts in pieces"))
             reason = f"what predicts the next token is {gap:.1e} of its largest number away"
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             gap, reason = float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

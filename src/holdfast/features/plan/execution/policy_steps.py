@@ -256,10 +256,9 @@ class PlannedEngine:
         most = self._section.max_new_tokens
         self._engine.submit([], self._section)
         replica = self._engine._replica
-        with replica.for_few_rows(), counted_cache(self._ledger), self._engine.decoding(None, endless=True) as decoding:
+        with replica.for_few_rows(), counted_cache(self._ledger), self._engine.decoding(None, planned=True) as decoding:
             decoding.submit(requests)
-            while not decoding.rows:
-                decoding.begin_rows()
+            decoding.begin_rows()
             if most > 1:
                 with self._traffic.times(most - 1 - (most - 1) // 2):
                     decoding.step_at(len(requests[0].prompt))
