@@ -66,10 +66,10 @@ def test_requests_of_drawn_lengths_give_together_what_each_gives_alone(kind: str
     assert_same(found, one_at_a_time(model, asked, sampling), SINGLE)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_rows_wait_rather_than_take_more_blocks_than_there_are(recorded: bool) -> None:
+@pytest.mark.parametrize(("limit", "recorded"), [(12, False), (12, True), (7, False)])
+def test_rows_wait_rather_than_take_more_blocks_than_there_are(limit: int, recorded: bool) -> None:
     model, sampling = reference("qwen3", max_position_embeddings=128), SamplingConfig(max_new_tokens=40)
-    asked, limit = drawn_requests(40, longest=40), 12
+    asked = drawn_requests(40, longest=40)  # of the longest, one completion needs six blocks and a copy
     stops = Stops(frozenset({EOS}))
     expected = generate(engine_for(model, stops), asked, sampling)
     engine = engine_for(model, stops, rows=16, blocks=limit, recorder=Steps() if recorded else None)
@@ -89,6 +89,39 @@ def test_rows_wait_rather_than_take_more_blocks_than_there_are(recorded: bool) -
 
     assert paused > 0, "some row must give its blocks back, or nothing is seen here"
     assert left == 0, "all blocks come back"
+    assert_same(sorted(done, key=lambda sampled: sampled[:2]), expected, SINGLE)
+
+
+def test_a_prompt_that_waits_gives_its_blocks_to_the_last_row_that_is_decoded() -> None:
+    model, sampling = reference("qwen3", max_position_embeddings=128), SamplingConfig(max_new_tokens=40)
+    generator, stops = np.random.default_rng(0), Stops(frozenset())
+    # The first row needs five blocks in the end. The second prompt has two, and its rows wait for room from the start.
+    asked = [
+        Request(0, generator.integers(2, 90, 23), (1,)),
+        Request(1, generator.integers(2, 90, 32), tuple(range(5))),
+    ]
+
+    found = generate(engine_for(model, stops, blocks=6), asked, sampling)
+
+    assert_same(found, generate(engine_for(model, stops), asked, sampling), SINGLE)
+
+
+def test_blocks_that_are_given_out_again_bring_nothing_of_the_rows_before() -> None:
+    model, sampling = reference("qwen3", max_position_embeddings=128), SamplingConfig(max_new_tokens=30)
+    asked, engine = drawn_requests(40, longest=40), engine_for(model, rows=9)
+    expected = generate(engine, asked, sampling)
+    done = []
+
+    with torch.no_grad(), engine.decoding(None) as decoding:
+        decoding.submit(asked)
+        while decoding.is_busy:
+            done += [engine._sampled(row, finish) for row, finish in decoding.advance()]
+            for pair in decoding._on_device.cache.pairs.values():
+                for tensor in pair:
+                    tensor[decoding._blocks._free] = float("nan")
+        most = decoding._blocks.end - RESERVED
+
+    assert most < 40, "completions must have blocks that others had before"
     assert_same(sorted(done, key=lambda sampled: sampled[:2]), expected, SINGLE)
 
 
