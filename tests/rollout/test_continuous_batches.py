@@ -97,7 +97,7 @@ def test_a_prompt_that_waits_gives_its_blocks_to_the_last_row_that_is_decoded() 
     generator, stops = np.random.default_rng(0), Stops(frozenset())
     # The first row needs five blocks in the end. The second prompt has two, and its rows wait for room from the start.
     asked = [
-        Request(0, generator.integers(2, 90, 23), (1,)),
+        Request(0, generator.integers(2, 90, 26), (1,)),
         Request(1, generator.integers(2, 90, 32), tuple(range(5))),
     ]
 
