@@ -51,6 +51,8 @@ def one_at_a_time(model: Any, asked: list[Request], sampling: SamplingConfig) ->
     return [sampled for request in asked for sampled in generate(engine, [request], sampling)]
 
 
+ROUTED = 2e-6
+"""Routers of DeepSeek's models are float32 products in a float64 model too, and round otherwise in another batch."""
 _KINDS = ["qwen3", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "qwen2"]
 
 
@@ -63,7 +65,7 @@ def test_requests_of_drawn_lengths_give_together_what_each_gives_alone(kind: str
     found = generate(engine_for(model, rows=24, blocks=48), asked, sampling)
 
     assert len({len(sampled.tokens) for sampled in found}) > 10, "completions are to end at many places"
-    assert_same(found, one_at_a_time(model, asked, sampling), SINGLE)
+    assert_same(found, one_at_a_time(model, asked, sampling), ROUTED if kind == "deepseek_v3" else SINGLE)
 
 
 @pytest.mark.parametrize(("limit", "recorded"), [(12, False), (12, True), (7, False)])
