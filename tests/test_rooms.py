@@ -73,6 +73,7 @@ ROOMS = {
         run run_state
         watched
         control fingerprints journal profiling stragglers
+        cache_blocks
         engines saving step
         evaluate numbers
         fit setup

@@ -31,7 +31,7 @@ REASONS = {
     "models/layers/attention.py": "torch 2.11, whose kernel wants as many key heads as query heads",
     "training/engines.py": "words of a refusal",
     "rollout/local/graphs.py": "capture: recording a graph needs a driver",
-    "rollout/local/static.py": "capture: rows whose steps are replayed from a graph",
+    "rollout/local/rows.py": "capture: rows whose steps are replayed from a graph",
     "features/vllm/nccl.py": "words of a refusal",
     "features/vllm/extension.py": "runs in the processes of vLLM",
     "parallel/mesh.py": "NCCL: ranks join through a driver",

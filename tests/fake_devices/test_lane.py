@@ -19,8 +19,8 @@ DRAWN = "drawn tokens"
 SAMPLED = "log-probabilities beside the sampler's"
 CHECKS = "transformers checks its inputs in get_placeholder_mask"
 OF_ADVANTAGES = ["values and rewards of tokens, for advantages"] * 2 + ["sequences of tokens, for advantages"]
-ROLLOUT = [DRAWN] * 8
-"""Tokens and their log-probabilities: the first ones, an early one, one with which the cache grows, the last one."""
+ROLLOUT = [DRAWN] * 6
+"""Tokens and their log-probabilities: the first ones, an early one, the last one."""
 WAITS: dict[str, list[str]] = {
     "sft images": [CHECKS, CHECKS, UPDATE],
     "kto": ["divergence of single answers", UPDATE],
@@ -29,7 +29,7 @@ WAITS: dict[str, list[str]] = {
     "grpo reference": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo experts": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo experts replayed": [
-        "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 3, UPDATE, SAMPLED
+        "experts of prompts", DRAWN, DRAWN, *[DRAWN, DRAWN, "experts of drawn tokens"] * 2, UPDATE, SAMPLED
     ],
     "grpo offloaded": [*ROLLOUT, UPDATE, SAMPLED],
     "grpo truncated sampling": [*ROLLOUT, UPDATE, SAMPLED],

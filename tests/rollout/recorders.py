@@ -14,7 +14,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.buckets: list[tuple[int, int]] = []
-        """Rows and room of what was recorded."""
+        """Rows and blocks of what was recorded."""
 
     def record(self, step: Any) -> DrawToken:
         self.buckets.append(tuple(step.__self__._bucket))

@@ -78,3 +78,24 @@ def test_telling_changes_no_completion(name: str) -> None:
     assert [one.tokens.tolist() for one in telling] == [one.tokens.tolist() for one in silent]
     assert [one.logprobs.tolist() for one in telling] == [one.logprobs.tolist() for one in silent]
     assert all(one.expert_choices is None for one in silent)
+
+
+def test_rows_that_are_paused_and_prompts_in_pieces_tell_the_same_experts() -> None:
+    model, asked, sampling = (
+        reference("mixtral", max_position_embeddings=128),
+        requests(5),
+        SamplingConfig(max_new_tokens=40),
+    )
+    place, stops = (torch.device("cpu"), torch.float64), Stops(frozenset({EOS}))
+    engine = InProcessEngine(origin_of(model), *place, stops, rows=16, blocks=8, piece=5, tells_experts=True)
+    plain = InProcessEngine(origin_of(model), *place, stops, tells_experts=True)
+    for each in (engine, plain):
+        each.update_weights(named_parameters(model).items(), 7)
+
+    found, expected = (generate(each, asked, sampling) for each in (engine, plain))
+
+    assert sum(-(-(len(one.tokens)) // 16) for one in found) > 3 * 8, "rows must need more blocks than there are"
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.expert_choices is not None and other.expert_choices is not None
+        np.testing.assert_array_equal(np.sort(one.expert_choices, -1), np.sort(other.expert_choices, -1))

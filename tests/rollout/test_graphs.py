@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.local.graphs import CudaRecorder, NotReplayable, Recorder
-from holdfast.rollout.local.inprocess import InProcessEngine, begun
-from holdfast.rollout.local.static import StaticRows, bucket_of
+from holdfast.rollout.local.inprocess import InProcessEngine
+from holdfast.rollout.local.rows import DeviceRows, bucket_of
 from holdfast.rollout.sampling import Stops, mixed
 from tests.models.architectures import SETTINGS
 from tests.rollout.recorders import Program, Refusing, Steps, Wrong
@@ -136,7 +135,7 @@ def test_rows_move_to_more_room_as_they_grow() -> None:
     found = by_recordings(model, recorder, asked, sampling, rows=4)
 
     assert_same(found, generate(engine_of(model, rows=4), asked, sampling))
-    assert len({room for _, room in recorder.buckets}) >= 2
+    assert len({blocks for _, blocks in recorder.buckets}) >= 2
 
 
 def test_completions_that_end_with_their_first_token_are_never_recorded() -> None:
@@ -157,10 +156,10 @@ def test_prompts_that_come_when_all_others_have_ended_use_what_was_recorded() ->
     found = by_recordings(model, recorder, asked, sampling, rows=4)
 
     assert_same(found, generate(engine_of(model, rows=4), asked, sampling))
-    assert recorder.buckets == [(4, 64)]
+    assert recorder.buckets == [(4, 2)]
 
 
-def test_a_bucket_that_comes_back_after_memory_was_taken_anew_is_recorded_again() -> None:
+def test_a_bucket_that_comes_back_is_not_recorded_again() -> None:
     model, recorder = reference("qwen2", max_position_embeddings=1024), Program()
     asked = [
         Request(number, np.random.default_rng(number).integers(2, 90, length), (mixed(3, number), mixed(4, number)))
@@ -171,7 +170,7 @@ def test_a_bucket_that_comes_back_after_memory_was_taken_anew_is_recorded_again(
     found = by_recordings(model, recorder, asked, sampling, rows=2)
 
     assert_same(found, generate(engine_of(model, rows=2), asked, sampling))
-    assert recorder.buckets == [(2, 256), (2, 320), (2, 256)]
+    assert recorder.buckets == [(2, 16), (2, 19)]
 
 
 def test_models_that_ask_the_host_are_decoded_operation_by_operation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,61 +263,48 @@ def test_rows_of_many_ages_are_decoded_on_when_a_later_bucket_cannot_be_recorded
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_a_step_that_asks_the_host_for_lengths_is_found_out_by_its_second_token() -> None:
-    class Asks(StaticRows):
-        def step(self) -> None:
-            self._cache.lengths.copy_(torch.tensor(self._cache.lengths.tolist()))
-            super().step()
+class _AsksTheHost(DeviceRows):
+    """Rows whose steps take lengths from the host, which a recording keeps as they were."""
 
-    engine = engine_of(reference("qwen3"))
-    engine.submit(requests(2), SamplingConfig(max_new_tokens=9))
-    predictor = engine._setup().predictor
-    with torch.no_grad():
-        _, on_device = begun(predictor, requests(2))
-        rows = Asks(predictor, Program(), 40, 16)
-        on_device.look()
-        rows.load(on_device)
+    def step(self) -> None:
+        self._now.lengths.copy_(torch.tensor(self._now.lengths.tolist()))
+        super().step()
+
+
+def test_a_step_that_asks_the_host_for_lengths_is_found_out_by_its_second_token() -> None:
+    engine, asked = recorded_engine(reference("qwen3"), Program()), requests(2)
+    with torch.no_grad(), engine.decoding(40) as decoding:
+        rows = decoding._on_device
+        rows.__class__ = _AsksTheHost
+        decoding.submit(asked)
+        decoding.begin_rows()
+        rows.reserve(rows.missing_blocks(8))
+        rows._settle(8)
         before = [tensor.clone() for tensor in rows.changed()]
 
         with pytest.raises(NotReplayable, match=r"recorded steps drew \d+ of 16 tokens otherwise"):
             rows.run(8)
 
-    assert all(torch.equal(one, other) for one, other in zip(rows.changed(), before, strict=True))
-
-
-def test_the_step_of_rows_as_they_are_cannot_be_replayed() -> None:
-    engine, asked = engine_of(reference("qwen3")), requests(2)
-    engine.submit(asked, SamplingConfig(max_new_tokens=9))
-    predictor = engine._setup().predictor
-    with torch.no_grad():
-        (_, steps), (_, replayed) = begun(predictor, asked), begun(predictor, asked)
-        expected = [predictor.step(steps.state, steps.cache)[0].tolist() for _ in range(8)]
-        first = predictor.step(replayed.state, replayed.cache)[0].tolist()
-        program = make_fx(lambda: predictor.step(replayed.state, replayed.cache)[:2])()
-
-        found = [first, *(program()[0].tolist() for _ in range(7))]
-
-    assert found[0] == expected[0]
-    assert found != expected, "its lengths are on the host, and a replay keeps the first ones"
+        assert all(torch.equal(one, other) for one, other in zip(rows.changed(), before, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "most", "bucket"),
+    ("rows", "blocks", "most", "bucket"),
     [
-        (1, 10, 4000, (1, 256)),
-        (5, 256, 4000, (8, 256)),
-        (8, 257, 4000, (8, 512)),
-        (512, 2048, 40000, (512, 2048)),
-        (513, 2049, 40000, (1024, 2560)),
-        (3, 5000, 40000, (4, 5120)),
-        (3, 300, 310, (4, 320)),
-        (3, 10, 30, (4, 64)),
+        (1, 1, 250, (1, 16)),
+        (5, 16, 250, (8, 16)),
+        (8, 17, 250, (8, 32)),
+        (512, 128, 2500, (512, 128)),
+        (513, 129, 2500, (1024, 160)),
+        (3, 313, None, (4, 320)),
+        (3, 19, 20, (4, 20)),
+        (3, 1, 2, (4, 2)),
     ],
 )
-def test_buckets_double_up_to_a_room_and_never_exceed_what_rows_can_need(
-    rows: int, tokens: int, most: int, bucket: tuple[int, int]
+def test_buckets_double_up_to_a_size_and_never_exceed_what_rows_can_need(
+    rows: int, blocks: int, most: int | None, bucket: tuple[int, int]
 ) -> None:
-    assert bucket_of(rows, tokens, most) == bucket
+    assert bucket_of(rows, blocks, most) == bucket
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from holdfast.models.names import named_parameters
 from holdfast.models.setup.model import Blueprint, blueprint
 from holdfast.rollout.engine import Request, Sampled, converse, generate
 from holdfast.rollout.local.generation import TransformersEngine
-from holdfast.rollout.local.inprocess import DecodedRow, Decoding, InProcessEngine
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops, mixed, uniform
 from holdfast.types import Finish
 from tests.memory import most_allocated
@@ -123,13 +123,6 @@ def test_rows_that_ended_stay_within_the_positions_that_a_model_has() -> None:
     together = generate(engine_of(model), asked, sampling)
     assert [one.tokens.tolist() for one in apart] == [other.tokens.tolist() for other in together]
     assert len({len(one.tokens) for one in apart}) > 2, "some must end early, or no row goes on beside a younger one"
-
-
-def test_as_many_tokens_are_missing_as_the_longest_row_has_room_for() -> None:
-    (request,) = requests(1, group=3)
-    rows = [DecodedRow(request, place, tokens=[5] * length) for place, length in enumerate((4, 7, 2))]
-
-    assert Decoding(rows, None, limit=10).missing == 3
 
 
 def test_the_same_rollout_is_bit_identical_when_repeated() -> None:

@@ -32,6 +32,7 @@ from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
+from holdfast.training.cache_blocks import cache_blocks
 from holdfast.training.observe import load_function
 from holdfast.training.run import ShardedModel
 
@@ -48,10 +49,18 @@ class PublishedEngine(ABC):
         return {}
 
 
-def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: bool = False) -> RolloutEngine:
+def open_engine(
+    sharded: ShardedModel, rollout: EngineConfig, context: int, *, tells_experts: bool = False
+) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
 
     All ranks call this together, and all of them raise what any of them raises.
+
+    Args:
+        sharded: The policy.
+        rollout: How it is sampled.
+        context: Tokens that a completion may follow.
+        tells_experts: Completions say which experts their tokens met.
 
     Raises:
         ConfigError: Completions do not end, memory has no room, or the engine cannot decode this model.
@@ -75,7 +84,12 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
         check_copy_fits(sharded, rollout.copy_gib, common, in_process=samples_in_process(sharded, kind))
         return build_engine(sharded, kind, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
-    return ranks.on_all_ranks(opened)
+    engine = ranks.on_all_ranks(opened)
+    if isinstance(engine, InProcessEngine):
+        free = free_bytes(sharded.setting.world)
+        own = ranks.on_all_ranks(lambda: cache_blocks(sharded, rollout, context, free))
+        engine.block_limit = sharded.state.cache_blocks = min(ranks.gather(own))
+    return engine
 
 
 def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:
@@ -120,6 +134,9 @@ def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
     if isinstance(engine, PublishedEngine):
         engine.publish(sharded)
         return
+    if isinstance(engine, InProcessEngine) and engine.block_limit is not None:
+        # That of the run, which was continued since the engine was opened; earlier versions saved none.
+        engine.block_limit = sharded.state.cache_blocks = sharded.state.cache_blocks or engine.block_limit
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     engine.update_weights(live_tensors(sharded.model, sharded.setting.ranks, dtype), sharded.state.updates)
 

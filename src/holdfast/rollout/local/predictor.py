@@ -5,14 +5,12 @@ A step changes what it knows of the rows in place and waits for nothing, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.config.sections.rollout import SamplingConfig
@@ -20,10 +18,9 @@ from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.layers.routers import Routers
-from holdfast.rollout.local.cache import HeldCache, RowCache
+from holdfast.rollout.local.cache import BlockCache
 from holdfast.rollout.local.replica import Replica
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
-from holdfast.types import host_value
 
 
 @dataclass
@@ -97,13 +94,20 @@ class Predictor:
             output = backbone_of(self.replica.model)(use_cache=True, **inputs)
         return output, torch.stack(chosen, 1) if chosen else None
 
-    def step(self, state: RowState, cache: HeldCache) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Read every row's last token and draw the next one; return what `draw` does, and the experts that were met."""
-        cache.begin_step()
+    def step(self, state: RowState, cache: BlockCache) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Read every row's last token and draw the next one.
+
+        Args:
+            state: The rows.
+            cache: Their keys and values; its view says where each row's token is written.
+
+        Returns:
+            What `draw` does, and the experts that were met.
+        """
         output, met = self.run(
             input_ids=state.last[:, None],
-            # Rows that have ended go on until they are dropped; theirs is the only position that may lie beyond.
-            position_ids=(cache.view.places + state.ahead)[:, None].clamp(max=self._last_position),
+            # Rows that only fill a bucket go on for ever; theirs is the only position that may lie beyond.
+            position_ids=(cache.view.positions + state.ahead[:, None]).clamp(max=self._last_position),
             past_key_values=cache,
             rows=cache,
         )
@@ -132,80 +136,3 @@ class Predictor:
         state.last.copy_(tokens)
         state.drawn.add_(1)
         return tokens, logprobs
-
-
-class Drawn(NamedTuple):
-    """What rows have drawn since the last look, on the host."""
-
-    tokens: list[list[int]]
-    """Of each row."""
-    logprobs: list[list[float]]
-    choices: NDArray[np.int16] | None
-    """[rows, tokens, layers, k] experts that the tokens met which were read; None where nobody asks"""
-
-
-class DeviceRows(Protocol):
-    """Rows being decoded, as the device has them."""
-
-    def run(self, count: int) -> None:
-        """Draw that many tokens in every row."""
-
-    def look(self) -> Drawn:
-        """Bring what was drawn to the host."""
-
-    def keep(self, left: Sequence[int]) -> None:
-        """Drop all rows but these; nothing is drawn and not yet looked at."""
-
-    def add(self, other: EagerRows) -> None:
-        """Append rows; nothing is drawn and not yet looked at."""
-
-
-class EagerRows:
-    """Rows whose lengths the host knows.
-
-    Args:
-        predictor: What steps.
-        state: The rows.
-        cache: Their keys and values.
-    """
-
-    def __init__(self, predictor: Predictor, state: RowState, cache: RowCache) -> None:
-        self._predictor = predictor
-        self.state, self.cache = state, cache
-        self._pending: list[tuple[Tensor, Tensor]] = []
-        """Tokens and log-probabilities of the steps since the last look."""
-        self._unnoted: list[Tensor] = []
-        """[rows, layers, k] experts that the tokens met that were read since the last look."""
-
-    def begin(self, hidden: Tensor) -> None:
-        """Draw the first tokens, which [rows, H] hidden states of the prompts predict."""
-        self._pending.append(self._predictor.draw(hidden, self.state))
-
-    def run(self, count: int) -> None:
-        """Draw that many tokens in every row."""
-        for _ in range(count):
-            tokens, logprobs, met = self._predictor.step(self.state, self.cache)
-            self._pending.append((tokens, logprobs))
-            if met is not None:
-                self._unnoted.append(met)
-
-    def look(self) -> Drawn:
-        """Bring what was drawn to the host."""
-        tokens, logprobs = (
-            host_value(torch.stack(several, 1), "drawn tokens").tolist() for several in zip(*self._pending, strict=True)
-        )
-        met = host_value(torch.stack(self._unnoted, 1), "experts of drawn tokens") if self._unnoted else None
-        self._pending.clear()
-        self._unnoted.clear()
-        return Drawn(tokens, logprobs, met)
-
-    def keep(self, left: Sequence[int]) -> None:
-        """Drop all rows but these; nothing is drawn and not yet looked at."""
-        rows = torch.tensor(left, device=self._predictor.device)
-        self.cache.keep(rows, [self.cache.lengths[number] for number in left])
-        self.state = self.state.of(rows)
-
-    def add(self, other: EagerRows) -> None:
-        """Append rows; nothing is drawn and not yet looked at."""
-        self.cache.add(other.cache)
-        self.state = self.state.joined(other.state)

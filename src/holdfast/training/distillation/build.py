@@ -71,7 +71,8 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     }
     run = DistillRun(common=common, evaluation=evaluation)
     if config.rollout is not None:
-        sampler = Sampler(open_engine(student, config.rollout))
+        context = config.data.max_length - config.rollout.max_new_tokens
+        sampler = Sampler(open_engine(student, config.rollout, context))
         of_samples = objective_of_samples(config, evaluation.teacher)
         seed = config.seed if config.rollout.seed is None else config.rollout.seed
         run.writing = StudentSampling(sampler, config.rollout, seed, layout, of_samples)

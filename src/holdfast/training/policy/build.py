@@ -215,7 +215,8 @@ def _sharded(
 
 
 def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
-    return Sampler(open_engine(sharded, config.rollout, tells_experts=config.rollout.replay_routing))
+    tells_experts = config.rollout.replay_routing
+    return Sampler(open_engine(sharded, config.rollout, config.longest_context, tells_experts=tells_experts))
 
 
 def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:

@@ -21,9 +21,8 @@ from holdfast.features.plan.execution.steps import PlannedStep, reference_of
 from holdfast.models.names import named_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.local.cache import ROOM, PromptCache, RowCache
-from holdfast.rollout.local.inprocess import InProcessEngine, begun
-from holdfast.rollout.local.predictor import EagerRows
+from holdfast.rollout.local.cache import BlockCache
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.training.engines import open_engine
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.experience import pack_rollout
@@ -92,7 +91,8 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     trained.temperature = config.rollout.temperature
     if config.rollout.replay_routing:
         trained.model.replay_routing()
-    sampler = _sampler_of(step, config.rollout, tells_experts=config.rollout.replay_routing)
+    experts = config.rollout.replay_routing
+    sampler = _sampler_of(step, config.rollout, config.longest_context, tells_experts=experts)
     evaluation = PolicyEvaluation(
         sharded=trained,
         objective=objective,
@@ -160,7 +160,7 @@ def sampling_of(
         group: Completions of each.
         sampler: Of the run, where it has one.
     """
-    sampler = sampler or _sampler_of(step, section)
+    sampler = sampler or _sampler_of(step, section, prompt)
     if not isinstance(sampler.engine, InProcessEngine):
         step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
@@ -203,11 +203,11 @@ class _ExternalEngine:
         """Have nothing to close."""
 
 
-def _sampler_of(step: PlannedStep, section: EngineConfig, *, tells_experts: bool = False) -> Sampler:
+def _sampler_of(step: PlannedStep, section: EngineConfig, context: int, *, tells_experts: bool = False) -> Sampler:
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
         return Sampler(_ExternalEngine())
-    return Sampler(open_engine(step.trained, section, tells_experts=tells_experts))
+    return Sampler(open_engine(step.trained, section, context, tells_experts=tells_experts))
 
 
 def _left_out(section: EngineConfig) -> str:
@@ -222,11 +222,6 @@ def _left_out(section: EngineConfig) -> str:
     if isinstance(engine, LocalEngineConfig):
         return "transformers' generate samples, and is not executed; its copy and cache are left out"
     return f"rollout.engine: {engine.kind} samples, and what it takes is left out"
-
-
-_STEPS = 3
-"""Tokens that are decoded after the first: one at the start, one with which the cache grows for the last time, and the
-last one."""
 
 
 class PlannedEngine:
@@ -263,72 +258,38 @@ class PlannedEngine:
 
     @torch.no_grad()
     def decode(self, requests: Sequence[Request]) -> None:
-        """Draw the first tokens of all, and then those at which the cache is largest."""
+        """Draw the first tokens of all, then one with the least and one with the most in the cache."""
         most = self._section.max_new_tokens
-        self._engine.submit(requests, self._section)
-        setup = self._engine._setup()
-        with self._engine._replica.for_few_rows(), counted_cache(self._ledger):
-            _, on_device = begun(setup.predictor, requests)
-            on_device.look()
-            lengths = [len(request.prompt) for request in requests for _ in request.seeds]
-            for length, times in _visited(lengths[0], most):
-                self._stretch(on_device, lengths[0], length)
-                with self._traffic.times(times):
-                    on_device.run(1)
-                on_device.look()
-        self._engine._waiting.clear()
-
-    def _stretch(self, on_device: EagerRows, prompt: int, length: int) -> None:
-        """Let every row have this many tokens, and the cache the room it would have then."""
-        cache = on_device.cache
-        room = _rooms(prompt, length)[-1]
-        pairs, cache.pairs = cache.pairs, {}
-        with self._ledger.scope(CACHE):
-            for layer in list(pairs):
-                cache.pairs[layer] = tuple(_roomy(tensor, room) for tensor in pairs.pop(layer))  # type: ignore[assignment]
-        cache.lengths, cache._room = [length] * len(cache.lengths), room
-
-
-def _roomy(tensor: Tensor, room: int) -> Tensor:
-    more = room - tensor.shape[2]
-    return tensor if more <= 0 else tensor.new_empty(*tensor.shape[:2], room, tensor.shape[3])
-
-
-def _rooms(start: int, end: int) -> list[int]:
-    """Return the rooms that the cache of rows has while they grow from one length to another."""
-    rooms = [start + ROOM]
-    while rooms[-1] < end:
-        rooms.append(rooms[-1] + max(ROOM, rooms[-1] // 2))
-    return rooms
-
-
-def _visited(prompt: int, most: int) -> list[tuple[int, int]]:
-    """Return the lengths at which a token is decoded, and how many tokens each stands for."""
-    rooms = _rooms(prompt, prompt + most)
-    last = prompt + most - 1
-    growth = [(rooms[-2], 1)] if len(rooms) > 1 else []
-    middle = max(0, most - 1 - len(growth))
-    return [(prompt, middle - middle // 2), *growth, (last, middle // 2)] if middle else growth
+        self._engine.submit([], self._section)
+        replica = self._engine._replica
+        with replica.for_few_rows(), counted_cache(self._ledger), self._engine.decoding(None, planned=True) as decoding:
+            decoding.submit(requests)
+            decoding.begin_rows()
+            if most > 1:
+                with self._traffic.times(most - 1 - (most - 1) // 2):
+                    decoding.step_at(len(requests[0].prompt))
+            if most > 2:  # noqa: PLR2004 - the first token, the next and the last
+                with self._traffic.times((most - 1) // 2):
+                    decoding.step_at(len(requests[0].prompt) + most - 1)
 
 
 @contextlib.contextmanager
 def counted_cache(ledger: Ledger) -> Iterator[None]:
     """Count the keys and values of rows as such within the block."""
-    before = {name: RowCache.__dict__[name] for name in ("of", "begin_step")}
+    grow, memory = BlockCache.grow, BlockCache.memory_like
 
-    def of(cls: type[RowCache], prompts: PromptCache, spans: Sequence[tuple[int, int]]) -> RowCache:
+    def counted_grow(cache: BlockCache, capacity: int) -> None:
         with ledger.scope(CACHE):
-            cache: RowCache = before["of"].__get__(None, cls)(prompts, spans)
-            return cache
+            grow(cache, capacity)
 
-    def begin_step(cache: RowCache) -> None:
+    def counted_memory(cache: BlockCache, states: Tensor) -> Tensor:
         with ledger.scope(CACHE):
-            before["begin_step"](cache)
+            return memory(cache, states)
 
-    RowCache.of = classmethod(of)  # type: ignore[assignment,method-assign]
-    RowCache.begin_step = begin_step  # type: ignore[method-assign,assignment]
+    BlockCache.grow = counted_grow  # type: ignore[method-assign,assignment]
+    BlockCache.memory_like = counted_memory  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        for name, method in before.items():
-            setattr(RowCache, name, method)
+        BlockCache.grow = grow  # type: ignore[method-assign]
+        BlockCache.memory_like = memory  # type: ignore[method-assign]

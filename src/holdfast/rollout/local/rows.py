@@ -1,0 +1,330 @@
+"""Rows being decoded, in memory that stays where it is, so that one recorded step can serve every token.
+
+Rows lie side by side in slots. Where steps are recorded, a step is for a bucket: a number of rows and of blocks, both
+rounded up, so that few different steps are recorded; rows that only fill the bucket are decoded too, and nobody reads
+them. Elsewhere a step is for the rows and blocks that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.rollout.local.blocks import PADDING, RESERVED, SCRATCH, Blocks
+from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View
+from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable, Recorder, recorded_graph
+from holdfast.rollout.local.predictor import Predictor, RowState
+from holdfast.types import host_value
+
+_LEAST_BLOCKS = 16
+_BLOCKS_OF_DOUBLING = 128
+"""Blocks of a row up to which a bucket doubles; beyond, it grows by eighths."""
+
+
+class Bucket(NamedTuple):
+    """What one step is for."""
+
+    rows: int
+    blocks: int
+    """Blocks of each row that it looks at."""
+
+
+def bucket_of(rows: int, blocks: int, most: int | None) -> Bucket:
+    """Return the bucket that a recorded step for some rows has.
+
+    Args:
+        rows: How many.
+        blocks: Blocks that the longest of them fills.
+        most: Blocks that none will ever exceed; None where that is not known.
+    """
+    rounded = max(_LEAST_BLOCKS, _power_of_two(blocks))
+    if rounded > _BLOCKS_OF_DOUBLING:
+        unit = rounded // 8
+        rounded = -(-blocks // unit) * unit
+    return Bucket(_power_of_two(rows), rounded if most is None else min(rounded, max(most, blocks)))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class Drawn(NamedTuple):
+    """What rows have drawn since the last look, on the host."""
+
+    tokens: list[list[int]]
+    """Of each row."""
+    logprobs: list[list[float]]
+    choices: NDArray[np.int16] | None
+    """[rows, tokens, layers, k] experts that the tokens met which were read; None where nobody asks"""
+
+
+class _Slots(NamedTuple):
+    """Device memory of rows, all that a step changes beside keys and values."""
+
+    state: RowState
+    lengths: Tensor
+    """[rows] int64, tokens of each row whose keys and values are in blocks"""
+    tables: Tensor
+    """[rows, blocks] int64, the blocks of each row"""
+    tokens: Tensor
+    """[rows, columns] int64, what was drawn since the last look"""
+    logprobs: Tensor
+    """[rows, columns]"""
+    cursor: Tensor
+    """[1] int64, the column that comes next"""
+
+    @classmethod
+    def like(cls, state: RowState, rows: int, blocks: int, columns: int, dtype: torch.dtype) -> _Slots:
+        """Return memory for so many rows of a kind; those that nobody fills write to the scratch block."""
+        whole = state.last.new_zeros
+        logprobs, tables = whole(rows, columns, dtype=dtype), whole(rows, blocks).fill_(SCRATCH)
+        return cls(state.empty(rows), whole(rows), tables, whole(rows, columns), logprobs, whole(1))
+
+    def first(self, rows: int, blocks: int) -> _Slots:
+        """Return the same memory's first rows and blocks."""
+        some = slice(rows)
+        tables, state = self.tables[some, :blocks], self.state.of(some)
+        return _Slots(state, self.lengths[some], tables, self.tokens[some], self.logprobs[some], self.cursor)
+
+    def row_tensors(self) -> list[Tensor]:
+        """Return what has a row for each slot and outlives a look, but for tables."""
+        return [*self.state.tensors(), self.lengths]
+
+
+class DeviceRows:
+    """Rows in slots; the host knows how long they are, and which blocks they have.
+
+    Args:
+        predictor: What steps.
+        cache: Memory of blocks.
+        blocks: Which of them are whose.
+        recorder: What records steps; None where each operation is called for every token.
+        most_blocks: Blocks that no row will exceed, where that is known.
+        look_every: Most steps between two looks.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        cache: BlockCache,
+        blocks: Blocks,
+        *,
+        recorder: Recorder | None = None,
+        most_blocks: int | None = None,
+        look_every: int = 1,
+    ) -> None:
+        self._predictor, self.cache, self._blocks, self._recorder = predictor, cache, blocks, recorder
+        self._most_blocks, self._look_every = most_blocks, look_every
+        self._replays: dict[Bucket, DrawToken] = {}
+        self._bucket = Bucket(0, 0)
+        self._memory: _Slots | None = None
+        self._part: _Slots | None = None
+        """The part of the memory that the bucket has."""
+        self.lengths = np.zeros(0, np.int64)
+        """[rows] tokens of each row whose keys and values are in blocks; every step adds one to all"""
+        self.tables: list[list[int]] = []
+        """The blocks of each row."""
+        self._tables_changed = False
+        self._expected = RESERVED
+        """Number of blocks that are known to be enough."""
+        self._unseen = 0
+        """Steps since the last look."""
+        self._choices: list[Tensor] = []
+        """[rows, layers, k] experts that tokens met which were read since the last look."""
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded."""
+        return self._recorder is not None
+
+    def add(self, state: RowState, lengths: Sequence[int], tables: Sequence[list[int]]) -> None:
+        """Append rows; nothing is drawn and not yet looked at."""
+        assert self._unseen == 0
+        start, end = len(self), len(self) + len(lengths)
+        memory = self._memory_for(state, end, max(map(len, tables)))
+        for tensor, new in zip(memory.state.tensors(), state.tensors(), strict=True):
+            tensor[start:end] = new
+        memory.lengths[start:end] = torch.tensor(lengths).to(memory.lengths.device)
+        self.lengths = np.concatenate([self.lengths, np.asarray(lengths, np.int64)])
+        self.tables += tables
+        self._tables_changed = True
+
+    def remove(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Drop rows and give their blocks back; the last rows take their slots.
+
+        Returns:
+            (from, to) of the rows that moved, in the order in which they did.
+        """
+        assert self._unseen == 0 and self._memory is not None
+        gone, left = set(numbers), len(self) - len(numbers)
+        movers = [number for number in range(left, len(self)) if number not in gone]
+        holes = sorted(number for number in gone if number < left)
+        for number in numbers:
+            self._blocks.give_back(self.tables[number])
+        for source, target in zip(movers, holes, strict=True):
+            self.tables[target], self.lengths[target] = self.tables[source], self.lengths[source]
+        if movers:
+            sources, targets = (
+                torch.tensor(some).to(self._memory.lengths.device, non_blocking=True) for some in (movers, holes)
+            )
+            for tensor in self._memory.row_tensors():
+                tensor[targets] = tensor[sources]
+        del self.tables[left:]
+        self.lengths = self.lengths[:left].copy()
+        self._tables_changed = True
+        return list(zip(movers, holes, strict=True))
+
+    def stretch(self, length: int) -> None:
+        """Let every row have so many tokens, whatever they are."""
+        assert self._memory is not None
+        self.lengths[:] = length
+        self._memory.lengths[: len(self)] = length
+
+    def missing_blocks(self, count: int) -> list[int]:
+        """Return how many blocks each row lacks for so many tokens more."""
+        ends = self.lengths + (max(count, CHECKED_STEPS) if self.records else count)
+        return [
+            max(0, self._blocks.needed(int(end)) - len(table)) for end, table in zip(ends, self.tables, strict=True)
+        ]
+
+    def reserve(self, missing: Sequence[int]) -> None:
+        """Give each row so many blocks more."""
+        if not any(missing):
+            return
+        fresh = self._blocks.take(sum(missing))
+        self.fit_memory()
+        self.cache.clear(fresh)
+        for table, count in zip(self.tables, missing, strict=True):
+            table += [fresh.pop() for _ in range(count)]
+        self._tables_changed = True
+
+    def expect(self, count: int) -> None:
+        """Know how many blocks will be used at most: where moving memory would cost recordings, have it at once."""
+        self._expected = RESERVED + (count if self._blocks.limit is None else min(count, self._blocks.limit))
+        if self.records and self._expected > self.cache.capacity:
+            self._move_memory(self._expected)
+
+    def fit_memory(self) -> None:
+        """Have memory for all blocks that were given out, with some room that saves further moves."""
+        if self._blocks.end > self.cache.capacity:
+            self._move_memory(max(self._blocks.end, min(self.cache.capacity * 3 // 2, self._expected)))
+
+    def _move_memory(self, capacity: int) -> None:
+        self.cache.grow(capacity)
+        self.close()  # what was recorded speaks of memory that is gone
+
+    def run(self, count: int) -> None:
+        """Draw that many tokens in every row, at most `look_every`, for which blocks are reserved.
+
+        Raises:
+            NotReplayable: Nothing was drawn; no steps are recorded from now on.
+        """
+        assert count <= self._look_every
+        self._settle(count)
+        draw_token: DrawToken = self.step
+        if self._recorder is not None:
+            replay = self._replays.get(self._bucket)
+            if replay is None:
+                dtype = self._predictor.replica.model.dtype
+                try:
+                    replay = self._replays[self._bucket] = recorded_graph(self._recorder, self, dtype)
+                except NotReplayable:
+                    self.close()
+                    self._recorder = None
+                    raise
+            draw_token = replay
+        for _ in range(count):
+            draw_token()
+            self.lengths += 1
+            self._unseen += 1
+
+    def look(self) -> Drawn:
+        """Bring what was drawn to the host."""
+        tokens, logprobs = (host_value(part, "drawn tokens").tolist() for part in self.written(self._unseen))
+        met = host_value(torch.stack(self._choices, 1), "experts of drawn tokens") if self._choices else None
+        self._unseen = 0
+        self._choices.clear()
+        self._now.cursor.zero_()
+        return Drawn(tokens, logprobs, met)
+
+    def step(self) -> None:
+        """Draw one token in every row: a function of fixed memory alone, which it changes in place."""
+        now = self._now
+        longest = self._bucket.blocks * BLOCK_SIZE
+        if self.records:
+            # Rows that only fill a bucket grow beyond it, and write their last place again.
+            view = View.of(now.tables, now.lengths.clamp(max=longest - 1)[:, None], longest)
+        else:
+            longest = int(self.lengths.max()) + 1
+            even = bool((self.lengths + 1 == longest).all())
+            view = View.of(now.tables, now.lengths.clone()[:, None], longest, even=even)
+        self.cache.view = view
+        tokens, logprobs, met = self._predictor.step(now.state, self.cache)
+        now.lengths.add_(1)
+        now.tokens.index_copy_(1, now.cursor, tokens[:, None])
+        now.logprobs.index_copy_(1, now.cursor, logprobs[:, None])
+        now.cursor.add_(1)
+        if met is not None:
+            self._choices.append(met)
+
+    def changed(self) -> list[Tensor]:
+        """Return what a step reads and then changes."""
+        return [*self._now.row_tensors(), self._now.cursor]
+
+    def written(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities of the first steps since the last look, [rows, count] each."""
+        rows = len(self)
+        return self._now.tokens[:rows, :count], self._now.logprobs[:rows, :count]
+
+    def close(self) -> None:
+        """Forget what was recorded."""
+        self._replays.clear()
+        if self._recorder is not None:
+            self._recorder.forget()
+
+    @property
+    def _now(self) -> _Slots:
+        assert self._part is not None
+        return self._part
+
+    def _settle(self, count: int) -> None:
+        """Choose the bucket of the next steps, and bring the rows' blocks to the device."""
+        assert self._unseen == 0 and self._memory is not None
+        rows, blocks = len(self), self._blocks.needed(int(self.lengths.max()) + count)
+        bucket = bucket_of(rows, blocks, self._most_blocks) if self.records else Bucket(rows, blocks)
+        if bucket == self._bucket and not self._tables_changed:
+            return
+        memory = self._memory_for(self._memory.state, bucket.rows, bucket.blocks)
+        self._bucket, self._part = bucket, memory.first(bucket.rows, bucket.blocks)
+        tables = np.full((bucket.rows, bucket.blocks), SCRATCH, np.int64)
+        for number, table in enumerate(self.tables):
+            tables[number, : len(table)] = table[: bucket.blocks]
+            tables[number, len(table) :] = PADDING
+        self._part.tables.copy_(torch.from_numpy(tables).to(self._part.tables.device, non_blocking=True))
+        self._part.lengths[rows:] = 0
+        self._tables_changed = False
+
+    def _memory_for(self, state: RowState, rows: int, blocks: int) -> _Slots:
+        """Return memory for so many slots; if there was too little, what was recorded speaks of memory that goes."""
+        memory = self._memory
+        if memory is not None and rows <= len(memory.lengths) and blocks <= memory.tables.shape[1]:
+            return memory
+        self.close()
+        wide = torch.float64 if self._predictor.head.weight.dtype == torch.float64 else torch.float32
+        held = (0, 0) if memory is None else memory.tables.shape
+        columns = max(self._look_every, CHECKED_STEPS)
+        sizes = _power_of_two(max(rows, held[0])), _power_of_two(max(blocks, held[1], self._most_blocks or 0))
+        self._memory = _Slots.like(state, *sizes, columns, wide)
+        if memory is not None:
+            for new, old in zip(self._memory.row_tensors(), memory.row_tensors(), strict=True):
+                new[: len(old)] = old
+        self._tables_changed, self._bucket = True, Bucket(0, 0)
+        return self._memory

@@ -1,0 +1,186 @@
+"""Rows that wait, and the texts that they begin with: a prompt, or what a paused row has read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.models.layers.documents import Documents
+from holdfast.rollout.engine import Request
+from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View
+from holdfast.rollout.local.predictor import Predictor, RowState
+from holdfast.rollout.local.replica import merged_inputs
+from holdfast.types import host_value
+
+
+@dataclass
+class DecodedRow:
+    """The state of one completion."""
+
+    request: Request
+    place: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_choices: NDArray[np.int16] | None = None
+    """[P, layers, k] experts that the prompt met; None where nobody asks"""
+    choices: list[NDArray[np.int16]] = field(default_factory=list)
+    """[layers, k] of each drawn token that was read"""
+    number: int = 0
+    """How many rows have begun, itself included, when it did."""
+
+    def note_choices(self, met: NDArray[np.int16] | None) -> None:
+        """Note the experts that the text met which it begins with: its prompt, and tokens if it was paused."""
+        if met is not None:
+            size = len(self.request.prompt)
+            self.prompt_choices = met[:size]
+            self.choices += list(met[size + len(self.choices) :])
+
+
+@dataclass(eq=False)
+class Waiting:
+    """Rows of one request that have not begun, or one that has been paused."""
+
+    request: Request
+    rows: deque[DecodedRow]
+    blocks: list[int] = field(default_factory=list)
+    """Those of the text that the rows begin with, once that has been computed."""
+    read: int = 0
+    """Tokens of a long text that have been computed, piece by piece."""
+    hidden: Tensor | None = None
+    """[H], what predicts the token behind that text; None until it has been computed"""
+    choices: NDArray[np.int16] | None = None
+    """[P, layers, k] experts that the text met; None where nobody asks"""
+
+    @classmethod
+    def of(cls, request: Request) -> Waiting:
+        """Return all rows of a request."""
+        return cls(request, deque(DecodedRow(request, place) for place in range(len(request.seeds))))
+
+    @property
+    def computed(self) -> Tensor:
+        """Return what predicts the token behind the text."""
+        assert self.hidden is not None
+        return self.hidden
+
+    @property
+    def text(self) -> NDArray[np.int64]:
+        """[P] tokens that the rows begin with."""
+        return np.concatenate([self.request.prompt, np.asarray(self.rows[0].tokens, np.int64)])
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the rows begin with."""
+        return len(self.request.prompt) + len(self.rows[0].tokens)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """[A, P] positions of these tokens."""
+        if self.request.positions is None:
+            return np.arange(self.length)[None]
+        placed = self.request.positions
+        drawn = placed.max() + 1 + np.arange(len(self.rows[0].tokens))
+        return np.concatenate([placed, np.broadcast_to(drawn, (len(placed), len(drawn)))], 1)
+
+    @property
+    def ahead(self) -> int:
+        """How far positions run ahead of places behind the text: an image's positions are not its tokens'."""
+        return int(self.positions.max()) + 1 - self.length
+
+
+def compute_piece(predictor: Predictor, cache: BlockCache, waiting: Waiting, count: int) -> None:
+    """Compute the next tokens of a text that has blocks, `count` at most; its last piece tells what predicts the next.
+
+    Args:
+        predictor: What runs them.
+        cache: Memory of blocks.
+        waiting: Of a text without images.
+        count: Tokens.
+    """
+    device, start, end = predictor.device, waiting.read, min(waiting.read + count, waiting.length)
+    tables, places = (torch.tensor(some).to(device)[None] for some in (waiting.blocks, range(start, end)))
+    cache.view = View.of(tables, places, end)
+    tokens = torch.from_numpy(waiting.text[start:end]).to(device)[None]
+    positions = torch.from_numpy(waiting.positions[:, start:end]).to(device)  # [A, T]
+    output, met = predictor.run(
+        input_ids=predictor.replica.family.with_one_image_token(tokens),
+        position_ids=positions if len(positions) == 1 else positions[:, None],
+        past_key_values=cache,
+        rows=cache,
+    )
+    waiting.read = end
+    if met is not None:
+        told = host_value(met, "experts of prompts")
+        waiting.choices = told if start == 0 else np.concatenate([waiting.choices, told])
+    if end == waiting.length:
+        waiting.hidden = output.last_hidden_state[0, -1]
+
+
+def compute_texts(predictor: Predictor, cache: BlockCache, several: Sequence[Waiting]) -> None:
+    """Compute the texts that rows begin with, side by side, and write their keys and values to their blocks."""
+    device, lengths = predictor.device, [waiting.length for waiting in several]
+    positions = _side_by_side([waiting.positions for waiting in several]).to(device)
+    written = np.concatenate([_places(waiting) for waiting in several])
+    cache.view = View(None, positions[0], max(lengths), torch.from_numpy(written).to(device))
+    tokens = torch.from_numpy(np.concatenate([waiting.text for waiting in several])).to(device)[None]
+    output, met = predictor.run(
+        input_ids=predictor.replica.family.with_one_image_token(tokens),
+        position_ids=positions[0] if len(positions) == 1 else positions,
+        past_key_values=cache,
+        **merged_inputs([waiting.request for waiting in several], device),
+        documents=Documents.of(tuple(lengths), device),
+    )
+    ends = np.cumsum(lengths)
+    last = output.last_hidden_state[0][torch.from_numpy(ends).to(device) - 1]
+    choices = None if met is None else host_value(met, "experts of prompts")
+    for waiting, hidden, start, end in zip(several, last, ends - lengths, ends, strict=True):
+        waiting.hidden = hidden
+        waiting.choices = None if choices is None else choices[start:end]
+
+
+def _side_by_side(several: Sequence[NDArray[np.int64]]) -> Tensor:
+    """[A, P] positions of texts -> [A, 1, T] of all of them; of several axes where any has several"""
+    axes = max(map(len, several))
+    wide = [np.broadcast_to(positions, (axes, positions.shape[1])) for positions in several]
+    return torch.from_numpy(np.concatenate(wide, axis=1))[:, None]
+
+
+def _places(waiting: Waiting) -> NDArray[np.int64]:
+    """Return [P], where the tokens of a text lie in memory."""
+    tokens = np.arange(waiting.length)
+    return np.asarray(waiting.blocks, np.int64)[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
+
+
+def state_of(predictor: Predictor, rows: Sequence[DecodedRow], ahead: Sequence[int]) -> RowState:
+    """Return the state of rows whose next token is drawn from what their text predicts.
+
+    Args:
+        predictor: What draws.
+        rows: The rows.
+        ahead: Of each, how far positions run ahead of places.
+    """
+    device = predictor.device
+    return RowState(
+        last=torch.zeros(len(rows), dtype=torch.int64, device=device),
+        drawn=torch.tensor([len(row.tokens) for row in rows]).to(device),
+        seeds=torch.tensor([row.request.seeds[row.place] for row in rows]).to(device),
+        ahead=torch.tensor(ahead).to(device),
+        seen=_tokens_in(predictor, rows),
+    )
+
+
+def _tokens_in(predictor: Predictor, rows: Sequence[DecodedRow]) -> Tensor | None:
+    """Return [rows, V], which tokens stand in each row; None where no option asks for it."""
+    if predictor.sampling.repetition_penalty == 1.0:
+        return None
+    vocabulary, device = predictor.head.weight.shape[0], predictor.device
+    is_present = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
+    for number, row in enumerate(rows):
+        text = np.concatenate([row.request.prompt, np.asarray(row.tokens, np.int64)])
+        is_present[number, torch.from_numpy(text).to(device)] = True
+    return is_present

@@ -1,0 +1,79 @@
+"""How many blocks of keys and values a run has follows from its first start, and is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.errors import ConfigError
+from holdfast.parallel.mesh import World
+from holdfast.recipes.grpo import grpo_step
+from holdfast.rollout.engine import Request
+from holdfast.training.cache_blocks import block_bytes, cache_blocks
+from holdfast.training.run import TrainState
+from tests.distributed.grpo_cases import prompts_of, settings
+from tests.tiny import tiny_directory
+from tests.training.walk_cases import built
+
+
+def counted(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """Return what a block takes as counted and as tensors have it, and the blocks that some memory has room for."""
+    run = built(world, tree, rows)
+    engine: Any = run.evaluation.sampler.engine
+    run.evaluation.sampler.publish(run.trained)
+    engine.submit([], SamplingConfig(max_new_tokens=4))
+    with torch.no_grad(), engine.decoding(None) as decoding:
+        decoding.submit([Request(0, np.arange(2, 10), (1,))])
+        decoding.advance()
+        cache = decoding._on_device.cache
+        taken = sum(tensor[0].nbytes for pair in cache.pairs.values() for tensor in pair)
+    one = block_bytes(run.trained)
+
+    def blocks(free: int) -> int | str:
+        try:
+            return cache_blocks(run.trained, run.evaluation.config.rollout, 38, free)
+        except ConfigError as error:
+            return str(error)
+
+    return {"counted": one, "taken": taken, "at the start": run.trained.state.cache_blocks,
+            "free": [blocks(2 * one * count) for count in (10**6, 100, 5, 4)]}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral"])
+def test_blocks_are_those_of_all_rows_at_their_longest_or_half_of_what_is_free(
+    kind: str, pools: Any, tmp_path: Path
+) -> None:
+    # 38 tokens before a completion, 10 of it, and two by which steps run ahead fill four blocks; one more is a copy.
+    tree = settings(str(tiny_directory(tmp_path, kind)), rollout={"rows": 50})
+
+    (found,) = pools(1).run(counted, tree, prompts_of(8))
+
+    assert found["counted"] == found["taken"]
+    assert found["at the start"] == 5 * 50
+    assert found["free"][:3] == [5 * 50, 100, 5]
+    assert found["free"][3].startswith("rollout: keys and values of one completion take ")
+    assert "have 48 tokens (data.max_length), and rank 0 has " in found["free"][3]
+
+
+def continued(world: World, tree: dict[str, Any], rows: Any, saved: int) -> tuple[int, int]:
+    """Return the blocks of a run that a checkpoint with so many of them continues: of its engine, and of its state."""
+    run = built(world, tree, rows)
+    run.trained.state = TrainState(cache_blocks=saved)
+    run.evaluation.sampler.published = None
+    assert grpo_step(run) is not None
+    engine: Any = run.evaluation.sampler.engine
+    return engine.block_limit, run.trained.state.cache_blocks
+
+
+@pytest.mark.parametrize(("saved", "blocks"), [(37, 37), (0, 250)], ids=["saved", "of a version that saved none"])
+def test_a_run_that_is_continued_has_as_many_blocks_as_before(
+    saved: int, blocks: int, pools: Any, tmp_path: Path
+) -> None:
+    tree = settings(str(tiny_directory(tmp_path, "llama")), rollout={"rows": 50})
+
+    assert pools(2).run(continued, tree, prompts_of(8), saved) == [(blocks, blocks)] * 2
