@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers import AutoConfig
 
 from holdfast.config.sections.data import DataConfig
 from holdfast.config.sections.model import ModelConfig
+from holdfast.data.content.images import ImageFiles
 from holdfast.data.tasks.synthetic import character_tokenizer, picture_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser, Tokenised
 from holdfast.data.tokens.vision import ImageSide
@@ -297,3 +301,17 @@ def test_prompts_with_images_are_refused_where_they_are_not_trained_on() -> None
 
     with pytest.raises(DataError, match=r"photos row 3 has images\. Not by this verb\."):
         rows.opening({"prompt": "<image>see=", "images": [FIRST]}, "photos row 3")
+
+
+def test_images_that_threads_open_leave_the_filters_of_warnings_as_they_were(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    files, before, interval = ImageFiles(None, tmp_path), list(warnings.filters), sys.getswitchinterval()
+
+    sys.setswitchinterval(1e-5)  # threads take turns within the block that sets filters
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: files.open(str(tmp_path / "a.png"), "it"), range(400)))
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert list(warnings.filters) == before

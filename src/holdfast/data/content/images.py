@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -237,6 +238,9 @@ def _part(content_part: Any, message_name: str, inside: RowMedia) -> Any:
     return {"type": kind}
 
 
+_FILTERS = threading.Lock()
+
+
 @dataclass(frozen=True)
 class ImageFiles:
     """Opens images. Relative paths start in `folder`, else in the current directory, else beside the YAML."""
@@ -263,12 +267,14 @@ class ImageFiles:
             raise DataError(f"{name}: reading images needs a package: pip install 'holdfast[vlm]'.") from None
         image = _named(image)
         try:
-            with warnings.catch_warnings():
+            if isinstance(image, Image.Image):
+                return _in_rgb(image)
+            file = io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name)
+            # Filters of warnings are the process's: two threads that set them in turn would leave one behind.
+            with _FILTERS, warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                if isinstance(image, Image.Image):
-                    return _in_rgb(image)
-                opened = Image.open(io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name))
-                return _in_rgb(ImageOps.exif_transpose(opened))
+                opened = Image.open(file)
+            return _in_rgb(ImageOps.exif_transpose(opened))
         except (
             OSError,
             ValueError,
