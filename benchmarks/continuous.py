@@ -27,7 +27,7 @@ def sample() -> None:
     """Complete all requests and print what it took."""
     import numpy as np
     import torch
-    from grpo_vs_trl import endless
+    from grpo_vs_trl import SHAPES, endless
 
     from holdfast.config.sections.model import ModelConfig
     from holdfast.config.sections.rollout import SamplingConfig
@@ -39,7 +39,7 @@ def sample() -> None:
     from holdfast.rollout.sampling import Stops, mixed
 
     torch.set_num_threads(1)
-    language_model, random = endless("cpu"), np.random.default_rng(0)
+    language_model, random = endless(SHAPES["64+64"]), np.random.default_rng(0)
     size = language_model.config.vocab_size
     stops = Stops(frozenset(random.choice(size, int(size * ENDS), replace=False).tolist()))
     section = ModelConfig(path="given", tokenizer="builtin:characters")
@@ -58,7 +58,7 @@ def sample() -> None:
 
 def arm(checkout: Path) -> dict[str, float]:
     """Run one arm with the sources of a checkout."""
-    paths = os.pathsep.join(str(checkout / folder) for folder in ("src", "benchmarks"))
+    paths = os.pathsep.join([str(checkout / "src"), str(Path(__file__).parent)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, __file__, "--arm"], env=environment, capture_output=True, text=True, check=True

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import Meter, Round, Verdicts, heading
+from measure import Meter, Round, heading
 from PIL import Image
+from verdicts import Verdicts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tiny models and films are the tests'
 

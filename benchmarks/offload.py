@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import Meter, Verdicts, alternate, heading, take_turn
+from measure import Meter, alternate, heading, take_turn
+from verdicts import Verdicts, show
 
 WARM_UP, UPDATES = 2, 6
 SLOWER, PEAK = 1.08, 0.70
@@ -118,7 +119,7 @@ def main() -> None:
     for stays, offloaded in (("activations_stay", "activations_offloaded"), ("optimizer_stays", "optimizer_offloaded")):
         rounds = alternate(__file__, [stays, offloaded], options.rounds, "--device", options.device)
         same = all(turn[stays]["losses"] == turn[offloaded]["losses"] for turn in rounds)
-        print(f"{'ok  ' if same else 'MISS'}  {offloaded}: losses are equal to the bit", flush=True)
+        show(f"{offloaded}: losses equal to the bit", "yes" if same else "no", "yes", met=same)
         verdicts = Verdicts(rounds)
         if options.device == "cuda":
             of_activations = stays == "activations_stay"
