@@ -41,7 +41,8 @@ def test_a_file_is_written_with_its_origins_and_config_show_reads_it(holdfast: C
     text = (tmp_path / "run.yaml").read_text()
     for line in (
         "  path: Qwen/Qwen3-0.6B  # model_name_or_path",
-        "#   line 6, deepspeed: zero3.json - ranks share sharded weights by FSDP2, which is ZeRO stage 3;",
+        "#   line 6, deepspeed: zero3.json - ranks share sharded weights by FSDP2, which is ZeRO stage 3; "
+        "parallel.offload",
         "  - wandb",
         "# Not in the table of TRL:",
         "#   line 8, made_up: 1",
