@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from holdfast.errors import ModelError
 from holdfast.models.names import canonical_name
 from holdfast.parallel.activations import ActivationOffload, OffloadedBlock
 
@@ -179,3 +182,53 @@ def test_views_of_one_storage_are_copied_once_and_keep_their_strides() -> None:
 
     assert_equal(found, expected)
     assert offload.copied_bytes == FLOAT * (TOKENS * WIDTH)
+
+
+class KeepsResult(nn.Module):
+    """sigmoid(x), whose backward pass reads what it returns; `fails` and `changes` say what goes wrong behind it."""
+
+    def __init__(self, *, fails: bool = False, changes: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.fails, self.changes = fails, changes
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.up(hidden).sigmoid()
+        self.seen.append(weakref.ref(result))
+        after = result + 0
+        if self.fails:
+            raise MemoryError
+        if self.changes:
+            result.mul_(2)
+        return after + result
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("ending", ["dropped", "failed forward", "failed backward"])
+def test_a_pass_that_does_not_end_keeps_no_memory(stays: bool, ending: str) -> None:
+    block = KeepsResult(fails=ending == "failed forward")
+    wrapped, hidden = OffloadedBlock(block, ActivationOffload("cpu"), stays=stays), inputs()[0]
+
+    def fail(_: Tensor) -> None:
+        raise ValueError
+
+    with suppress(MemoryError, ValueError):
+        result = wrapped(hidden)
+        if ending == "failed backward":
+            result.register_hook(fail)
+            result.sum().backward()
+    result = None
+    gc.collect()
+
+    assert [reference() for reference in block.seen] == [None]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_block_that_changes_what_it_saved_in_place_is_refused_as_autograd_does(stays: bool) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        KeepsResult(changes=True)(inputs()[0]).sum().backward()
+    wrapped = OffloadedBlock(KeepsResult(changes=True), ActivationOffload("cpu"), stays=stays)
+
+    with pytest.raises(ModelError, match=r"changes in place what its backward pass needs, a tensor of \(\d+, \d+\)"):
+        wrapped(inputs()[0]).sum().backward()

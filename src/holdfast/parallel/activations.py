@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from holdfast.errors import ModelError
 from holdfast.parallel.storages import storages_of
 
 SMALL_BYTES = 4096
@@ -48,6 +49,8 @@ class _Saved:
     block: _BlockPass
     tensor: Tensor | None
     """The tensor itself while its block runs, and for good where it stays on the device."""
+    version: int
+    """How often it had been changed in place when it was saved."""
     stored: _Stored | None = None
     view: tuple[torch.dtype, int, torch.Size, tuple[int, ...]] | None = None
     """Dtype, offset in the storage in elements, shape and strides."""
@@ -113,7 +116,9 @@ class ActivationOffload:
 
     def _keep(self, tensor: Tensor) -> _Saved:
         assert self._running is not None
-        saved = _Saved(self._running, tensor)
+        # An operation that saves what it returns would keep itself by it, in a cycle that no collector sees.
+        kept = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        saved = _Saved(self._running, kept, tensor._version)  # noqa: SLF001 - what torch itself compares
         self._running.saved.append(weakref.ref(saved))
         return saved
 
@@ -122,6 +127,7 @@ class ActivationOffload:
             self.start_backward(saved.block)
         if saved.stored is None or saved.view is None:
             assert saved.tensor is not None
+            _refuse_changed(saved)
             return saved.tensor
         assert saved.stored.device is not None
         dtype, offset, shape, strides = saved.view
@@ -136,6 +142,7 @@ class ActivationOffload:
             tensor = saved.tensor
             if tensor is None or not self._is_plain(tensor):
                 continue
+            _refuse_changed(saved)
             storage = tensor.untyped_storage()
             key = storage._cdata  # noqa: SLF001 - the identity that torch itself goes by
             size = storage.nbytes()
@@ -228,6 +235,20 @@ def offload_of(policy: nn.Module) -> ActivationOffload | None:
 
 def _alive(references: Iterable[Callable[[], Any]]) -> Iterator[Any]:
     return (value for value in (reference() for reference in references) if value is not None)
+
+
+def _refuse_changed(saved: _Saved) -> None:
+    """Refuse a tensor that was changed after it was saved: autograd compares that itself only where no hook has it.
+
+    Raises:
+        ModelError: It was.
+    """
+    tensor = saved.tensor
+    if tensor is not None and tensor._version != saved.version:  # noqa: SLF001 - what torch itself compares
+        raise ModelError(
+            f"A block of the model changes in place what its backward pass needs, a tensor of {tuple(tensor.shape)}. "
+            "Its gradients would be wrong; in the model's code, use the form of the operation that makes a new one."
+        )
 
 
 def _bytes_behind(tensor: Tensor) -> Tensor:

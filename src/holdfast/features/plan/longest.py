@@ -155,11 +155,19 @@ class _Searching:
         self._rollout = config.rollout if isinstance(config, GRPOConfig | DistillConfig) else None
         self._has_turns = isinstance(config, GRPOConfig) and config.environment is not None
         self._prompt = 0 if self._rollout is None else config.data.max_length - self._rollout.max_new_tokens
+        if isinstance(config, GRPOConfig):
+            self._prompt = config.longest_context  # `data.max_prompt_length` may be shorter
         values = without_files(config, base)[0].model.config or {}
         text = values.get("text_config") or values
         self._positions = int(text.get("max_position_embeddings") or 0)
         self.least = rounded(self._prompt) + _FINE
         self.most = self._positions if self._rollout is not None and self._positions else float("inf")
+        if self.least > self.most:
+            raise UserError(
+                f"The model has {self._positions} positions (max_position_embeddings), and prompts may have "
+                f"{self._prompt} tokens (data.max_length less rollout.max_new_tokens), which leaves no room for an "
+                "answer. Lower data.max_length."
+            )
         self._tokens_of_rank = config.data.max_length / config.parallel.context
         more = () if spec.device == "cpu" else ({"activations"}, {"activations", "optimizer", "parameters"})
         self.offloads: list[list[str]] = [[*sorted(config.parallel.offloads)]]

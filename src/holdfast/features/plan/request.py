@@ -149,7 +149,7 @@ def _shard(config: TrainingConfig, spec: RankSpec) -> tuple[str, TrainingConfig]
 
 def _small_states(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
     section = config.optim
-    if not isinstance(section, AdamWConfig):
+    if not isinstance(section, AdamWConfig) or "optimizer" in config.parallel.offloads:
         return None
     shared = {
         name: getattr(section, name) for name in AdamW8bitConfig.model_fields if name in type(section).model_fields
