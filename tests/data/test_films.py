@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 from fractions import Fraction
@@ -15,7 +16,7 @@ from PIL import Image
 
 from holdfast.data.content.image_fingerprints import images_fingerprint
 from holdfast.data.content.images import ImageFiles
-from holdfast.data.content.video_files import MOST_FRAMES, decoded, first_frame, frames_of
+from holdfast.data.content.video_files import MOST_FRAMES, _named, decoded, first_frame, frames_of
 from holdfast.data.content.videos import seconds_of, video_of
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
@@ -247,12 +248,104 @@ def test_frames_that_are_too_large_are_refused_before_they_are_decoded() -> None
 
 
 def test_frames_that_would_fill_memory_are_refused_before_they_are_decoded() -> None:
+    """Pillow has 4 bytes of a pixel: 135 frames of 64 million bytes are more than 8 GiB, and 134 are less."""
     file = said_to_measure(4000, same_frame(200, 300))
 
-    with pytest.raises(DataError, match=r"180 frames of 4000x4000 pixels take more than 8 GiB.*lower data\.max_frames"):
-        seen(file, 9.0)
-    with pytest.raises(DataError, match="Invalid data"):  # two would not: then they are decoded
-        seen(file, 9.0, most=2)
+    with pytest.raises(DataError, match=r"135 frames of 4000x4000 pixels take more than 8 GiB.*lower data\.max_frames"):
+        seen(file, 9.0, most=135)
+    with pytest.raises(DataError, match="Invalid data"):  # then they are decoded
+        seen(file, 9.0, most=134)
+
+
+def test_a_film_trimmed_by_its_edit_list_has_the_frames_that_players_show() -> None:
+    """`elst` holds a length in milliseconds; half of the film is cut off by it, and all frames stay in the file."""
+    file = bytearray(film(WRITTEN, "mp4"))
+    start = file.index(b"elst") + 12
+    assert int.from_bytes(file[start : start + 4]) == 1000 * SECONDS
+    file[start : start + 4] = (500 * SECONDS).to_bytes(4)
+
+    assert assert_frames(bytes(file), WRITTEN[:12], fps=12.0) == 12.0
+
+
+def test_an_avi_in_which_a_picture_stays_is_whole_unless_it_is_cut() -> None:
+    written, shown = smooth(6), [0, 100, 900, 1000, 1900, 2000]
+    file = film(written, "avi", milliseconds=shown)
+
+    frames, rate = seen(file, fps=2.0)
+
+    closest = [np.argmin([np.abs(frame.astype(float) - other).mean() for other in written]) for frame in frames]
+    assert (closest, rate) == ([0, 1, 3, 3], 2.0)
+    for quarter in (1, 2, 3):
+        with pytest.raises(DataError, match=CUT):
+            seen(file[: len(file) * quarter // 4])
+
+
+def test_a_title_in_latin_1_refuses_no_film() -> None:
+    file = film(WRITTEN, title="Cafe")
+    assert b"Cafe" in file
+
+    assert_frames(file.replace(b"Cafe", b"Caf\xe9"), WRITTEN, fps=12.0)
+
+
+def test_of_a_film_that_begins_before_0_the_first_frame_is_the_first(tmp_path: Path) -> None:
+    file = film(WRITTEN[:3], "matroska", milliseconds=[-500, 0, 500], options={"avoid_negative_ts": "disabled"})
+
+    np.testing.assert_array_equal(np.asarray(first_frame(file, "a film")), WRITTEN[0])
+
+
+PASSES = {"a file system that answers later": OSError(errno.EIO, "Input/output error"), "no memory": MemoryError()}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_the_weather_of_a_machine_is_not_blamed_on_the_row(case: str, tmp_path: Path) -> None:
+    with pytest.raises(type(PASSES[case])), _named(tmp_path / "clip.mp4", "a film"):
+        raise PASSES[case]
+    with pytest.raises(DataError, match="Input/output error"), _named(b"12", "a film"):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+UNREAD = (
+    *("video_start", "video_end", "nframes", "min_frames", "max_frames"),
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+)
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_what_a_row_says_of_a_video_is_followed_or_refused(key: str) -> None:
+    part = {"type": "video", "video": film(WRITTEN), key: 4}
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}]}
+    reason = rf"{key} of a video are not read\. Cut the file, or set data\.max_frames"
+
+    with pytest.raises(DataError, match=rf"clips row 3, message 0, a video: {reason}"):
+        sequence("qwen2_vl", row)
+    with pytest.raises(DataError, match=rf"clips row 3, video 0: {reason}"):
+        video = {"bytes": film(WRITTEN), key: 4}
+        sequence("qwen2_vl", {"prompt": "<video>", "completion": "a", "videos": [video]})
+    part[key] = None  # as `datasets` fills what other rows have
+    assert sequence("qwen2_vl", row).tokens.size
+
+
+def test_a_single_film_may_stand_in_a_column_video() -> None:
+    row = {"prompt": "<video>", "completion": "a"}
+    one, several = (sequence("qwen2_vl", {**row, **it}) for it in ({"video": film(WRITTEN)}, {"videos": [film(WRITTEN)]}))
+
+    assert one.tokens.tolist() == several.tokens.tolist()
+    np.testing.assert_array_equal(one.model_inputs["pixel_values"], several.model_inputs["pixel_values"])
+    with pytest.raises(DataError, match="both a column 'videos' and a column 'video'"):
+        sequence("qwen2_vl", {**row, "video": film(WRITTEN), "videos": [film(WRITTEN)]})
+
+
+def test_base64_text_is_refused_in_one_short_line() -> None:
+    text = "QUJD" * 2000
+
+    with pytest.raises(DataError, match=rf"clips row 3, video 0 \({text[:80]}\) cannot be.*base64 text is not read\."):
+        sequence("qwen2_vl", {"prompt": "<video>", "completion": "a", "videos": [text]})
+
+
+@pytest.mark.parametrize("fps", [10**400, True, 1e9, float("nan"), float("inf"), -1, "2"])
+def test_a_rate_that_is_no_number_of_frames_is_refused(fps: Any) -> None:
+    with pytest.raises(DataError, match=r"^a video has fps="):
+        video_of({"path": "clip.mp4", "fps": fps}, "a video")
 
 
 def hostile(file: bytes, generator: np.random.Generator) -> bytes:
