@@ -217,10 +217,10 @@ def _shown(file: Path | bytes) -> _Shown:
             raise ValueError(f"its {len(shown)} frames are all shown at the same time")
         gaps = [after - before for (before, _), (after, _) in pairwise(shown)]
         end = max(packet.end for packet in packets if packet.is_timed)
-        duration = duration or (last - first) // max(1, len(gaps))
         # Where a picture stays, AVI has pieces of nothing, which it counts: one for each tick of its clock.
-        count = max(len(of_stream), last + duration) if container.format.name == "avi" else len(of_stream)
+        count = max(len(of_stream), last + (duration or 1)) if container.format.name == "avi" else len(of_stream)
         _refuse_cut(file, container, stream, count, end + max(gaps, default=0) * stream.time_base)
+        duration = duration or (last - first) // max(1, len(gaps))
         return _Shown(first * stream.time_base, (last + duration) * stream.time_base, len(shown))
 
 
