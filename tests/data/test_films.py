@@ -308,6 +308,14 @@ def test_an_error_of_a_file_system_that_may_pass_is_not_blamed_on_the_row() -> N
     assert caught.value.errno == errno.EIO
 
 
+@pytest.mark.parametrize("length", [94, 189, 284, 378])
+def test_a_file_of_which_ffmpeg_says_input_output_error_is_a_bad_row(length: int, tmp_path: Path) -> None:
+    (tmp_path / "clip.webm").write_bytes(film(smooth(12), "webm", rate=25)[:length])
+
+    with pytest.raises(DataError, match="cannot be read as a film: Input/output error"):
+        seen(tmp_path / "clip.webm")
+
+
 @pytest.mark.parametrize("error", [MemoryError(), av.error.MemoryError(errno.ENOMEM, "Cannot allocate memory")])
 def test_a_lack_of_memory_is_not_blamed_on_the_row(error: MemoryError) -> None:
     with pytest.raises(MemoryError), _named(b"12", "a film"):

@@ -272,12 +272,12 @@ class ImageFiles:
         try:
             if isinstance(image, Image.Image):
                 return _in_rgb(image)
-            file = io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name)
-            # Filters of warnings are the process's: two threads that set them in turn would leave one behind.
-            with _FILTERS, warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                opened = Image.open(file)
-            return _in_rgb(ImageOps.exif_transpose(opened))
+            with io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name).open("rb") as file:
+                # Filters of warnings are the process's: two threads that set them in turn would leave one behind.
+                with _FILTERS, warnings.catch_warnings():
+                    warnings.simplefilter("error", Image.DecompressionBombWarning)
+                    opened = Image.open(file)
+                return _in_rgb(ImageOps.exif_transpose(opened))
         except (
             OSError,
             ValueError,

@@ -163,8 +163,7 @@ def _named(file: Path | bytes, film_name: str) -> Iterator[None]:
     except MemoryError:  # PyAV's is an FFmpegError too
         raise
     except (OSError, ValueError, EOFError, ArithmeticError, FFmpegError) as error:
-        # FFmpeg's demuxers also say EIO of damaged bytes; those in memory have no file system that may get over it.
-        if getattr(error, "errno", None) in PASSING and not isinstance(file, bytes):
+        if getattr(error, "errno", None) in PASSING and not isinstance(error, FFmpegError):
             raise
         reason = error.strerror if isinstance(error, FFmpegError) else str(error)
         raise DataError(
@@ -183,10 +182,11 @@ def _opened(file: Path | bytes, **options: str) -> Iterator[tuple[Any, Any]]:
     import av
     from av.stream import Disposition
 
-    source = io.BytesIO(file) if isinstance(file, bytes) else str(file.absolute())
+    # FFmpeg says EIO of damaged bytes too; of a file that Python reads, errors of the file system are Python's.
+    source = io.BytesIO(file) if isinstance(file, bytes) else file.absolute().open("rb")
     options |= {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
     # Titles are in any encoding, and are not looked at.
-    with av.open(source, container_options=options, metadata_errors="replace") as container:
+    with source, av.open(source, container_options=options, metadata_errors="replace") as container:
         streams: list[Any] = [
             stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic
         ]
