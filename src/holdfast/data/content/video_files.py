@@ -217,9 +217,7 @@ def _shown(file: Path | bytes) -> _Shown:
             raise ValueError(f"its {len(shown)} frames are all shown at the same time")
         gaps = [after - before for (before, _), (after, _) in pairwise(shown)]
         end = max(packet.end for packet in packets if packet.is_timed)
-        # Where a picture stays, AVI has pieces of nothing, which it counts: one for each tick of its clock.
-        count = max(len(of_stream), last + (duration or 1)) if container.format.name == "avi" else len(of_stream)
-        _refuse_cut(file, container, stream, count, end + max(gaps, default=0) * stream.time_base)
+        _refuse_cut(file, container, stream, of_stream, end + max(gaps, default=0) * stream.time_base)
         duration = duration or (last - first) // max(1, len(gaps))
         return _Shown(first * stream.time_base, (last + duration) * stream.time_base, len(shown))
 
@@ -232,29 +230,40 @@ def _packets(container: Any) -> Iterator[_Packet]:
             yield _Packet(packet.stream.index, time or 0, duration, end, time is not None, not packet.is_discard)
 
 
-def _refuse_cut(file: Path | bytes, container: Any, stream: Any, packets: int, end: Fraction) -> None:
+def _refuse_cut(file: Path | bytes, container: Any, stream: Any, packets: Sequence[_Packet], end: Fraction) -> None:
     """Raise where a container tells of more frames, or of a longer time, than it has.
 
     MPEG-TS and GIF tell neither.
 
     Args:
         file, container, stream: Of the film.
-        packets: Frames that it has.
+        packets: Of its stream of pictures.
         end: When the last packet of any stream ends, in seconds, and what that may be wrong by.
 
     Raises:
         ValueError: It tells of more.
     """
     if stream.frames:
-        if packets < stream.frames and "mov" in container.format.name:  # what an edit list leaves out is there too
-            with _opened(file, ignore_editlist="1") as (whole, _):
-                packets = sum(packet.stream == stream.index for packet in _packets(whole))
-        if packets < stream.frames:
-            raise ValueError(f"{_CUT}: it has {packets} of {stream.frames}")
+        count = len(packets)
+        if count < stream.frames:
+            count = _with_unseen(file, container.format.name, stream, packets)
+        if count < stream.frames:
+            raise ValueError(f"{_CUT}: it has {count} of {stream.frames}")
     elif container.duration is not None:
         told = Fraction(container.duration + (container.start_time or 0), 1_000_000)
         if end + _SLACK_SECONDS < told:
             raise ValueError(f"{_CUT}: it tells of {float(told):.3f} seconds and has {float(end):.3f}")
+
+
+def _with_unseen(file: Path | bytes, container_name: str, stream: Any, packets: Sequence[_Packet]) -> int:
+    """Return how many frames a film has with those that its container counts and does not give out."""
+    if container_name == "avi":
+        # Where a picture stays, AVI has pieces of nothing, which it counts: one for each tick of its clock.
+        return max(len(packets), *(packet.time + (packet.duration or 1) for packet in packets))
+    if "mov" in container_name:  # what an edit list leaves out is there too
+        with _opened(file, ignore_editlist="1") as (whole, _):
+            return sum(packet.stream == stream.index for packet in _packets(whole))
+    return len(packets)
 
 
 def _pixels(file: Path | bytes, times: Sequence[Fraction]) -> Iterator[NDArray[np.uint8]]:
