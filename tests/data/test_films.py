@@ -306,6 +306,8 @@ def test_an_error_of_a_file_system_that_may_pass_is_not_blamed_on_the_row() -> N
     with pytest.raises(OSError) as caught:  # noqa: PT011
         ImageFiles(None, Path.cwd()).open("/proc/self/mem", "an image")
     assert caught.value.errno == errno.EIO
+    prompt = Prompt(0, np.zeros(1, np.int64), "", row, "rows", {"pixel_values": np.zeros(1)})
+    assert small_images(prompt, ImageFiles(None, Path.cwd())) == ()  # a page does without
 
 
 @pytest.mark.parametrize("length", [94, 189, 284, 378])
