@@ -33,6 +33,7 @@ def film(  # noqa: PLR0913 - what a film is made of
     turned: dict[str, Any] | None = None,
     sound: float = 0.0,
     options: dict[str, str] | None = None,
+    title: str | None = None,
 ) -> bytes:
     """Return a film.
 
@@ -44,9 +45,12 @@ def film(  # noqa: PLR0913 - what a film is made of
         turned: How a player has to turn the frames, as `set_display_rotation` takes it.
         sound: Seconds of silence.
         options: Of the container.
+        title: Of the film.
     """
     codec, pixels, how = (LOSSLESS | LOSSY).get(container, ("", "", {}))
     with tempfile.NamedTemporaryFile() as file, av.open(file.name, "w", format=container, options=options) as output:
+        if title is not None:
+            output.metadata["title"] = title
         pictures: Any = output.add_stream(codec, rate=rate) if frames else None
         silence: Any = output.add_stream("pcm_s16le" if container == "wav" else "aac", rate=8000) if sound else None
         if frames:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
+import re
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 
 from holdfast.data.content.image_fingerprints import images_fingerprint
 from holdfast.data.content.images import ImageFiles
-from holdfast.data.content.video_files import MOST_FRAMES, decoded, first_frame, frames_of
+from holdfast.data.content.video_files import MOST_FRAMES, _named, decoded, first_frame, frames_of
 from holdfast.data.content.videos import seconds_of, video_of
 from holdfast.data.rows.rows import from_rows
 from holdfast.errors import DataError
@@ -247,12 +250,124 @@ def test_frames_that_are_too_large_are_refused_before_they_are_decoded() -> None
 
 
 def test_frames_that_would_fill_memory_are_refused_before_they_are_decoded() -> None:
+    """Pillow has 4 bytes of a pixel: 135 frames of 64 million bytes are more than 8 GiB, and 134 are less."""
     file = said_to_measure(4000, same_frame(200, 300))
 
-    with pytest.raises(DataError, match=r"180 frames of 4000x4000 pixels take more than 8 GiB.*lower data\.max_frames"):
-        seen(file, 9.0)
-    with pytest.raises(DataError, match="Invalid data"):  # two would not: then they are decoded
-        seen(file, 9.0, most=2)
+    with pytest.raises(DataError, match=r"135 frames of 4000x4000 pixels take more than 8 GiB.*lower data\.max_frames"):
+        seen(file, 9.0, most=135)
+    with pytest.raises(DataError, match="Invalid data"):  # then they are decoded
+        seen(file, 9.0, most=134)
+
+
+def test_a_film_trimmed_by_its_edit_list_has_the_frames_that_players_show() -> None:
+    """`elst` holds a length in milliseconds; half of the film is cut off by it, and all frames stay in the file."""
+    file = bytearray(film(WRITTEN, "mp4"))
+    start = file.index(b"elst") + 12
+    assert int.from_bytes(file[start : start + 4]) == 1000 * SECONDS
+    file[start : start + 4] = (500 * SECONDS).to_bytes(4)
+
+    assert assert_frames(bytes(file), WRITTEN[:12], fps=12.0) == 12.0
+
+
+def test_an_avi_in_which_a_picture_stays_is_whole_unless_it_is_cut() -> None:
+    written, shown = smooth(6), [0, 100, 900, 1000, 1900, 2000]
+    file = film(written, "avi", rate=1000, milliseconds=shown)
+
+    frames, rate = seen(file, fps=2.0)
+
+    closest = [np.argmin([np.abs(frame.astype(float) - other).mean() for other in written]) for frame in frames]
+    assert (closest, rate) == ([0, 1, 3, 3, 5], 2.0)
+    pieces = [match.start() for match in re.finditer(b"00dc....\xff\xd8", file, re.DOTALL)]
+    for end in pieces[1:]:
+        with pytest.raises(DataError, match=CUT):
+            seen(file[:end])
+
+
+def test_a_title_in_latin_1_refuses_no_film() -> None:
+    file = film(WRITTEN, title="Cafe")
+    assert b"Cafe" in file
+
+    assert_frames(file.replace(b"Cafe", b"Caf\xe9"), WRITTEN, fps=12.0)
+
+
+def test_of_a_film_that_begins_before_0_the_first_frame_is_the_first(tmp_path: Path) -> None:
+    file = film(WRITTEN[:3], "matroska", milliseconds=[-500, 0, 500], options={"avoid_negative_ts": "disabled"})
+
+    np.testing.assert_array_equal(np.asarray(first_frame(file, "a film")), WRITTEN[0])
+
+
+def test_an_error_of_a_file_system_that_may_pass_is_not_blamed_on_the_row() -> None:
+    """Linux answers EIO to whoever reads a process's memory where there is none."""
+    row = {"prompt": "<video>", "completion": "a", "videos": ["/proc/self/mem"]}
+
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - its number is compared
+        sequence("qwen2_vl", row)
+    assert caught.value.errno == errno.EIO
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        ImageFiles(None, Path.cwd()).open("/proc/self/mem", "an image")
+    assert caught.value.errno == errno.EIO
+    prompt = Prompt(0, np.zeros(1, np.int64), "", row, "rows", {"pixel_values": np.zeros(1)})
+    assert small_images(prompt, ImageFiles(None, Path.cwd())) == ()  # a page does without
+
+
+@pytest.mark.parametrize("length", [94, 189, 284, 378])
+def test_a_file_of_which_ffmpeg_says_input_output_error_is_a_bad_row(length: int, tmp_path: Path) -> None:
+    (tmp_path / "clip.webm").write_bytes(film(smooth(12), "webm", rate=25)[:length])
+
+    with pytest.raises(DataError, match="cannot be read as a film: Input/output error"):
+        seen(tmp_path / "clip.webm")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), av.error.MemoryError(errno.ENOMEM, "Cannot allocate memory")])
+def test_a_lack_of_memory_is_not_blamed_on_the_row(error: MemoryError) -> None:
+    with pytest.raises(MemoryError), _named(b"12", "a film"):
+        raise error
+
+
+UNREAD = (
+    *("video_start", "video_end", "nframes", "min_frames", "max_frames"),
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+)
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_what_a_row_says_of_a_video_is_followed_or_refused(key: str) -> None:
+    part = {"type": "video", "video": film(WRITTEN), key: 4}
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}]}
+    reason = rf"{key} of a video are not read\. Cut the file, or set data\.max_frames"
+
+    with pytest.raises(DataError, match=rf"clips row 3, message 0, a video: {reason}"):
+        sequence("qwen2_vl", row)
+    with pytest.raises(DataError, match=rf"clips row 3, video 0: {reason}"):
+        video = {"bytes": film(WRITTEN), key: 4}
+        sequence("qwen2_vl", {"prompt": "<video>", "completion": "a", "videos": [video]})
+    part[key] = None  # as `datasets` fills what other rows have
+    assert sequence("qwen2_vl", row).tokens.size
+
+
+def test_a_single_film_may_stand_in_a_column_video() -> None:
+    row = {"prompt": "<video>", "completion": "a"}
+    one, several = (
+        sequence("qwen2_vl", {**row, **it}) for it in ({"video": film(WRITTEN)}, {"videos": [film(WRITTEN)]})
+    )
+
+    assert one.tokens.tolist() == several.tokens.tolist()
+    np.testing.assert_array_equal(one.model_inputs["pixel_values"], several.model_inputs["pixel_values"])
+    with pytest.raises(DataError, match="both a column 'videos' and a column 'video'"):
+        sequence("qwen2_vl", {**row, "video": film(WRITTEN), "videos": [film(WRITTEN)]})
+
+
+def test_base64_text_is_refused_in_one_short_line() -> None:
+    text = "QUJD" * 2000
+
+    with pytest.raises(DataError, match=rf"clips row 3, video 0 \({text[:80]}\) cannot be.*base64 text is not read\."):
+        sequence("qwen2_vl", {"prompt": "<video>", "completion": "a", "videos": [text]})
+
+
+@pytest.mark.parametrize("fps", [10**400, True, 1e9, float("nan"), float("inf"), -1, "2"])
+def test_a_rate_that_is_no_number_of_frames_is_refused(fps: Any) -> None:
+    with pytest.raises(DataError, match=r"^a video has fps="):
+        video_of({"path": "clip.mp4", "fps": fps}, "a video")
 
 
 def hostile(file: bytes, generator: np.random.Generator) -> bytes:

@@ -193,7 +193,7 @@ class StreamAhead(ABC, Generic[T]):
         late = ", ".join(f"rank {rank} reads {what}" for rank, what in reads.items()) or "all ranks have read theirs"
         raise RunStopped(
             f"The batch of step {reading.step + 1} was not ready after {self._options.minutes:g} minutes "
-            f"(launch.timeout_minutes): {late}. A filter, a file system or a tokenizer does not answer. "
+            f"(launch.timeout_minutes): {late}. A filter, a film, a file system or a tokenizer does not answer. "
             f"{how_to_go_on(reading.step)}"
         )
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from holdfast.data.content.formats import Conversation, Message, PlainText, PromptCompletion
 from holdfast.data.content.video_files import excerpt, first_frame
-from holdfast.data.content.videos import Video, video_of
+from holdfast.data.content.videos import Video, refuse_unread, video_of
 from holdfast.data.rows.rows import Row
 from holdfast.errors import DataError
-from holdfast.files import expanded
+from holdfast.files import PASSING, expanded
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 """Stands for one image or video in the text of a row that has a column of them."""
@@ -152,7 +152,7 @@ def _marks(text: str, kinds: Collection[str]) -> list[str]:
 
 def _column(row: Row, kind: str, row_name: str) -> list[Any]:
     """Return the images or videos of the row's own column."""
-    names = ("images", "image") if kind == "image" else ("videos",)
+    names = (f"{kind}s", kind)
     columns = [name for name in names if row.get(name) is not None]
     if len(columns) > 1:
         raise DataError(f"{row_name} has both a column '{kind}s' and a column '{kind}'. Keep one of the two.")
@@ -231,6 +231,8 @@ def _part(content_part: Any, message_name: str, inside: RowMedia) -> Any:
     content = next((content_part[key] for key in _SOURCES[kind] if key in content_part), None)
     if isinstance(content, Mapping) and "url" in content:
         content = content["url"]
+    if kind == "video":
+        refuse_unread(content_part, f"{message_name}, a video")
     if content is not None:
         inside[kind].append(
             video_of(content, f"{message_name}, a video", content_part.get("fps")) if kind == "video" else content
@@ -258,6 +260,7 @@ class ImageFiles:
 
         Raises:
             DataError: There is no such file, it is not an image, or it is damaged.
+            OSError: The file system does not answer for now.
         """
         if isinstance(image, Video):
             return first_frame(self.film(image, name), name)
@@ -269,12 +272,12 @@ class ImageFiles:
         try:
             if isinstance(image, Image.Image):
                 return _in_rgb(image)
-            file = io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name)
-            # Filters of warnings are the process's: two threads that set them in turn would leave one behind.
-            with _FILTERS, warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                opened = Image.open(file)
-            return _in_rgb(ImageOps.exif_transpose(opened))
+            with io.BytesIO(image) if isinstance(image, bytes) else self.path(image, name).open("rb") as file:
+                # Filters of warnings are the process's: two threads that set them in turn would leave one behind.
+                with _FILTERS, warnings.catch_warnings():
+                    warnings.simplefilter("error", Image.DecompressionBombWarning)
+                    opened = Image.open(file)
+                return _in_rgb(ImageOps.exif_transpose(opened))
         except (
             OSError,
             ValueError,
@@ -284,10 +287,11 @@ class ImageFiles:
             TypeError,
             LookupError,
             ArithmeticError,
-            MemoryError,
             Image.DecompressionBombError,
             Image.DecompressionBombWarning,
         ) as error:
+            if getattr(error, "errno", None) in PASSING:
+                raise  # it says nothing of the row
             description = f"{len(image)} bytes" if isinstance(image, bytes) else str(image)
             raise DataError(f"{name} ({description:.120}) cannot be read as an image: {error}.") from None
 
@@ -321,7 +325,8 @@ class ImageFiles:
         """Return the file that a row names.
 
         Raises:
-            DataError: The file does not exist, or the value is not a path.
+            DataError: The file does not exist or cannot be looked up, or the value is not a path.
+            OSError: The file system does not answer for now.
         """
         if not isinstance(image, str | Path):
             raise DataError(
@@ -337,7 +342,15 @@ class ImageFiles:
         if self.folder is not None:
             folders = [candidate / self.folder for candidate in folders]
         tried = list(dict.fromkeys(folder / path for folder in folders))
-        file = next((candidate for candidate in tried if candidate.is_file()), None)
+        try:
+            file = next((candidate for candidate in tried if candidate.is_file()), None)
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
+            raise DataError(
+                f"{name} ({str(image):.80}) cannot be looked up: {error.strerror}. A path or the bytes of a file is "
+                "expected; base64 text is not read."
+            ) from None
         if file is None:
             raise DataError(
                 f"{name}: there is no file {' or '.join(str(candidate) for candidate in tried)}. Relative paths start "

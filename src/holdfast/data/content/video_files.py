@@ -23,12 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError, DataError
+from holdfast.files import PASSING
 
 FEWEST_FRAMES, MOST_FRAMES = 4, 768
 """How many frames are taken of a film at least, if it has them, and at most without `data.max_frames`; those of
 transformers' video processors for Qwen2-VL."""
 MOST_BYTES = 2**33
 """Bytes that the frames of one film may take in memory."""
+_PIXEL_BYTES = 4
+"""Of an image in RGB, as Pillow has it in memory."""
 _CONTAINERS = "mov,matroska,webm,avi,gif,mpegts,mpeg,flv,asf,ogg"
 _SLACK_SECONDS = Fraction(1, 10)
 """The length that a container tells is rounded, and sound may end after the last frame."""
@@ -116,7 +119,7 @@ def first_frame(file: Path | bytes, film_name: str) -> Any:
         DataError, ConfigError: As `decoded`.
     """
     with _named(file, film_name):
-        return next(_images(_pixels(file, [Fraction(0)])))
+        return next(_images(_pixels(file, [Fraction(-(2**63))])))  # films may begin before 0
 
 
 def excerpt(file: Path | bytes) -> bytes:
@@ -150,14 +153,18 @@ def frames_of(length: Fraction, count: int, fps: float, most: int) -> tuple[int,
 
 @contextmanager
 def _named(file: Path | bytes, film_name: str) -> Iterator[None]:
-    """Make one paragraph of whatever is wrong with a film."""
+    """Make one paragraph of whatever is wrong with a film, and none of what is wrong with this machine for now."""
     require_decoder()
     from av.error import FFmpegError
 
     description = f"{len(file)} bytes" if isinstance(file, bytes) else str(file)
     try:
         yield
-    except (OSError, ValueError, EOFError, ArithmeticError, MemoryError, FFmpegError) as error:
+    except MemoryError:  # PyAV's is an FFmpegError too
+        raise
+    except (OSError, ValueError, EOFError, ArithmeticError, FFmpegError) as error:
+        if getattr(error, "errno", None) in PASSING and not isinstance(error, FFmpegError):
+            raise
         reason = error.strerror if isinstance(error, FFmpegError) else str(error)
         raise DataError(
             f"{film_name} ({description:.120}) cannot be read as a film: {reason or type(error).__name__}. Write it "
@@ -166,8 +173,8 @@ def _named(file: Path | bytes, film_name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """Open a film; yield the container and its stream of pictures.
+def _opened(file: Path | bytes, **options: str) -> Iterator[tuple[Any, Any]]:
+    """Open a film with options of its container; yield the container and its stream of pictures.
 
     Raises:
         ValueError: It has none, or of an unknown codec.
@@ -175,9 +182,11 @@ def _opened(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
     import av
     from av.stream import Disposition
 
-    source = io.BytesIO(file) if isinstance(file, bytes) else str(file.absolute())
-    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
-    with av.open(source, container_options=options) as container:
+    # FFmpeg says EIO of damaged bytes too; of a file that Python reads, errors of the file system are Python's.
+    source = io.BytesIO(file) if isinstance(file, bytes) else file.absolute().open("rb")
+    options |= {"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"}
+    # Titles are in any encoding, and are not looked at.
+    with source, av.open(source, container_options=options, metadata_errors="replace") as container:
         streams: list[Any] = [
             stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic
         ]
@@ -208,7 +217,7 @@ def _shown(file: Path | bytes) -> _Shown:
             raise ValueError(f"its {len(shown)} frames are all shown at the same time")
         gaps = [after - before for (before, _), (after, _) in pairwise(shown)]
         end = max(packet.end for packet in packets if packet.is_timed)
-        _refuse_cut(container, stream, len(of_stream), end + max(gaps, default=0) * stream.time_base)
+        _refuse_cut(file, container, stream, of_stream, end + max(gaps, default=0) * stream.time_base)
         duration = duration or (last - first) // max(1, len(gaps))
         return _Shown(first * stream.time_base, (last + duration) * stream.time_base, len(shown))
 
@@ -221,26 +230,40 @@ def _packets(container: Any) -> Iterator[_Packet]:
             yield _Packet(packet.stream.index, time or 0, duration, end, time is not None, not packet.is_discard)
 
 
-def _refuse_cut(container: Any, stream: Any, packets: int, end: Fraction) -> None:
+def _refuse_cut(file: Path | bytes, container: Any, stream: Any, packets: Sequence[_Packet], end: Fraction) -> None:
     """Raise where a container tells of more frames, or of a longer time, than it has.
 
     MPEG-TS and GIF tell neither.
 
     Args:
-        container, stream: Of the film.
-        packets: Frames that it has.
+        file, container, stream: Of the film.
+        packets: Of its stream of pictures.
         end: When the last packet of any stream ends, in seconds, and what that may be wrong by.
 
     Raises:
         ValueError: It tells of more.
     """
     if stream.frames:
-        if packets < stream.frames:
-            raise ValueError(f"{_CUT}: it has {packets} of {stream.frames}")
+        count = len(packets)
+        if count < stream.frames:
+            count = _with_unseen(file, container.format.name, stream, packets)
+        if count < stream.frames:
+            raise ValueError(f"{_CUT}: it has {count} of {stream.frames}")
     elif container.duration is not None:
         told = Fraction(container.duration + (container.start_time or 0), 1_000_000)
         if end + _SLACK_SECONDS < told:
             raise ValueError(f"{_CUT}: it tells of {float(told):.3f} seconds and has {float(end):.3f}")
+
+
+def _with_unseen(file: Path | bytes, container_name: str, stream: Any, packets: Sequence[_Packet]) -> int:
+    """Return how many frames a film has with those that its container counts and does not give out."""
+    if container_name == "avi":
+        # Where a picture stays, AVI has pieces of nothing, which it counts: one for each tick of its clock.
+        return max(len(packets), *(packet.time + (packet.duration or 1) for packet in packets))
+    if "mov" in container_name:  # what an edit list leaves out is there too
+        with _opened(file, ignore_editlist="1") as (whole, _):
+            return sum(packet.stream == stream.index for packet in _packets(whole))
+    return len(packets)
 
 
 def _pixels(file: Path | bytes, times: Sequence[Fraction]) -> Iterator[NDArray[np.uint8]]:
@@ -293,7 +316,7 @@ def _refuse_large(sized: Any, count: int, largest: int) -> None:
     size = f"{sized.width}x{sized.height} pixels"
     if sized.width * sized.height > largest:
         raise ValueError(f"it has frames of {size}, and an image may have {largest:,}")
-    if 3 * sized.width * sized.height * count > MOST_BYTES:
+    if _PIXEL_BYTES * sized.width * sized.height * count > MOST_BYTES:
         raise ValueError(
             f"{count} frames of {size} take more than {MOST_BYTES // 2**30} GiB in memory; lower data.max_frames or "
             "data.video_fps, or make the film smaller"

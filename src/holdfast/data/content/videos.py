@@ -21,6 +21,12 @@ from holdfast.errors import DataError
 _KEYS = ("frames", "bytes", "path")
 """Of a mapping; `datasets` stores films with the last two."""
 
+_UNREAD = {
+    *("video_start", "video_end", "nframes", "min_frames", "max_frames"),
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+}
+"""Keys by which qwen-vl-utils would choose other frames or sizes."""
+
 _WIDEST = 200
 """Sides of a frame may differ by this factor, as transformers has it."""
 
@@ -60,10 +66,11 @@ def video_of(content: Any, video_name: str, fps: Any = None) -> Video:
         fps: Where `content` has none.
 
     Raises:
-        DataError: It is none of these, or empty, or its rate is not a number above 0.
+        DataError: It is none of these, or empty, its rate is not a number above 0, or as `refuse_unread`.
     """
     frames = content
     if isinstance(content, Mapping):
+        refuse_unread(content, video_name)
         frames = next((content[key] for key in _KEYS if content.get(key) is not None), None)
         fps = content.get("fps", fps)
     is_film = isinstance(frames, str | bytes | Path)
@@ -78,10 +85,24 @@ def video_of(content: Any, video_name: str, fps: Any = None) -> Video:
     return Video((), rate, content, frames) if is_film else Video(tuple(frames), rate, content)
 
 
+def refuse_unread(keys: Mapping[str, Any], video_name: str) -> None:
+    """Raise where a row says of a video what is not followed.
+
+    Raises:
+        DataError: It has a key that would change which frames are taken, or their size.
+    """
+    unread = [key for key in keys if key in _UNREAD and keys[key] is not None]
+    if unread:
+        raise DataError(
+            f"{video_name}: {', '.join(unread)} of a video are not read. Cut the file, or set data.max_frames, "
+            "data.video_fps or the bounds of pixels (data.video_min_pixels, data.video_max_pixels)."
+        )
+
+
 def _rate_of(fps: Any, video_name: str) -> float | None:
     if fps is None:
         return None
-    if not (isinstance(fps, int | float) and math.isfinite(fps) and fps > 0):
+    if isinstance(fps, bool) or not (isinstance(fps, int | float) and 0 < fps < 1e9):
         raise DataError(f"{video_name} has fps={fps!r}; it is the number of its frames that belong to one second.")
     return float(fps)
 

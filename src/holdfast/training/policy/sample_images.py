@@ -24,7 +24,7 @@ def small_images(prompt: Prompt, files: ImageFiles) -> tuple[bytes, ...]:
     if not prompt.model_inputs:
         return ()
     small = []
-    with suppress(DataError):  # the rollout read them, but files may be gone since
+    with suppress(DataError, OSError, MemoryError):  # the rollout read them, but files may be gone since
         for image in islice(held_images(prompt.row, "a prompt"), _MOST):
             small.append(_small(files.open(image, "an image")))
     return tuple(small)
