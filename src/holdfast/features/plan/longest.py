@@ -147,6 +147,17 @@ def longest(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     }
 
 
+def _prompt_of(config: TrainingConfig) -> int:
+    """Return how many tokens of a row a completion follows; 0 where nothing is sampled."""
+    if isinstance(config, GRPOConfig):
+        return config.longest_context
+    return (
+        config.data.max_length - config.rollout.max_new_tokens
+        if isinstance(config, DistillConfig) and config.rollout
+        else 0
+    )
+
+
 class _Searching:
     """The search over values of `parallel.context` and `parallel.offload`, and what it learns on the way."""
 
@@ -154,20 +165,13 @@ class _Searching:
         self._config, self._base, self._spec, self._no_guard = config, base, spec, no_guard
         self._rollout = config.rollout if isinstance(config, GRPOConfig | DistillConfig) else None
         self._has_turns = isinstance(config, GRPOConfig) and config.environment is not None
-        self._prompt = 0 if self._rollout is None else config.data.max_length - self._rollout.max_new_tokens
-        if isinstance(config, GRPOConfig):
-            self._prompt = config.longest_context  # `data.max_prompt_length` may be shorter
+        self._prompt = _prompt_of(config)
         values = without_files(config, base)[0].model.config or {}
         text = values.get("text_config") or values
         self._positions = int(text.get("max_position_embeddings") or 0)
         self.least = rounded(self._prompt) + _FINE
         self.most = self._positions if self._rollout is not None and self._positions else float("inf")
-        if self.least > self.most:
-            raise UserError(
-                f"The model has {self._positions} positions (max_position_embeddings), and prompts may have "
-                f"{self._prompt} tokens (data.max_length less rollout.max_new_tokens), which leaves no room for an "
-                "answer. Lower data.max_length."
-            )
+        self._refuse_no_room()
         self._tokens_of_rank = config.data.max_length / config.parallel.context
         more = () if spec.device == "cpu" else ({"activations"}, {"activations", "optimizer", "parameters"})
         self.offloads: list[list[str]] = [[*sorted(config.parallel.offloads)]]
@@ -175,6 +179,14 @@ class _Searching:
             if (offload := sorted(kinds.union(config.parallel.offloads))) not in self.offloads:
                 self.offloads.append(offload)
         self.executions, self.executed, self.notes = 0, True, list[str]()
+
+    def _refuse_no_room(self) -> None:
+        if self.least > self.most:
+            raise UserError(
+                f"The model has {self._positions} positions (max_position_embeddings), and prompts may have "
+                f"{self._prompt} tokens (data.max_length less rollout.max_new_tokens), which leaves no room for an "
+                "answer. Lower data.max_length."
+            )
 
     def answer(self, context: int, offload: list[str]) -> dict[str, Any]:
         """Return the longest row where so many ranks share one, and so much is kept in host memory."""
