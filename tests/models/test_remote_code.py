@@ -144,7 +144,12 @@ def test_an_export_brings_the_code_and_loads_in_another_process_from_another_dir
     loaded = subprocess.run(
         [sys.executable, "-c", ELSEWHERE],
         cwd=elsewhere,
-        env={"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"},
+        env={
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "1",
+            "PATH": os.environ["PATH"],
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=True,

@@ -262,7 +262,10 @@ def test_rows_are_decoded_between_the_pieces_of_a_long_prompt() -> None:
 
 
 def test_what_is_sampled_does_not_follow_from_whether_an_engine_saw_a_long_prompt_before() -> None:
-    model, sampling = reference("qwen3", max_position_embeddings=128), SamplingConfig(max_new_tokens=12, temperature=1.2)
+    model, sampling = (
+        reference("qwen3", max_position_embeddings=128),
+        SamplingConfig(max_new_tokens=12, temperature=1.2),
+    )
     engine, asked = engine_for(model, rows=6, piece=7), drawn_requests(24, longest=60)
 
     first, second = generate(engine, asked, sampling), generate(engine, asked, sampling)
