@@ -245,8 +245,8 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
     positions = positions_of(origin.skeleton)
     key, tokens = _longest(config, reads_only=reads_only)
     name, samples = origin.family.name, _samples(config) and not reads_only
-    changes = angle_changes(origin.skeleton.config)
-    if samples or key == _EVALUATED:
+    changes, completes = angle_changes(origin.skeleton.config), samples or key == _EVALUATED
+    if completes:
         _refuse_crossing(key, tokens, name, changes)
     if positions is None or tokens <= positions.count:
         return ""
@@ -256,7 +256,7 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
             f"(max_position_embeddings) follow rotary angles of their own length, each by {name}'s dynamic scaling."
         )
     if samples or positions.in_a_table:
-        fix = "data.max_length or max_new_tokens" if samples or key == _EVALUATED else "data.max_length"
+        fix = "data.max_length or max_new_tokens" if completes else "data.max_length"
         override = "" if positions.in_a_table else ", or set model.config_override.max_position_embeddings"
         raise ConfigError(
             f"{key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
