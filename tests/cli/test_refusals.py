@@ -84,6 +84,13 @@ def longer_than_its_table_of_positions(folder: Path, tree: dict[str, Any]) -> No
     }  # fmt: skip
 
 
+def completions_longer_than_its_table_of_positions(folder: Path, tree: dict[str, Any]) -> None:
+    longer_than_its_table_of_positions(folder, tree)
+    tree["model"]["config"]["n_positions"] = 34
+    tree["evaluation"] = tree.get("evaluation", {}) | {"completions": {"max_new_tokens": 4}}
+    tree["data"]["validation_split"] = 0.2
+
+
 def small_batch_later(folder: Path, tree: dict[str, Any]) -> None:
     tree["data"]["batch_size_schedule"] = {1: 1}
 
@@ -104,6 +111,9 @@ BEFORE_THE_FIRST_BATCH = [
     (unreadable_file, "data.path=rows.jsonl cannot be read: [Errno 5]"),
     (longer_than_its_table_of_positions, "data.max_length allows sequences of 32 tokens, and gpt2 has 31 positions "
                                          "(max_position_embeddings). Lower data.max_length."),
+    (completions_longer_than_its_table_of_positions,
+     "evaluation.completions.max_new_tokens allows sequences of 35 tokens, and gpt2 has 34 positions "
+     "(max_position_embeddings). Lower data.max_length or max_new_tokens."),
     (router_loss_without_routers, "model.router_loss: sequence, but llama is no mixture of experts: it has no routers "
                                   "to balance. Leave it out."),
     (no_warm_start, "elsewhere/checkpoints/step-00000003"),

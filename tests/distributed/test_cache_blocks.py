@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def counted(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
 
     def blocks(free: int) -> int | str:
         try:
-            return cache_blocks(run.trained, run.evaluation.config.rollout, 38, free)
+            return cache_blocks(run.trained, 50, 48, free)
         except ConfigError as error:
             return str(error)
 
@@ -60,20 +62,44 @@ def test_blocks_are_those_of_all_rows_at_their_longest_or_half_of_what_is_free(
     assert "have 48 tokens (data.max_length), and rank 0 has " in found["free"][3]
 
 
-def continued(world: World, tree: dict[str, Any], rows: Any, saved: int) -> tuple[int, int]:
-    """Return the blocks of a run that a checkpoint with so many of them continues: of its engine, and of its state."""
+def continued(world: World, tree: dict[str, Any], rows: Any, saved: int, room: int | None) -> tuple[int, int, str]:
+    """Return the blocks of a run that is continued with so many: of its engine, of its state, and what is said of it.
+
+    Args:
+        world, tree, rows: Of a run.
+        saved: Blocks that its checkpoint has.
+        room: Blocks that there is memory for; None for what there is here.
+    """
     run = built(world, tree, rows)
     run.trained.state = TrainState(cache_blocks=saved)
     run.evaluation.sampler.published = None
-    assert grpo_step(run) is not None
     engine: Any = run.evaluation.sampler.engine
-    return engine.block_limit, run.trained.state.cache_blocks
+    engine.block_room = room or engine.block_room
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        assert grpo_step(run) is not None
+    said = [line for line in printed.getvalue().splitlines() if "blocks of keys" in line or "have room for" in line]
+    return engine.block_limit, run.trained.state.cache_blocks, "\n".join(said)
 
 
-@pytest.mark.parametrize(("saved", "blocks"), [(37, 37), (0, 250)], ids=["saved", "of a version that saved none"])
-def test_a_run_that_is_continued_has_as_many_blocks_as_before(
-    saved: int, blocks: int, pools: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("saved", "room", "blocks", "said"),
+    [
+        (37, None, 37, "rollouts: the run keeps the 37 blocks of keys and values that it began with, though it could "
+                       "have 250 now"),
+        (0, None, 250, ""),
+        (300, None, 300, ""),
+        (300, 270, 270, "rollouts: the run had 300 blocks of keys and values, and there is room for 270 now"),
+    ],
+    ids=["saved", "of a version that saved none", "of more rows", "more than there is room for"],
+)  # fmt: skip
+def test_a_run_that_is_continued_has_as_many_blocks_as_before_if_there_is_room(
+    saved: int, room: int | None, blocks: int, said: str, pools: Any, tmp_path: Path
 ) -> None:
     tree = settings(str(tiny_directory(tmp_path, "llama")), rollout={"rows": 50})
 
-    assert pools(2).run(continued, tree, prompts_of(8), saved) == [(blocks, blocks)] * 2
+    found = pools(2).run(continued, tree, prompts_of(8), saved, room)
+
+    assert [limits for *limits, _ in found] == [[blocks, blocks]] * 2
+    assert found[0][2].startswith(said) and bool(found[0][2]) == bool(said)
+    assert not found[1][2], "the first rank speaks for all"

@@ -1,14 +1,13 @@
 """How many blocks of keys and values our own decoding may have.
 
 The number decides which completions are decoded together, and so the order of sums. It is chosen once, when a run
-starts, and stands in `TrainState.cache_blocks` from then on: a run that is continued has the same, whatever is free.
+starts, and stands in `TrainState.cache_blocks` from then on: a run that is continued has the same if there is room.
 """
 
 from __future__ import annotations
 
 import torch
 
-from holdfast.config.sections.rollout import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.files import size_words
 from holdfast.models.check.shrink import layers_in
@@ -16,6 +15,7 @@ from holdfast.models.layers.attention import head_sizes
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE
 from holdfast.rollout.local.graphs import CHECKED_STEPS
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.training.run import ShardedModel
 
 _SHARE = 0.5
@@ -30,31 +30,66 @@ def block_bytes(sharded: ShardedModel) -> int:
     return int(layers_in(sharded.origin.skeleton) * BLOCK_SIZE * heads * sizes * dtype.itemsize)
 
 
-def cache_blocks(sharded: ShardedModel, rollout: EngineConfig, context: int, free: int) -> int:
+def blocks_with_room(sharded: ShardedModel, free: int) -> int:
+    """Return how many blocks this rank has memory for, of so many bytes that are free."""
+    return int(max(0, free) * _SHARE) // block_bytes(sharded)
+
+
+def cache_blocks(sharded: ShardedModel, rows: int, tokens: int, free: int) -> int:
     """Return how many blocks this rank can have: those of all rows at their longest, or what there is memory for.
 
     Args:
         sharded: The policy.
-        rollout: How it is sampled.
-        context: Tokens that a completion may follow.
+        rows: Most completions that are decoded together.
+        tokens: Most tokens of a completion and what it follows.
         free: Bytes that are free.
 
     Raises:
         ConfigError: There is no room for one completion.
     """
-    row = Blocks(BLOCK_SIZE).needed(context + rollout.max_new_tokens + CHECKED_STEPS) + 1
-    room = int(free * _SHARE) // block_bytes(sharded)
+    row = Blocks(BLOCK_SIZE).needed(tokens + CHECKED_STEPS) + 1
+    room = blocks_with_room(sharded, free)
     if room < row:
         raise ConfigError(
             f"rollout: keys and values of one completion take {size_words(row * block_bytes(sharded))} where it and "
-            f"its prompt have {context + rollout.max_new_tokens} tokens (data.max_length), and rank "
-            f"{sharded.setting.world.rank} has {size_words(int(free * _SHARE))} for them, half of what is free. Set "
-            "fewer, use a smaller model, or devices with more memory."
+            f"its prompt have {tokens} tokens (data.max_length), and rank {sharded.setting.world.rank} has "
+            f"{size_words(int(max(0, free) * _SHARE))} for them, half of what is free. Set fewer, use a smaller model, "
+            "or devices with more memory."
         )
-    if room < row * rollout.rows and sharded.setting.world.is_first:
+    return min(room, row * rows)
+
+
+def settle_blocks(sharded: ShardedModel, engine: InProcessEngine, room: int) -> None:
+    """Give an engine the blocks of its run: what it was continued with if there is room, else its own.
+
+    Args:
+        sharded: The policy, whose state notes them.
+        engine: As it was opened, or as this function left it.
+        room: Blocks that every rank has memory for.
+    """
+    opened, saved = engine.block_limit, sharded.state.cache_blocks
+    if opened is None or saved == opened:
+        return
+    blocks = min(saved, room) if saved else opened
+    engine.block_limit = sharded.state.cache_blocks = blocks
+    if not sharded.setting.world.is_first:
+        return
+    if saved > room:
         print(
-            f"rollouts: keys and values have room for {room * BLOCK_SIZE:,} tokens, "
-            f"{size_words(room * block_bytes(sharded))}; completions for which there is none wait",
+            f"rollouts: the run had {saved:,} blocks of keys and values, and there is room for {room:,} now: "
+            "completions may differ in rounding from those of a run that was not interrupted",
             flush=True,
         )
-    return min(room, row * rollout.rows)
+    elif saved and saved < opened:
+        print(
+            f"rollouts: the run keeps the {saved:,} blocks of keys and values that it began with, though it could have "
+            f"{opened:,} now, so that its sums stay as they were; completions for which there is none wait, whatever "
+            "rollout.rows is. Only a new run has more.",
+            flush=True,
+        )
+    if blocks == room:
+        print(
+            f"rollouts: keys and values have room for {blocks * BLOCK_SIZE:,} tokens, "
+            f"{size_words(blocks * block_bytes(sharded))}; completions for which there is none wait",
+            flush=True,
+        )

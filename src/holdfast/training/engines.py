@@ -27,12 +27,13 @@ from holdfast.models.layers.rotary import angles_by_length
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.host_memory import common_bytes, live_tensors
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
-from holdfast.training.cache_blocks import cache_blocks
+from holdfast.training.cache_blocks import blocks_with_room, cache_blocks, settle_blocks
 from holdfast.training.observe import load_function
 from holdfast.training.run import ShardedModel
 
@@ -86,10 +87,33 @@ def open_engine(
 
     engine = ranks.on_all_ranks(opened)
     if isinstance(engine, InProcessEngine):
-        free = free_bytes(sharded.setting.world)
-        own = ranks.on_all_ranks(lambda: cache_blocks(sharded, rollout, context, free))
-        engine.block_limit = sharded.state.cache_blocks = min(ranks.gather(own))
+        free = free_bytes(sharded.setting.world) - _expected_bytes(sharded, common)
+        tokens = context + _most_sampled(sharded, rollout)
+        own = ranks.on_all_ranks(lambda: cache_blocks(sharded, rollout.rows, tokens, free))
+        engine.block_limit = min(ranks.gather(own))
+        engine.block_room = min(ranks.gather(blocks_with_room(sharded, free)))
     return engine
+
+
+def _most_sampled(sharded: ShardedModel, rollout: EngineConfig) -> int:
+    """Return the most tokens of a completion, those of evaluations included."""
+    sampling = getattr(sharded.setting.config.evaluation, "sampling", None)
+    return max(rollout.max_new_tokens, (sampling and sampling.max_new_tokens) or 0)
+
+
+def _expected_bytes(sharded: ShardedModel, common: int) -> int:
+    """Return what this rank's device will hold beside what it holds when an engine of our own is opened.
+
+    That is the copy of the weights, matrices laid out for decoding, gradients, and two numbers of an optimizer's state
+    for each that is trained.
+    """
+    copied = copy_bytes(sharded, common) + layout_bytes(sharded)
+    if sharded.plan.cpu_offload:
+        return copied
+    trained = [value for value in sharded.model.parameters() if value.requires_grad]
+    elsewhere = sharded.setting.world.device.type != "cpu" and "optimizer" in sharded.setting.config.parallel.offloads
+    has_state = any(getattr(getattr(sharded, "optimizer", None), "state", {}).values())
+    return copied + sum(local_part(value).nbytes for value in trained) * (1 if has_state or elsewhere else 3)
 
 
 def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:
@@ -135,10 +159,17 @@ def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
         engine.publish(sharded)
         return
     if isinstance(engine, InProcessEngine) and engine.block_limit is not None:
-        # That of the run, which was continued since the engine was opened; earlier versions saved none.
-        engine.block_limit = sharded.state.cache_blocks = sharded.state.cache_blocks or engine.block_limit
+        # The run may have been continued since the engine was opened.
+        settle_blocks(sharded, engine, engine.block_room)
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     engine.update_weights(live_tensors(sharded.model, sharded.setting.ranks, dtype), sharded.state.updates)
+
+
+def limit_blocks(engine: RolloutEngine, sharded: ShardedModel) -> None:
+    """Let an engine that has its weights, and that no run keeps, have as many blocks as there is memory for now."""
+    if isinstance(engine, InProcessEngine):
+        room = blocks_with_room(sharded, free_bytes(sharded.setting.world))
+        engine.block_limit = max(1, min(sharded.setting.ranks.gather(room)))
 
 
 def build_engine(

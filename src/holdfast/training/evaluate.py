@@ -20,7 +20,7 @@ from holdfast.parallel.collectives import reduce_sums
 from holdfast.rollout.engine import Request, RolloutEngine, generate
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
-from holdfast.training.engines import build_engine, give_weights
+from holdfast.training.engines import build_engine, give_weights, limit_blocks
 from holdfast.training.run import Evaluation, ShardedModel
 from holdfast.types import Example, Finish, LossSum, MiniBatch, host_value
 
@@ -67,6 +67,7 @@ def evaluate(
                 if engine is None:
                     engine = build_engine(sharded)
                     give_weights(engine, sharded)
+                    limit_blocks(engine, sharded)
                 examples = setting.ranks.on_all_ranks(lambda: held_out.read_prompts(options.samples))  # noqa: B023 - called now
                 completed = evaluate_completions(engine, sharded, examples, options)
                 if completed is None:

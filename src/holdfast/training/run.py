@@ -134,7 +134,7 @@ class TrainState:
     """Best values and counts of the metrics that end a run or lower its rate; see training/watched.py."""
     cache_blocks: SavedCount = 0
     """Most blocks of keys and values that our own decoding has on a rank, since they decide which completions are
-    decoded together; 0 before the first rollout, and where another engine samples."""
+    decoded together. Set when that engine first has weights; 0 before, and where another engine samples."""
     observers: dict[str, Any] = field(default_factory=dict)
     """Each observer's own state, by its path."""
     companions: dict[str, TrainState] = field(default_factory=dict)

@@ -19,11 +19,16 @@ from holdfast.files import parse_json
 from holdfast.optim.wrapped import BETWEEN
 
 
-def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[str]:
+def differences(first: StoredCheckpoint, second: StoredCheckpoint, *, same_sampling: bool = True) -> Iterator[str]:
     """Yield one sentence per tensor that differs, then about optimizers' plain values, then one per state.
 
     Tensors are compared by the hashes of their chunks. Where the numbers of ranks differ, chunks do too, and tensors
     are read and compared whole.
+
+    Args:
+        first: A checkpoint.
+        second: Another.
+        same_sampling: Both runs sampled alike. If not, the room that engines had for keys and values is not compared.
 
     Raises:
         CheckpointCorrupt: Something that had to be read is damaged.
@@ -40,7 +45,7 @@ def differences(first: StoredCheckpoint, second: StoredCheckpoint) -> Iterator[s
     if sentence is not None:
         yield sentence
     for file in sorted(_states(first.manifest) | _states(second.manifest)):
-        sentence = _state_difference(first, second, file)
+        sentence = _state_difference(first, second, file, same_sampling=same_sampling)
         if sentence is not None:
             yield sentence
 
@@ -83,10 +88,16 @@ def hash_of(checkpoint: StoredCheckpoint, key: str) -> str:
     return hash_tensor(checkpoint.read(key))
 
 
-def _state_difference(first: StoredCheckpoint, second: StoredCheckpoint, file: str) -> str | None:
+def _state_difference(
+    first: StoredCheckpoint, second: StoredCheckpoint, file: str, *, same_sampling: bool
+) -> str | None:
     if file not in first.manifest.files or file not in second.manifest.files:
         return f"{file} is only in the {'first' if file in first.manifest.files else 'second'}"
-    difference = first_difference_of(parse_json(_read(first, file)), parse_json(_read(second, file)))
+    states = [parse_json(_read(checkpoint, file)) for checkpoint in (first, second)]
+    if file == TRAINER and not same_sampling:
+        for state in states:
+            state["state"].pop("cache_blocks", None)
+    difference = first_difference_of(*states)
     return None if difference is None else f"{file}: {difference[0] or 'everything'} differs"
 
 
@@ -109,9 +120,11 @@ def _read(checkpoint: StoredCheckpoint, file: str) -> bytes:
     return verified_bytes(checkpoint.storage, checkpoint.name, checkpoint.manifest, file)
 
 
-def first_different_value(first: StoredCheckpoint, second: StoredCheckpoint) -> str | None:
+def first_different_value(
+    first: StoredCheckpoint, second: StoredCheckpoint, *, same_sampling: bool = True
+) -> str | None:
     """Return the first of `differences`, None if there is none."""
-    return next(differences(first, second), None)
+    return next(differences(first, second, same_sampling=same_sampling), None)
 
 
 def state_hash(checkpoint: StoredCheckpoint) -> str:

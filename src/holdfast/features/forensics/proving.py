@@ -108,7 +108,7 @@ def prove(
     began = len(_lines(broken))
     second = _run(plan, broken, {_BREAK_VARIABLE: break_} if break_ else {}, expected=0)
     _print_resume(plan, broken, began, first, second)
-    return _compare(straight, broken)
+    return _compare(straight, broken, same_sampling=not plan.outside)
 
 
 def _outside(config: TrainingConfig, base: Path) -> str:
@@ -198,14 +198,14 @@ def _print_resume(plan: ProofPlan, directory: Path, began: int, first: int, seco
     print(f"resumed: process {second} after {first}, from step {rewinds[0]}; {steps} computed again", flush=True)
 
 
-def _compare(straight: Path, broken: Path) -> int:
+def _compare(straight: Path, broken: Path, *, same_sampling: bool) -> int:
     from holdfast.metrics.sink import METRICS, read_metrics
 
     straight_lines, broken_lines = (
         [line for line in read_metrics(run / METRICS) if "loss" in line] for run in (straight, broken)
     )
     divergence = _first_difference_of_steps(straight_lines, broken_lines) or _first_difference_of_states(
-        straight, broken
+        straight, broken, same_sampling=same_sampling
     )
     if divergence is not None:
         print(f"first divergence: {divergence}")
@@ -227,12 +227,12 @@ def _first_difference_of_steps(straight: list[dict[str, Any]], broken: list[dict
     return None
 
 
-def _first_difference_of_states(straight: Path, broken: Path) -> str | None:
+def _first_difference_of_states(straight: Path, broken: Path, *, same_sampling: bool) -> str | None:
     from holdfast.checkpoint.inspect.compare import first_different_value, state_hash
     from holdfast.checkpoint.keep import find
 
     first, second = find.one(str(straight)), find.one(str(broken))
-    different = first_different_value(first, second)
+    different = first_different_value(first, second, same_sampling=same_sampling)
     if different is None:
         count = len(first.manifest.tensors)
         print(f"state of step {first.manifest.step}: {count} tensors, cursor and random state are identical")

@@ -71,6 +71,8 @@ class InProcessEngine(ReplicaEngine):
         super().__init__(Replica(origin, device, dtype, CACHED), stops, rows, tells_experts=tells_experts)
         self._spec = origin.family.head_spec(float32_product=float32_head, chunk_tokens=None)
         self.block_limit = blocks
+        self.block_room = 0
+        """Blocks that every rank has memory for, where `block_limit` follows from memory."""
         self._pieces = Pieces(piece)
         self._recorder = None if tells_experts else recorder
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.rollout.local.cache import BlockCache
+from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache
 from holdfast.rollout.local.predictor import Predictor
 from holdfast.rollout.local.texts import Waiting, compute_piece, compute_texts
 from holdfast.types import host_value
@@ -30,31 +30,36 @@ class Pieces:
         self._agree: bool | None = None
         """Whether pieces were found to give what the whole gives; None until a long text came."""
 
-    def cut(self, waiting: Waiting) -> bool:
+    def cut(self, predictor: Predictor, waiting: Waiting) -> bool:
         """Whether a text that has not been computed is to be in pieces; those with images never are."""
-        is_long = waiting.hidden is None and waiting.length > self.size
-        return is_long and self._agree is not False and not waiting.request.model_inputs
+        if waiting.hidden is not None or waiting.length <= self.size or waiting.request.model_inputs:
+            return False
+        if self._agree is None:
+            self._agree = self._agrees(predictor, waiting)
+        return self._agree
 
     def advance(self, predictor: Predictor, cache: BlockCache, waiting: Waiting) -> None:
-        """Compute the next piece of a text that has blocks; of the first text, all of it, and compare."""
-        if self._agree is None:
-            self._compare(predictor, cache, waiting)
-        else:
-            compute_piece(predictor, cache, waiting, self.size)
+        """Compute the next piece of a text that has blocks."""
+        compute_piece(predictor, cache, waiting, self.size)
 
-    def _compare(self, predictor: Predictor, cache: BlockCache, waiting: Waiting) -> None:
-        compute_texts(predictor, cache, [waiting])
-        whole = waiting.computed
+    def _agrees(self, predictor: Predictor, waiting: Waiting) -> bool:
+        """Compute a text at once and in pieces, beside what is decoded.
+
+        Nothing of it is used: the order of sums must not follow from which text was the first that this process saw.
+        """
+        cache, count = BlockCache(), -(-waiting.length // BLOCK_SIZE)
+        cache.grow(count)
+        text = Waiting(waiting.request, waiting.rows, blocks=list(range(count)))
+        compute_texts(predictor, cache, [text])
+        whole = text.computed
         try:
-            while waiting.read < waiting.length:
-                compute_piece(predictor, cache, waiting, self.size)
-            gap = float(host_value((waiting.computed - whole).abs().max() / whole.abs().max(), "prompts in pieces"))
+            while text.read < text.length:
+                compute_piece(predictor, cache, text, self.size)
+            gap = float(host_value((text.computed - whole).abs().max() / whole.abs().max(), "prompts in pieces"))
             reason = f"what predicts the next token is {gap:.1e} of its largest number away"
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             gap, reason = float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        self._agree = gap <= _TOLERANCES.get(whole.dtype, _TOLERANCE_OF_16_BITS)
-        if not self._agree:
-            print(
-                f"rollouts compute long prompts at once, since in pieces they give something else: {reason}", flush=True
-            )
-            compute_texts(predictor, cache, [waiting])
+        if gap <= _TOLERANCES.get(whole.dtype, _TOLERANCE_OF_16_BITS):
+            return True
+        print(f"rollouts compute long prompts at once, since in pieces they give something else: {reason}", flush=True)
+        return False

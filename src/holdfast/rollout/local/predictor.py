@@ -47,10 +47,6 @@ class RowState:
         """Return some rows: a copy for indices, [n] int64, the same memory for a slice."""
         return self._from([tensor[rows] for tensor in self.tensors()])
 
-    def joined(self, other: RowState) -> RowState:
-        """Return these rows, and those behind them."""
-        return self._from([torch.cat(pair) for pair in zip(self.tensors(), other.tensors(), strict=True)])
-
     def empty(self, rows: int) -> RowState:
         """Return as many rows of zeros, of the same kind."""
         return self._from([tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in self.tensors()])
@@ -94,20 +90,23 @@ class Predictor:
             output = backbone_of(self.replica.model)(use_cache=True, **inputs)
         return output, torch.stack(chosen, 1) if chosen else None
 
-    def step(self, state: RowState, cache: BlockCache) -> tuple[Tensor, Tensor, Tensor | None]:
+    def step(
+        self, state: RowState, cache: BlockCache, *, has_fillers: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Read every row's last token and draw the next one.
 
         Args:
             state: The rows.
             cache: Their keys and values; its view says where each row's token is written.
+            has_fillers: Some rows only fill a bucket and go on for ever: their positions may lie beyond the model's.
 
         Returns:
             What `draw` does, and the experts that were met.
         """
+        positions = cache.view.positions + state.ahead[:, None]
         output, met = self.run(
             input_ids=state.last[:, None],
-            # Rows that only fill a bucket go on for ever; theirs is the only position that may lie beyond.
-            position_ids=(cache.view.positions + state.ahead[:, None]).clamp(max=self._last_position),
+            position_ids=positions.clamp(max=self._last_position) if has_fillers else positions,
             past_key_values=cache,
             rows=cache,
         )

@@ -267,7 +267,7 @@ class DeviceRows:
             even = bool((self.lengths + 1 == longest).all())
             view = View.of(now.tables, now.lengths.clone()[:, None], longest, even=even)
         self.cache.view = view
-        tokens, logprobs, met = self._predictor.step(now.state, self.cache)
+        tokens, logprobs, met = self._predictor.step(now.state, self.cache, has_fillers=self.records)
         now.lengths.add_(1)
         now.tokens.index_copy_(1, now.cursor, tokens[:, None])
         now.logprobs.index_copy_(1, now.cursor, logprobs[:, None])
@@ -276,8 +276,11 @@ class DeviceRows:
             self._choices.append(met)
 
     def changed(self) -> list[Tensor]:
-        """Return what a step reads and then changes."""
-        return [*self._now.row_tensors(), self._now.cursor]
+        """Return what a step reads and then changes; not of rows that only fill a bucket.
+
+        Those write one place together, and on CUDA it is left to chance which of them is the last.
+        """
+        return [*(tensor[: len(self)] for tensor in self._now.row_tensors()), self._now.cursor]
 
     def written(self, count: int) -> tuple[Tensor, Tensor]:
         """Return tokens and log-probabilities of the first steps since the last look, [rows, count] each."""

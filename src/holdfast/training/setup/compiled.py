@@ -29,6 +29,7 @@ def check_compiled(sharded: ShardedModel, check: Callable[[], list[str]]) -> lis
     if not compiled_blocks(policy):
         reason = sharded.setting.config.left_uncompiled(sharded.setting.world.device.type)
         return [*check(), *([f"blocks: not compiled, since {reason}"] if reason else [])]
+    torch._dynamo.config.suppress_errors = False  # that of a model before is still set
     before = _seconds_of_compiling()
     lines, reason = [], ""
     # A compiler raises errors of many kinds, and those of the check are among them: the second check tells which.

@@ -243,10 +243,10 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
             decoding and training would differ there, or which would cross to other rotary angles.
     """
     positions = positions_of(origin.skeleton)
-    key, tokens = _longest(config)
+    key, tokens = _longest(config, reads_only=reads_only)
     name, samples = origin.family.name, _samples(config) and not reads_only
-    changes = angle_changes(origin.skeleton.config)
-    if samples:
+    changes, completes = angle_changes(origin.skeleton.config), samples or key == _EVALUATED
+    if completes:
         _refuse_crossing(key, tokens, name, changes)
     if positions is None or tokens <= positions.count:
         return ""
@@ -256,7 +256,7 @@ def check_positions(config: TrainingConfig, origin: Blueprint, *, reads_only: bo
             f"(max_position_embeddings) follow rotary angles of their own length, each by {name}'s dynamic scaling."
         )
     if samples or positions.in_a_table:
-        fix = "data.max_length or max_new_tokens" if samples else "data.max_length"
+        fix = "data.max_length or max_new_tokens" if completes else "data.max_length"
         override = "" if positions.in_a_table else ", or set model.config_override.max_position_embeddings"
         raise ConfigError(
             f"{key} allows sequences of {tokens} tokens, and {name} has {positions.count} positions "
@@ -293,10 +293,17 @@ def _samples(config: TrainingConfig) -> bool:
     return isinstance(config, GRPOConfig) or (isinstance(config, DistillConfig) and config.rollout is not None)
 
 
-def _longest(config: TrainingConfig) -> tuple[str, int]:
+_EVALUATED = "evaluation.completions.max_new_tokens"
+
+
+def _longest(config: TrainingConfig, *, reads_only: bool) -> tuple[str, int]:
     """Return the longest sequence that is allowed, and the key that allows it."""
     needed = {"data.max_length": config.data.max_length}
-    if isinstance(config, GRPOConfig) and (config.evaluation.sets or config.data.validation_split > 0):
+    evaluates = bool(config.evaluation.sets) or config.data.validation_split > 0
+    if evaluates and config.evaluation.completions is not None and not reads_only:
+        # The answer that a completion is compared with has a token at least.
+        needed[_EVALUATED] = config.data.max_length - 1 + config.evaluation.completions.max_new_tokens
+    if isinstance(config, GRPOConfig) and evaluates:
         prompt = config.data.max_length - config.rollout.max_new_tokens
         sampled = config.evaluation.sampling.max_new_tokens or 0
         needed["evaluation.sampling.max_new_tokens"] = prompt + sampled
