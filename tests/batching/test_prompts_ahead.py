@@ -147,7 +147,8 @@ def test_no_prompt_is_read_behind_the_last_step() -> None:
     assert inner.rows_tokenised == ROWS
 
 
-def test_prompts_that_are_not_ready_in_time_end_the_run_with_the_row_named() -> None:
+def hanging(minutes: float) -> tuple[PromptsAhead, threading.Event]:
+    """Return a stream that reads the second batch, and what its seventh row waits for."""
     gate = threading.Event()
 
     def hangs(row: Any, *others: Any) -> Tokenised[Any]:
@@ -155,9 +156,14 @@ def test_prompts_that_are_not_ready_in_time_end_the_run_with_the_row_named() -> 
             gate.wait(60)
         return as_prompt(row, *others)
 
-    found = ahead(prompts(indexed(31), hangs, shuffle=False), minutes=0.005)
+    found = ahead(prompts(indexed(31), hangs, shuffle=False), minutes=minutes)
     found.next(0, ROWS)
     found.begin(1, ROWS)
+    return found, gate
+
+
+def test_prompts_that_are_not_ready_in_time_end_the_run_with_the_row_named() -> None:
+    found, gate = hanging(minutes=0.005)
 
     with pytest.raises(RunStopped, match=r"step 2 was not ready after 0\.005 minutes .*rank 0 reads rows row 6"):
         found.next(1, ROWS)
@@ -165,16 +171,7 @@ def test_prompts_that_are_not_ready_in_time_end_the_run_with_the_row_named() -> 
 
 
 def test_a_wait_leaves_it_to_the_next_step_to_say_that_prompts_are_late() -> None:
-    gate = threading.Event()
-
-    def hangs(row: Any, *others: Any) -> Tokenised[Any]:
-        if row["number"] == 6:
-            gate.wait(60)
-        return as_prompt(row, *others)
-
-    found = ahead(prompts(indexed(31), hangs, shuffle=False), minutes=0.02)
-    found.next(0, ROWS)
-    found.begin(1, ROWS)
+    found, gate = hanging(minutes=0.02)
 
     found.wait()
     before = time.monotonic()

@@ -14,9 +14,11 @@ import torch
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
+from holdfast.parallel.shards import local_part
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rollout.engine import Request
 from holdfast.training.cache_blocks import block_bytes, cache_blocks
+from holdfast.training.engines import _expected_bytes, shared_by_ranks
 from holdfast.training.run import TrainState
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.tiny import tiny_directory
@@ -60,6 +62,32 @@ def test_blocks_are_those_of_all_rows_at_their_longest_or_half_of_what_is_free(
     assert found["free"][:3] == [5 * 50, 100, 5]
     assert found["free"][3].startswith("rollout: keys and values of one completion take ")
     assert "have 48 tokens (data.max_length), and rank 0 has " in found["free"][3]
+
+
+def expected(world: World, tree: dict[str, Any], rows: Any) -> dict[str, int]:
+    """Return what is counted on beside what is there: of a training run, of a policy alone, of a run with state."""
+    run = built(world, tree, rows)
+    trained, common = run.trained, shared_by_ranks(run.trained)
+    before = {"trains": _expected_bytes(trained, common, trains=True)}
+    before["alone"] = _expected_bytes(trained, common, trains=False)
+    assert grpo_step(run) is not None
+    state = [value for values in trained.optimizer.state.values() for value in values.values() if value.ndim]
+    return before | {
+        "has state": _expected_bytes(trained, common, trains=True),
+        "state": sum(local_part(value).nbytes for value in state),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_state_of_an_optimizer_is_counted_on_where_there_will_be_one_and_is_none(
+    ranks: int, pools: Any, tmp_path: Path
+) -> None:
+    tree = settings(str(tiny_directory(tmp_path, "llama")))
+    tree["optim"] = {"kind": "adamw", "lr": 1e-3}
+
+    for found in pools(ranks).run(expected, tree, prompts_of(8)):
+        assert found["trains"] - found["alone"] == found["state"] > 0
+        assert found["has state"] == found["alone"]
 
 
 def continued(world: World, tree: dict[str, Any], rows: Any, saved: int, room: int | None) -> tuple[int, int, str]:

@@ -189,14 +189,8 @@ def restore(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved:
         state: dict[str, Any] = {}
         for key, tensor in saved.tensors.get(name, {}).items():
             # torch keeps step counters on the host, unless a fused kernel counts them.
-            counter = tensor.ndim == 0 and id(parameter) not in on_device
-            state[key] = (
-                tensor.cpu()
-                if counter
-                else tensor.to(state_device(optimizer, parameter))
-                if tensor.ndim == 0
-                else tensor
-            )
+            device = state_device(optimizer, parameter) if id(parameter) in on_device else "cpu"
+            state[key] = tensor if tensor.ndim else tensor.to(device)
         state |= {key: decode(value) for key, value in saved.values.get(name, {}).items()}
         optimizer.state[parameter] = state
 

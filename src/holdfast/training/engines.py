@@ -51,7 +51,7 @@ class PublishedEngine(ABC):
 
 
 def open_engine(
-    sharded: ShardedModel, rollout: EngineConfig, context: int, *, tells_experts: bool = False
+    sharded: ShardedModel, rollout: EngineConfig, context: int, *, tells_experts: bool = False, trains: bool = True
 ) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
 
@@ -62,6 +62,7 @@ def open_engine(
         rollout: How it is sampled.
         context: Tokens that a completion may follow.
         tells_experts: Completions say which experts their tokens met.
+        trains: The policy will have an optimizer's state; without it there is more room for keys and values.
 
     Raises:
         ConfigError: Completions do not end, memory has no room, or the engine cannot decode this model.
@@ -87,7 +88,7 @@ def open_engine(
 
     engine = ranks.on_all_ranks(opened)
     if isinstance(engine, InProcessEngine):
-        free = free_bytes(sharded.setting.world) - _expected_bytes(sharded, common)
+        free = free_bytes(sharded.setting.world) - _expected_bytes(sharded, common, trains=trains)
         tokens = context + _most_sampled(sharded, rollout)
         own = ranks.on_all_ranks(lambda: cache_blocks(sharded, rollout.rows, tokens, free))
         engine.block_limit = min(ranks.gather(own))
@@ -101,19 +102,19 @@ def _most_sampled(sharded: ShardedModel, rollout: EngineConfig) -> int:
     return max(rollout.max_new_tokens, (sampling and sampling.max_new_tokens) or 0)
 
 
-def _expected_bytes(sharded: ShardedModel, common: int) -> int:
-    """Return what this rank's device will hold beside what it holds when an engine of our own is opened.
+def _expected_bytes(sharded: ShardedModel, common: int, *, trains: bool) -> int:
+    """Return what this rank's device will hold while completions are sampled, beside what it holds now.
 
-    That is the copy of the weights, matrices laid out for decoding, gradients, and two numbers of an optimizer's state
-    for each that is trained.
+    That is the copy of the weights, matrices laid out for decoding, and two numbers of an optimizer's state for each
+    number that is trained, unless that is there already or in host memory. Gradients are freed before.
     """
-    copied = copy_bytes(sharded, common) + layout_bytes(sharded)
-    if sharded.plan.cpu_offload:
-        return copied
-    trained = [value for value in sharded.model.parameters() if value.requires_grad]
-    elsewhere = sharded.setting.world.device.type != "cpu" and "optimizer" in sharded.setting.config.parallel.offloads
+    copied, config = copy_bytes(sharded, common) + layout_bytes(sharded), sharded.setting.config
+    residency = getattr(config, "residency", None)
+    offloaded = "optimizer" in config.parallel.offloads or (residency is not None and residency.optimizer == "host")
     has_state = any(getattr(getattr(sharded, "optimizer", None), "state", {}).values())
-    return copied + sum(local_part(value).nbytes for value in trained) * (1 if has_state or elsewhere else 3)
+    if not trains or has_state or (offloaded and sharded.setting.world.device.type != "cpu"):
+        return copied
+    return copied + 2 * sum(local_part(value).nbytes for value in sharded.model.parameters() if value.requires_grad)
 
 
 def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:

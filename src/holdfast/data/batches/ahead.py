@@ -212,19 +212,21 @@ class BatchesAhead(StreamAhead[T]):
         self._position, self._reading = reading.after, None
         last = self._options.last_step
         if reading.batch is not None and (last is None or step + 1 < last):
-            self._begin(step + 1, partial(_next_batch, self._stream, step + 1, self._options.prepare))
+            self._begin_next(step + 1)
         return reading.batch
 
     def _wait(self, step: int) -> _Reading[T]:
         if self._reading is not None and self._reading.step != step:
             self.load_state(self.state())
-        read = partial(_next_batch, self._stream, step, self._options.prepare)
-        reading = self._reading or self._begin(step, read)
+        reading = self._reading or self._begin_next(step)
         self._arrive(reading)
         self._tell(reading)
         if reading.error is not None:
             raise reading.error
         return reading
+
+    def _begin_next(self, step: int) -> _Reading[T]:
+        return self._begin(step, partial(_next_batch, self._stream, step, self._options.prepare))
 
 
 class PromptsAhead(StreamAhead[PromptBatch]):

@@ -151,11 +151,9 @@ def _prompt_of(config: TrainingConfig) -> int:
     """Return how many tokens of a row a completion follows; 0 where nothing is sampled."""
     if isinstance(config, GRPOConfig):
         return config.longest_context
-    return (
-        config.data.max_length - config.rollout.max_new_tokens
-        if isinstance(config, DistillConfig) and config.rollout
-        else 0
-    )
+    if isinstance(config, DistillConfig) and config.rollout is not None:
+        return config.data.max_length - config.rollout.max_new_tokens
+    return 0
 
 
 class _Searching:

@@ -135,7 +135,7 @@ def build_policy_evaluation(  # noqa: PLR0913 - as above
     return PolicyEvaluation(
         sharded=sharded,
         objective=objective,
-        sampler=_sampler(config, sharded),
+        sampler=_sampler(config, sharded, trains=False),
         score=score,
         images=images,
         prompt_sets=_prompt_sets(setup, sharded, tokenise),
@@ -214,9 +214,9 @@ def _sharded(
     return sharded
 
 
-def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
-    tells_experts = config.rollout.replay_routing
-    return Sampler(open_engine(sharded, config.rollout, config.longest_context, tells_experts=tells_experts))
+def _sampler(config: GRPOConfig, sharded: ShardedModel, *, trains: bool = True) -> Sampler:
+    section, tells_experts = config.rollout, config.rollout.replay_routing
+    return Sampler(open_engine(sharded, section, config.longest_context, tells_experts=tells_experts, trains=trains))
 
 
 def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:
