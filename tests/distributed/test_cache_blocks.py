@@ -17,7 +17,7 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rollout.engine import Request
-from holdfast.training.cache_blocks import block_bytes, cache_blocks
+from holdfast.training.cache_blocks import block_bytes, cache_blocks, refuse_no_room
 from holdfast.training.engines import _expected_bytes, shared_by_ranks
 from holdfast.training.run import TrainState
 from tests.distributed.grpo_cases import prompts_of, settings
@@ -40,12 +40,13 @@ def counted(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
 
     def blocks(free: int) -> int | str:
         try:
+            refuse_no_room(run.trained, 48, free)
             return cache_blocks(run.trained, 50, 48, free)
         except ConfigError as error:
             return str(error)
 
     return {"counted": one, "taken": taken, "at the start": run.trained.state.cache_blocks,
-            "free": [blocks(2 * one * count) for count in (10**6, 100, 5, 4)]}  # fmt: skip
+            "free": [blocks(2 * one * count) for count in (10**6, 100, 5, 4, 2, -1)]}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral"])
@@ -59,9 +60,10 @@ def test_blocks_are_those_of_all_rows_at_their_longest_or_half_of_what_is_free(
 
     assert found["counted"] == found["taken"]
     assert found["at the start"] == 5 * 50
-    assert found["free"][:3] == [5 * 50, 100, 5]
-    assert found["free"][3].startswith("rollout: keys and values of one completion take ")
-    assert "have 48 tokens (data.max_length), and rank 0 has " in found["free"][3]
+    assert found["free"][:4] == [5 * 50, 100, 5, 5], "one row may take more than half"
+    for refused, has in zip(found["free"][4:], ("has", "lacks"), strict=True):
+        assert refused.startswith("rollout: keys and values of one completion take ")
+        assert f"have 48 tokens (data.max_length), and rank 0 {has} " in refused
 
 
 def expected(world: World, tree: dict[str, Any], rows: Any) -> dict[str, int]:

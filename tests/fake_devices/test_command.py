@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.yaml12 import to_yaml
-from tests.fake_devices.cases import tree
+from tests.fake_devices.cases import policy, tree
 from tests.fake_devices.conftest import ROOT, needs_guard
 from tests.features.vllm.served import AHEAD, served_tree
 
@@ -71,6 +71,38 @@ def test_a_run_that_does_not_fit_is_told_what_to_turn_and_exits_with_1(tmp_path:
     assert [turn["key"] for turn in made["turns"]][:2] == ["data.tokens_per_micro_batch", "parallel.recompute"]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] < made["peak_bytes"]
+
+
+def planned_policy(folder: Path, memory: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit status and the plan of a policy on one device."""
+    (folder / "run.yaml").write_text(to_yaml(policy()), encoding="utf-8")
+    done = plan(folder / "run.yaml", "--ranks", "1", "--memory", memory, "--json")
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("memory", ["1MiB", "1.9MiB"], ids=["none for the state", "none for keys and values"])
+def test_a_policy_that_does_not_fit_is_planned_as_if_it_did(memory: str, tmp_path: Path) -> None:
+    needs_guard()
+
+    code, made = planned_policy(tmp_path, memory)
+    _, ample = planned_policy(tmp_path, "80GiB")
+
+    assert (code, made["executed"], made["fits"]) == (1, True, False)
+    assert made["turns"]
+    assert made["phases"]["rollout"] == ample["phases"]["rollout"]
+
+
+def test_a_policy_with_few_blocks_decodes_its_completions_in_more_passes(tmp_path: Path) -> None:
+    needs_guard()
+
+    _, made = planned_policy(tmp_path, "8MiB")
+    _, ample = planned_policy(tmp_path, "80GiB")
+
+    caches = [found["phases"]["rollout"]["parts"]["key_value_cache"] for found in (made, ample)]
+    work = [found["flops"]["rollout"] for found in (made, ample)]
+    assert 0 < caches[0] < caches[1] / 2
+    assert work[1] < work[0] < 2 * work[1], "each pass computes its prompts again"
 
 
 @pytest.mark.cases("all")

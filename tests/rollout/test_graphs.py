@@ -36,7 +36,8 @@ ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "unique", "is_n
 
 def within_its_angles(kind: str) -> Any:
     """Return a model whose angles change beyond all texts here, if they do: a run that crosses there is refused."""
-    return reference(kind, **({"max_position_embeddings": 35} if kind == "llama:dynamic" else {}))
+    longest = {"llama:dynamic": "max_position_embeddings", "phi3:longrope": "original_max_position_embeddings"}
+    return reference(kind, **({longest[kind]: 35} if kind in longest else {}))
 
 
 def recorded_engine(

@@ -36,27 +36,51 @@ def blocks_with_room(sharded: ShardedModel, free: int) -> int:
 
 
 def cache_blocks(sharded: ShardedModel, rows: int, tokens: int, free: int) -> int:
-    """Return how many blocks this rank can have: those of all rows at their longest, or what there is memory for.
+    """Return how many blocks this rank has: those of all rows at their longest, or what there is memory for.
+
+    Those of one row it has in any case.
 
     Args:
         sharded: The policy.
         rows: Most completions that are decoded together.
         tokens: Most tokens of a completion and what it follows.
         free: Bytes that are free.
+    """
+    row = _blocks_of_row(tokens)
+    return min(max(row, blocks_with_room(sharded, free)), row * rows)
+
+
+def completion_bytes(sharded: ShardedModel, tokens: int) -> int:
+    """Return the bytes of keys and values of a completion that has so many tokens with what it follows."""
+    return _blocks_of_row(tokens) * block_bytes(sharded)
+
+
+def refuse_no_room(sharded: ShardedModel, tokens: int, free: int) -> None:
+    """Refuse a policy for whose longest completion there is no memory.
+
+    Args:
+        sharded: The policy.
+        tokens: Most tokens of a completion and what it follows.
+        free: Bytes that are free, less those that weights and the optimizer's state will take; negative if those
+            alone find no room.
 
     Raises:
         ConfigError: There is no room for one completion.
     """
-    row = Blocks(BLOCK_SIZE).needed(tokens + CHECKED_STEPS) + 1
-    room = blocks_with_room(sharded, free)
-    if room < row:
+    needed = completion_bytes(sharded, tokens)
+    if needed > free:
+        room = f"has {size_words(free)}" if free >= 0 else f"lacks {size_words(-free)}"
         raise ConfigError(
-            f"rollout: keys and values of one completion take {size_words(row * block_bytes(sharded))} where it and "
-            f"its prompt have {tokens} tokens (data.max_length), and rank {sharded.setting.world.rank} has "
-            f"{size_words(int(max(0, free) * _SHARE))} for them, half of what is free. Set fewer, use a smaller model, "
-            "or devices with more memory."
+            f"rollout: keys and values of one completion take {size_words(needed)} where it and its prompt have "
+            f"{tokens} tokens (data.max_length), and rank {sharded.setting.world.rank} {room} beside the weights, "
+            "their copy for sampling and the optimizer's state. Set fewer tokens, use a smaller model, more ranks or "
+            "devices with more memory; `holdfast plan` lists what takes memory, and what to turn."
         )
-    return min(room, row * rows)
+
+
+def _blocks_of_row(tokens: int) -> int:
+    """Return the blocks of a row of so many tokens, with one more for the copy of a block that a group shares."""
+    return Blocks(BLOCK_SIZE).needed(tokens + CHECKED_STEPS) + 1
 
 
 def settle_blocks(sharded: ShardedModel, engine: InProcessEngine, room: int) -> None:

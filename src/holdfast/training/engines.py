@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -33,7 +34,13 @@ from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
-from holdfast.training.cache_blocks import blocks_with_room, cache_blocks, settle_blocks
+from holdfast.training.cache_blocks import (
+    blocks_with_room,
+    cache_blocks,
+    completion_bytes,
+    refuse_no_room,
+    settle_blocks,
+)
 from holdfast.training.observe import load_function
 from holdfast.training.run import ShardedModel
 
@@ -51,7 +58,13 @@ class PublishedEngine(ABC):
 
 
 def open_engine(
-    sharded: ShardedModel, rollout: EngineConfig, context: int, *, tells_experts: bool = False, trains: bool = True
+    sharded: ShardedModel,
+    rollout: EngineConfig,
+    context: int,
+    *,
+    tells_experts: bool = False,
+    trains: bool = True,
+    planned: bool = False,
 ) -> RolloutEngine:
     """Return the engine of a run's rollouts, if completions end and there is room for what it decodes over.
 
@@ -63,6 +76,7 @@ def open_engine(
         context: Tokens that a completion may follow.
         tells_experts: Completions say which experts their tokens met.
         trains: The policy will have an optimizer's state; without it there is more room for keys and values.
+        planned: The run is only planned: where memory has no room, its table says so, and what to turn.
 
     Raises:
         ConfigError: Completions do not end, memory has no room, or the engine cannot decode this model.
@@ -83,14 +97,19 @@ def open_engine(
     common, kind = shared_by_ranks(sharded), section.kind
 
     def opened() -> RolloutEngine:
-        check_copy_fits(sharded, rollout.copy_gib, common, in_process=samples_in_process(sharded, kind))
+        if not planned or rollout.copy_gib is not None:
+            check_copy_fits(sharded, rollout.copy_gib, common, in_process=samples_in_process(sharded, kind))
         return build_engine(sharded, kind, rollout.rows, rollout.graphs, tells_experts=tells_experts)
 
     engine = ranks.on_all_ranks(opened)
     if isinstance(engine, InProcessEngine):
         free = free_bytes(sharded.setting.world) - _expected_bytes(sharded, common, trains=trains)
         tokens = context + _most_sampled(sharded, rollout)
-        own = ranks.on_all_ranks(lambda: cache_blocks(sharded, rollout.rows, tokens, free))
+        if not planned:
+            ranks.on_all_ranks(lambda: refuse_no_room(sharded, tokens, free))
+        elif completion_bytes(sharded, tokens) > free:
+            free = sys.maxsize  # what the run would take, had it the memory
+        own = cache_blocks(sharded, rollout.rows, tokens, free)
         engine.block_limit = min(ranks.gather(own))
         engine.block_room = min(ranks.gather(blocks_with_room(sharded, free)))
     return engine
@@ -102,11 +121,15 @@ def _most_sampled(sharded: ShardedModel, rollout: EngineConfig) -> int:
     return max(rollout.max_new_tokens, (sampling and sampling.max_new_tokens) or 0)
 
 
+_STATE_SIZES = {"adamw_bf16": 3.0, "adamw_8bit": 0.51, "adamw_fp8": 0.51, "adamw_4bit": 0.27, "sgd": 1.0}
+"""Bytes of an optimizer's state for each byte of the parameters that it updates; two for all other optimizers."""
+
+
 def _expected_bytes(sharded: ShardedModel, common: int, *, trains: bool) -> int:
     """Return what this rank's device will hold while completions are sampled, beside what it holds now.
 
-    That is the copy of the weights, matrices laid out for decoding, and two numbers of an optimizer's state for each
-    number that is trained, unless that is there already or in host memory. Gradients are freed before.
+    That is the copy of the weights, matrices laid out for decoding, and an optimizer's state, unless that is there
+    already or in host memory. Gradients are freed before.
     """
     copied, config = copy_bytes(sharded, common) + layout_bytes(sharded), sharded.setting.config
     residency = getattr(config, "residency", None)
@@ -114,7 +137,8 @@ def _expected_bytes(sharded: ShardedModel, common: int, *, trains: bool) -> int:
     has_state = any(getattr(getattr(sharded, "optimizer", None), "state", {}).values())
     if not trains or has_state or (offloaded and sharded.setting.world.device.type != "cpu"):
         return copied
-    return copied + 2 * sum(local_part(value).nbytes for value in sharded.model.parameters() if value.requires_grad)
+    trained = sum(local_part(value).nbytes for value in sharded.model.parameters() if value.requires_grad)
+    return copied + int(_STATE_SIZES.get(config.optim.kind, 2.0) * trained)
 
 
 def _refuse_endless(sharded: ShardedModel, rollout: EngineConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ from holdfast.features.plan.execution.steps import PlannedStep, reference_of
 from holdfast.models.names import named_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.rollout.engine import Interrupted, Request, Sampled
-from holdfast.rollout.local.cache import BlockCache
+from holdfast.rollout.local.blocks import Blocks
+from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache
+from holdfast.rollout.local.graphs import CHECKED_STEPS
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.training.engines import open_engine
 from holdfast.training.policy.critic import add_critic
@@ -165,10 +168,11 @@ def sampling_of(
         step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
     own_rows = -(-rows // step.setting.ranks.size)
-    at_once = max(1, min(own_rows, section.rows // group))
-    step.repeats["rollout"] = -(-own_rows // at_once)
+    slots = _rows_with_blocks(sampler.engine, section, prompt, group)
+    at_once, completions = max(1, min(own_rows, slots // group)), min(group, slots)
+    step.repeats["rollout"] = -(-own_rows // at_once) * -(-group // completions)
     engine = PlannedEngine(sampler.engine, step.ledger, step.traffic, section)
-    requests = [Request(number, np.zeros(prompt, np.int64), tuple(range(group))) for number in range(at_once)]
+    requests = [Request(number, np.zeros(prompt, np.int64), tuple(range(completions))) for number in range(at_once)]
 
     def make() -> None:
         with step.setting.phase("rollout"):
@@ -180,6 +184,16 @@ def sampling_of(
             sampler.release(step.trained)
 
     return make
+
+
+def _rows_with_blocks(engine: InProcessEngine, section: EngineConfig, prompt: int, group: int) -> int:
+    """Return how many completions of the longest are decoded together: `rollout.rows`, or fewer for want of blocks."""
+    limit, blocks = engine.block_limit, Blocks(BLOCK_SIZE)
+    if limit is None:
+        return section.rows
+    prompts = [(prompt, group)] * -(-section.rows // group)
+    most = lambda rows: blocks.most(prompts, section.max_new_tokens + CHECKED_STEPS, rows)  # noqa: E731 - a key
+    return max(1, bisect_right(range(1, section.rows + 1), limit, key=most))
 
 
 class _ExternalEngine:
@@ -207,7 +221,7 @@ def _sampler_of(step: PlannedStep, section: EngineConfig, context: int, *, tells
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
         return Sampler(_ExternalEngine())
-    return Sampler(open_engine(step.trained, section, context, tells_experts=tells_experts))
+    return Sampler(open_engine(step.trained, section, context, tells_experts=tells_experts, planned=True))
 
 
 def _left_out(section: EngineConfig) -> str:
