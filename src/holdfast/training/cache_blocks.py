@@ -11,7 +11,7 @@ import torch
 from holdfast.errors import ConfigError
 from holdfast.files import size_words
 from holdfast.models.check.shrink import layers_in
-from holdfast.models.layers.attention import head_sizes
+from holdfast.models.layers.attention import attention_layers, head_sizes
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE
 from holdfast.rollout.local.graphs import CHECKED_STEPS
@@ -27,7 +27,9 @@ def block_bytes(sharded: ShardedModel) -> int:
     text, dtype = sharded.origin.skeleton.config.get_text_config(), getattr(torch, sharded.plan.compute_dtype)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     sizes = max(sum(sizes) for sizes in head_sizes(sharded.origin.skeleton))
-    return int(layers_in(sharded.origin.skeleton) * BLOCK_SIZE * heads * sizes * dtype.itemsize)
+    recurrent = sharded.origin.family.recurrent
+    layers = attention_layers(sharded.origin.skeleton) if recurrent else layers_in(sharded.origin.skeleton)
+    return int(max(1, layers) * BLOCK_SIZE * heads * sizes * dtype.itemsize)
 
 
 def blocks_with_room(sharded: ShardedModel, free: int) -> int:
@@ -38,7 +40,8 @@ def blocks_with_room(sharded: ShardedModel, free: int) -> int:
 def cache_blocks(sharded: ShardedModel, rows: int, tokens: int, free: int) -> int:
     """Return how many blocks this rank has: those of all rows at their longest, or what there is memory for.
 
-    Those of one row it has in any case.
+    Those of one row it has in any case. Where layers are recurrent it is all that there is memory for, since rows have
+    states there too.
 
     Args:
         sharded: The policy.
@@ -47,7 +50,8 @@ def cache_blocks(sharded: ShardedModel, rows: int, tokens: int, free: int) -> in
         free: Bytes that are free.
     """
     row = _blocks_of_row(tokens)
-    return min(max(row, blocks_with_room(sharded, free)), row * rows)
+    blocks = max(row, blocks_with_room(sharded, free))
+    return blocks if sharded.origin.family.recurrent else min(blocks, row * rows)
 
 
 def completion_bytes(sharded: ShardedModel, tokens: int) -> int:

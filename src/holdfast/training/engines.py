@@ -33,6 +33,7 @@ from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
+from holdfast.rollout.local.recurrent import why_not_decoded
 from holdfast.rollout.sampling import Stops
 from holdfast.training.cache_blocks import (
     blocks_with_room,
@@ -222,7 +223,7 @@ def build_engine(
     dtype = getattr(torch, sharded.plan.compute_dtype)
     can = _decodes_in_process(sharded)
     if kind == "inprocess" and not can:
-        why = origin.family.why_not_packed or "its attention is not computed per document (model.attention)"
+        why = why_not_decoded(origin) or "its attention is not computed per document (model.attention)"
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
@@ -241,7 +242,7 @@ def build_engine(
             recorder=CudaRecorder(device) if replays else None,
         )
     if kind == "auto" and sharded.setting.world.is_first:
-        why = origin.family.why_not_packed or "data.packing or model.attention says so"
+        why = why_not_decoded(origin) or "data.packing or model.attention says so"
         print(
             f"rollouts by transformers' generate, which is slower: {origin.family.name} is padded ({why})", flush=True
         )
@@ -262,7 +263,10 @@ def stops_of(sharded: ShardedModel) -> Stops:
 
 
 def _decodes_in_process(sharded: ShardedModel) -> bool:
-    return sharded.origin.packed and not sharded.model.padded
+    origin = sharded.origin
+    if origin.family.recurrent:
+        return not why_not_decoded(origin)
+    return origin.packed and not sharded.model.padded
 
 
 def samples_in_process(sharded: ShardedModel, kind: LocalKind) -> bool:

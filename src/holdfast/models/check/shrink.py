@@ -11,11 +11,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from holdfast.errors import ModelError
 from holdfast.models.layers.family import blocks_of
 
+_SPREAD = 0.05
+"""Of what is added to norms and biases, so that none is the identity."""
 LAYER_COUNTS = (
     *("num_hidden_layers", "n_layers", "n_layer", "decoder_layers", "num_decoder_layers", "num_layers", "depth"),
 )
@@ -126,11 +130,29 @@ def shrink(config: Any, build: Callable[[Any], nn.Module]) -> Any:
         try:
             small = type(config).from_dict(_shrunken(config, narrow=narrow))
             build(small)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError) as error:
+        except (
+            *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError),
+            StrictDataclassError,
+        ) as error:
             problems.append(" ".join(str(error).split())[:160])
             continue
         return small
     raise CannotShrink(f"{config.model_type} cannot be made small: {problems[-1]}")
+
+
+def drawn_model(make: Callable[[Any], Any], config: Any) -> Any:
+    """Return a model of random weights that are large enough for a soft cap, a window or an angle to be seen."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make(config)
+        with torch.no_grad():
+            for module in model.modules():
+                for name, value in module.named_parameters(recurse=False):
+                    if isinstance(module, nn.Linear | nn.Embedding) and value.ndim == 2:
+                        value.normal_(0.0, value.shape[1] ** -0.5 if isinstance(module, nn.Linear) else 0.5)
+                    elif name in {"weight", "bias"}:
+                        value.add_(torch.randn_like(value) * _SPREAD)
+    return model.eval()
 
 
 def _shrunken(config: Any, *, narrow: bool) -> dict[str, Any]:

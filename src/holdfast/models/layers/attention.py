@@ -168,6 +168,14 @@ def head_sizes(model: Any) -> set[tuple[int, int]]:
     return sizes or {(size, size)}
 
 
+def attention_layers(model: Any) -> int:
+    """Return how many attention layers a language model has, among recurrent ones."""
+    return sum(
+        isinstance(getattr(layer, "head_dim", None), int) and hasattr(layer, "layer_idx")
+        for layer in model.get_decoder().modules()
+    )
+
+
 # Dynamo traces what a cache wraps, with a warning; a constant it asks for once.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def _flash_takes_groups() -> bool:

@@ -51,6 +51,8 @@ class Family:
     logit_softcap: float | None = None
     why_not_packed: str = ""
     """Why packed rows would not be exact, such as recurrent or convolutional layers; "" if they are."""
+    recurrent: bool = False
+    """Whether layers carry a state from token to token, as state-space and convolutional ones do."""
     image_token_id: int | None = None
     """The token whose embeddings are replaced by image features; None if images of the family are not supported."""
     video_token_id: int | None = None
@@ -123,6 +125,7 @@ def family_of(model: nn.Module) -> Family:
         logit_scale=scale,
         logit_softcap=softcap,
         why_not_packed=_why_not_packed(model, text),
+        recurrent=bool(_recurrent_layers(model, text)),
         **_image_fields(model),
     )
 
@@ -146,15 +149,21 @@ def _image_fields(model: nn.Module) -> dict[str, Any]:
 def _why_not_packed(model: Any, text: Any) -> str:
     if not model._can_set_attn_implementation():  # noqa: SLF001 - transformers' own test before it sets one
         return "its attention does not go through transformers' interface"
-    kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or []} - _PACKED_KINDS)
-    recurrent = [kind for kind in kinds if any(mark in kind for mark in _RECURRENT_KINDS)] or _recurrent_layers(model)
-    if recurrent:
+    if recurrent := _recurrent_layers(model, text):
         return f"its {recurrent[0]} layers carry state across documents"
+    kinds = _kinds(text)
     return f"its {kinds[0]} layers see tokens by a rule of their own" if kinds else ""
 
 
-def _recurrent_layers(model: Any) -> list[str]:
-    """Return the class names of layers that mix tokens otherwise than by attention."""
+def _kinds(text: Any) -> list[str]:
+    """Return the types of layers that are none of attention within documents."""
+    return sorted({str(kind) for kind in getattr(text, "layer_types", None) or []} - _PACKED_KINDS)
+
+
+def _recurrent_layers(model: Any, text: Any) -> list[str]:
+    """Return the types, or else the class names, of layers that mix tokens otherwise than by attention."""
+    if named := [kind for kind in _kinds(text) if any(mark in kind for mark in _RECURRENT_KINDS)]:
+        return named
     classes = {
         type(module).__name__
         for module in model.get_decoder().modules()

@@ -8,7 +8,7 @@ and looks at the row's blocks through a table. Nothing here waits for the device
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own short name
@@ -32,6 +32,14 @@ def register_cache() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(CACHED, cached_attention)
+
+
+class StateKey(NamedTuple):
+    """Names one state of a recurrent layer, as transformers does."""
+
+    layer: int
+    index: int
+    kind: str
 
 
 class View:
@@ -95,6 +103,9 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.capacity = 0
         """Number of blocks that there is memory for."""
         self._view: View | None = None
+        self.states: dict[StateKey, Tensor] = {}
+        """States of recurrent layers, [rows, ...]: what a pass goes on from, and changes in place; or, where it begins
+        a text, what it leaves."""
 
     @property
     def view(self) -> View:
@@ -130,7 +141,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks to others."""
-        if not sources:
+        if not sources or not self.pairs:
             return
         source, target = self._index(sources), self._index(targets)
         for pair in self.pairs.values():
@@ -164,6 +175,46 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def memory_like(self, states: Tensor) -> Tensor:
         """Return memory of all blocks for what is like these keys or values, [rows, key heads, queries, head size]."""
         return states.new_zeros(self.capacity, BLOCK_SIZE, states.shape[1], states.shape[3])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a convolution's last inputs, [rows, channels, kernel size]; None where a text begins."""
+        return self.states.get(StateKey(layer_idx, state_idx, "conv"))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Take inputs of a convolution, [rows, channels, queries]; return them behind those that it needs of before."""
+        key = StateKey(layer_idx, state_idx, "conv")
+        stored, width = self.states.get(key), conv_kernel_size or conv_states.shape[-1]
+        if stored is None:
+            inputs = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+            self.states[key] = inputs[..., -width:].clone()
+        else:
+            inputs = torch.cat([stored, conv_states], -1)
+            stored.copy_(inputs[..., -stored.shape[-1] :])
+        return inputs
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a recurrent layer's state, [rows, ...]; None where a text begins."""
+        return self.states.get(StateKey(layer_idx, state_idx, "recurrent"))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Take a recurrent layer's state, [rows, ...], and return it."""
+        key = StateKey(layer_idx, state_idx, "recurrent")
+        stored = self.states.get(key)
+        if stored is None:
+            stored = self.states[key] = recurrent_states.clone()
+        else:
+            stored.copy_(recurrent_states)
+        return stored
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:  # noqa: ARG002 - transformers'
+        """Whether the pass goes on from states."""
+        return bool(self.states)
+
+    def is_recording_past(self, layer_idx: int | None = None) -> bool:  # noqa: ARG002 - transformers'
+        """Return that states of before are not kept, which speculative decoding asks for."""
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - transformers'
         """Return 0 for prompts, else the places that are looked at less those written, which are not 0."""

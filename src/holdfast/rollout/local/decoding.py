@@ -37,6 +37,7 @@ class Decoding:
         most_rows: Largest number of rows that are decoded together.
         look_every: Most tokens between two looks at what has ended.
         pieces: Which texts are computed in pieces; None for none.
+        state_blocks: Blocks that would take as much memory as the states of recurrent layers do in one row.
     """
 
     def __init__(  # noqa: PLR0913 - what decoding is made of
@@ -50,10 +51,11 @@ class Decoding:
         most_rows: int,
         look_every: int,
         pieces: Pieces | None,
+        state_blocks: int = 0,
     ) -> None:
         self._predictor, self._on_device, self._blocks, self._stops = predictor, on_device, blocks, stops
         self._limit, self._most_rows, self._look_every = limit, most_rows, look_every
-        self._pieces = pieces
+        self._pieces, self._state_blocks = pieces, state_blocks
         self.rows: list[DecodedRow] = []
         """Those that are decoded, by slot."""
         self.waiting: deque[Waiting] = deque()
@@ -69,9 +71,13 @@ class Decoding:
         self.waiting.extend(Waiting.of(request) for request in requests)
         prompts = [(waiting.length, len(waiting.rows)) for waiting in self.waiting]
         ahead = self._limit + CHECKED_STEPS
-        most = self._blocks.most(prompts, ahead, self._most_rows)
         # One more: that of a text which ends within a block is copied.
-        self._blocks.fit(max((self._blocks.needed(length + ahead) + 1 for length, _ in prompts), default=0))
+        row = max((self._blocks.needed(length + ahead) + 1 for length, _ in prompts), default=0)
+        self._blocks.fit(row)
+        if self._state_blocks and self._blocks.limit is not None:
+            # Twice: slots are as many as a power of two.
+            self._most_rows = max(1, min(self._most_rows, self._blocks.limit // (row + 2 * self._state_blocks)))
+        most = self._blocks.most(prompts, ahead, self._most_rows)
         self._on_device.expect(self._blocks.used + most)
 
     def advance(self) -> list[tuple[DecodedRow, Finish]]:
@@ -151,7 +157,7 @@ class Decoding:
         self, rows: Sequence[DecodedRow], texts: Sequence[Waiting], ahead: Sequence[int]
     ) -> tuple[RowState, dict[int, tuple[DecodedRow, Finish]]]:
         """Draw the token behind each row's text; return the rows' state, and by index those that end with it."""
-        state = state_of(self._predictor, rows, ahead)
+        state = state_of(self._predictor, rows, ahead, texts)
         drawn = self._predictor.draw(torch.stack([waiting.computed for waiting in texts]), state)
         tokens, logprobs = (host_value(part, "drawn tokens").tolist() for part in drawn)
         ended = {}
@@ -235,7 +241,7 @@ class Decoding:
         computed = [waiting for waiting in self.waiting if waiting.blocks and waiting is not spared]
         for waiting in computed:
             self._blocks.give_back(waiting.blocks)
-            waiting.blocks, waiting.hidden, waiting.read, waiting.choices = [], None, 0, None
+            waiting.blocks, waiting.hidden, waiting.read, waiting.choices, waiting.layers = [], None, 0, None, {}
         return bool(computed)
 
     def _run(self, count: int) -> None:

@@ -27,7 +27,7 @@ from holdfast.rollout.local.pieces import Pieces
 from holdfast.rollout.local.predictor import Predictor
 from holdfast.rollout.local.replica import Replica, ReplicaEngine, for_few_rows
 from holdfast.rollout.local.rows import DeviceRows
-from holdfast.rollout.local.texts import DecodedRow
+from holdfast.rollout.local.texts import DecodedRow, state_blocks
 from holdfast.rollout.sampling import Stops
 from holdfast.types import Finish
 
@@ -74,6 +74,7 @@ class InProcessEngine(ReplicaEngine):
         self.block_room = 0
         """Blocks that every rank has memory for, where `block_limit` follows from memory."""
         self._pieces = Pieces(piece)
+        self._state_blocks: int | None = None
         self._recorder = None if tells_experts else recorder
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
@@ -115,6 +116,8 @@ class InProcessEngine(ReplicaEngine):
             planned: No token and no text ends a completion, and prompts are computed at once, in the fewest passes.
         """
         predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
+        if self._state_blocks is None:
+            self._state_blocks = state_blocks(predictor) if self._replica.family.recurrent else 0
         blocks = Blocks(BLOCK_SIZE, self.block_limit)
         on_device = DeviceRows(
             predictor,
@@ -132,7 +135,8 @@ class InProcessEngine(ReplicaEngine):
             limit=self._sampling.max_new_tokens,
             most_rows=self._rows,
             look_every=self._look_every,
-            pieces=None if planned else self._pieces,
+            pieces=None if planned or self._replica.family.recurrent else self._pieces,
+            state_blocks=self._state_blocks,
         )
         try:
             yield decoding

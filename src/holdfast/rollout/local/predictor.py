@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from holdfast.models.chunks.logits import HeadWeights, logits_of
 from holdfast.models.layers.family import HeadSpec, backbone_of
 from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.layers.routers import Routers
-from holdfast.rollout.local.cache import BlockCache
+from holdfast.rollout.local.cache import BlockCache, StateKey
 from holdfast.rollout.local.replica import Replica
 from holdfast.rollout.sampling import draw, most_probable, penalise, restrict, uniform
 
@@ -37,10 +37,12 @@ class RowState:
     """[rows] int64, how far each row's positions run ahead of its places: an image's positions are not its tokens'"""
     seen: Tensor | None
     """[rows, V] bool, which tokens stand in each row; None where no option asks for it"""
+    layers: dict[StateKey, Tensor] = field(default_factory=dict)
+    """[rows, ...] states of recurrent layers"""
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all of them, always in the same order."""
-        several = (self.last, self.drawn, self.seeds, self.ahead, self.seen)
+        several = (self.last, self.drawn, self.seeds, self.ahead, self.seen, *self.layers.values())
         return (tensor for tensor in several if tensor is not None)
 
     def of(self, rows: Tensor | slice) -> RowState:
@@ -52,8 +54,9 @@ class RowState:
         return self._from([tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in self.tensors()])
 
     def _from(self, tensors: list[Tensor]) -> RowState:
-        last, drawn, seeds, ahead, *seen = tensors
-        return RowState(last, drawn, seeds, ahead, seen[0] if seen else None)
+        last, drawn, seeds, ahead, *others = tensors
+        seen = None if self.seen is None else others.pop(0)
+        return RowState(last, drawn, seeds, ahead, seen, dict(zip(self.layers, others, strict=True)))
 
 
 class Predictor:
@@ -103,7 +106,7 @@ class Predictor:
         Returns:
             What `draw` does, and the experts that were met.
         """
-        positions = cache.view.positions + state.ahead[:, None]
+        positions, cache.states = cache.view.positions + state.ahead[:, None], state.layers
         output, met = self.run(
             input_ids=state.last[:, None],
             position_ids=positions.clamp(max=self._last_position) if has_fillers else positions,

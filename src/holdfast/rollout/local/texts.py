@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.models.layers.documents import Documents
 from holdfast.rollout.engine import Request
-from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View
+from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, StateKey, View
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.rollout.local.replica import merged_inputs
 from holdfast.types import host_value
@@ -56,6 +56,8 @@ class Waiting:
     """[H], what predicts the token behind that text; None until it has been computed"""
     choices: NDArray[np.int16] | None = None
     """[P, layers, k] experts that the text met; None where nobody asks"""
+    layers: dict[StateKey, Tensor] = field(default_factory=dict)
+    """[1, ...] states that recurrent layers have behind that text"""
 
     @classmethod
     def of(cls, request: Request) -> Waiting:
@@ -122,7 +124,15 @@ def compute_piece(predictor: Predictor, cache: BlockCache, waiting: Waiting, cou
 
 
 def compute_texts(predictor: Predictor, cache: BlockCache, several: Sequence[Waiting]) -> None:
-    """Compute the texts that rows begin with, side by side, and write their keys and values to their blocks."""
+    """Compute the texts that rows begin with, and write their keys and values to their blocks.
+
+    They lie side by side, but for those of models with recurrent layers, which would carry a state from one to another.
+    """
+    if predictor.replica.family.recurrent and len(several) > 1:
+        for waiting in several:
+            compute_texts(predictor, cache, [waiting])
+        return
+    cache.states = {}
     device, lengths = predictor.device, [waiting.length for waiting in several]
     positions = _side_by_side([waiting.positions for waiting in several]).to(device)
     written = np.concatenate([_places(waiting) for waiting in several])
@@ -139,8 +149,18 @@ def compute_texts(predictor: Predictor, cache: BlockCache, several: Sequence[Wai
     last = output.last_hidden_state[0][torch.from_numpy(ends).to(device) - 1]
     choices = None if met is None else host_value(met, "experts of prompts")
     for waiting, hidden, start, end in zip(several, last, ends - lengths, ends, strict=True):
-        waiting.hidden = hidden
+        waiting.hidden, waiting.layers = hidden, cache.states
         waiting.choices = None if choices is None else choices[start:end]
+
+
+def state_blocks(predictor: Predictor) -> int:
+    """Return the blocks that take as much memory as the states of recurrent layers do in one row, from one token."""
+    cache, text = BlockCache(), Waiting.of(Request(0, np.zeros(1, np.int64), (0,)))
+    cache.grow(1)
+    text.blocks = [0]
+    compute_texts(predictor, cache, [text])
+    block = sum(tensor.nbytes for pair in cache.pairs.values() for tensor in pair)
+    return -(-sum(state.nbytes for state in text.layers.values()) // block) if block else 0
 
 
 def _side_by_side(several: Sequence[NDArray[np.int64]]) -> Tensor:
@@ -156,21 +176,25 @@ def _places(waiting: Waiting) -> NDArray[np.int64]:
     return np.asarray(waiting.blocks, np.int64)[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
 
 
-def state_of(predictor: Predictor, rows: Sequence[DecodedRow], ahead: Sequence[int]) -> RowState:
+def state_of(
+    predictor: Predictor, rows: Sequence[DecodedRow], ahead: Sequence[int], texts: Sequence[Waiting]
+) -> RowState:
     """Return the state of rows whose next token is drawn from what their text predicts.
 
     Args:
         predictor: What draws.
         rows: The rows.
         ahead: Of each, how far positions run ahead of places.
+        texts: What each of them begins with.
     """
-    device = predictor.device
+    device, layers = predictor.device, [waiting.layers for waiting in texts]
     return RowState(
         last=torch.zeros(len(rows), dtype=torch.int64, device=device),
         drawn=torch.tensor([len(row.tokens) for row in rows]).to(device),
         seeds=torch.tensor([row.request.seeds[row.place] for row in rows]).to(device),
         ahead=torch.tensor(ahead).to(device),
         seen=_tokens_in(predictor, rows),
+        layers={key: torch.cat([states[key] for states in layers]) for key in layers[0]},
     )
 
 

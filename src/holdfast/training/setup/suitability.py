@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from holdfast.config.sections.model import LoRAConfig
@@ -24,7 +23,7 @@ from holdfast.errors import ModelError, UserError
 from holdfast.models.adapters.live import adapters_of
 from holdfast.models.adapters.lora import add_adapters
 from holdfast.models.check.boundaries import boundaries_of
-from holdfast.models.check.shrink import CannotShrink, layers_in, shrink
+from holdfast.models.check.shrink import CannotShrink, drawn_model, layers_in, shrink
 from holdfast.models.check.tower import count_features
 from holdfast.models.files.configuration import maker, on_meta, refusals
 from holdfast.models.files.origin import load_tokenizer, locate
@@ -44,8 +43,6 @@ _SMALL = 30_000_000
 """Parameters of a model that is looked at as it is, if its weights are here."""
 _LARGEST = 400_000_000
 """Parameters of a shrunken model that are still drawn and computed with."""
-_SPREAD = 0.05
-"""Of what is added to norms and biases, so that none is the identity."""
 
 
 def check_suitability(
@@ -207,7 +204,7 @@ def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, 
         raise CannotShrink(
             f"{raw_config.model_type} has {count:,} parameters where it is smallest, too many to look at"
         )
-    live = _drawn(make, small)
+    live = drawn_model(make, small)
     # Patterns of a run may name layers that are left out here; the whole model was matched with them.
     whole_section: dict[str, Any] = {
         "lora": None,
@@ -225,18 +222,3 @@ def _model_to_check(setting: Setting, full_model: Any) -> tuple[TrainingConfig, 
 def _with_weights(name: Path, setting: Setting) -> Path | None:
     """Return the directory, if there is one with weights."""
     return next((path for path in (name, setting.base / name) if any(path.glob("*.safetensors"))), None)
-
-
-def _drawn(make: Any, config: Any) -> Any:
-    """Return a model of random weights that are large enough for a soft cap, a window or an angle to be seen."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = make(config)
-        with torch.no_grad():
-            for module in model.modules():
-                for name, value in module.named_parameters(recurse=False):
-                    if isinstance(module, nn.Linear | nn.Embedding) and value.ndim == 2:
-                        value.normal_(0.0, value.shape[1] ** -0.5 if isinstance(module, nn.Linear) else 0.5)
-                    elif name in {"weight", "bias"}:
-                        value.add_(torch.randn_like(value) * _SPREAD)
-    return model.eval()
