@@ -115,7 +115,7 @@ def settle_blocks(sharded: ShardedModel, engine: InProcessEngine, room: int) -> 
             "rollout.rows is. Only a new run has more.",
             flush=True,
         )
-    if blocks == room:
+    if blocks == room and not sharded.origin.family.recurrent:
         print(
             f"rollouts: keys and values have room for {blocks * BLOCK_SIZE:,} tokens, "
             f"{size_words(blocks * block_bytes(sharded))}; completions for which there is none wait",

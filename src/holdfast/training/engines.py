@@ -221,9 +221,8 @@ def build_engine(
     origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
     stops = stops_of(sharded)
     dtype = getattr(torch, sharded.plan.compute_dtype)
-    can = _decodes_in_process(sharded)
-    if kind == "inprocess" and not can:
-        why = why_not_decoded(origin) or "its attention is not computed per document (model.attention)"
+    why = why_not_in_process(origin, padded=sharded.model.padded)
+    if kind == "inprocess" and why:
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
@@ -242,10 +241,7 @@ def build_engine(
             recorder=CudaRecorder(device) if replays else None,
         )
     if kind == "auto" and sharded.setting.world.is_first:
-        why = why_not_decoded(origin) or "data.packing or model.attention says so"
-        print(
-            f"rollouts by transformers' generate, which is slower: {origin.family.name} is padded ({why})", flush=True
-        )
+        print(f"rollouts by transformers' generate, which is slower, for {origin.family.name}: {why}", flush=True)
     fill = pad_token(tokenizer)
     return TransformersEngine(origin, device, dtype, stops, fill, rows=rows, tells_experts=tells_experts)
 
@@ -262,16 +258,23 @@ def stops_of(sharded: ShardedModel) -> Stops:
     )
 
 
-def _decodes_in_process(sharded: ShardedModel) -> bool:
-    origin = sharded.origin
+def why_not_in_process(origin: Blueprint, *, padded: bool) -> str:
+    """Return why our own decoding cannot sample from a model; "" if it can.
+
+    Args:
+        origin: The model.
+        padded: Its batches hold one document per row.
+    """
     if origin.family.recurrent:
-        return not why_not_decoded(origin)
-    return origin.packed and not sharded.model.padded
+        return why_not_decoded(origin)
+    if origin.packed and not padded:
+        return ""
+    return origin.family.why_not_packed or "it is padded, as data.packing or model.attention says"
 
 
 def samples_in_process(sharded: ShardedModel, kind: LocalKind) -> bool:
     """Return whether it is our own decoding that an engine of this kind samples by."""
-    return _decodes_in_process(sharded) and kind != "transformers"
+    return kind != "transformers" and not why_not_in_process(sharded.origin, padded=sharded.model.padded)
 
 
 def why_no_videos(sharded: ShardedModel, section: EngineSection) -> str:

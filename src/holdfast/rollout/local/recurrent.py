@@ -41,14 +41,14 @@ def why_not_decoded(origin: Blueprint) -> str:
     Args:
         origin: A model with recurrent layers.
     """
-    if not origin.family.recurrent or origin.image_processor is not None:
-        return origin.family.why_not_packed
+    if origin.image_processor is not None:
+        return f"{origin.family.why_not_packed}, and it sees images"
     kind, config = type(origin.skeleton), origin.skeleton.config
-    return _why_not(kind, type(config), json.dumps(config.to_dict(), sort_keys=True, default=str), origin.tokenizer)
+    return _why_not(kind, type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=4)
-def _why_not(kind: Any, config_kind: Any, config: str, tokenizer: Any) -> str:
+def _why_not(kind: Any, config_kind: Any, config: str) -> str:
     """Try a small model of a class and a configuration, given as JSON."""
     make = kind._from_config  # noqa: SLF001 - no public form takes a class
     try:
@@ -56,7 +56,7 @@ def _why_not(kind: Any, config_kind: Any, config: str, tokenizer: Any) -> str:
         count = sum(value.numel() for value in on_meta(make, small).parameters())
         if count > _LARGEST:
             return f"a small model of it has {count:,} parameters, too many to try our own decoding on"
-        gap = _gap(drawn_model(make, small).double(), tokenizer)
+        gap = _gap(drawn_model(make, small).double())
     except CannotShrink as error:
         return f"{error}, and so our own decoding cannot be tried"
     except (
@@ -69,11 +69,11 @@ def _why_not(kind: Any, config_kind: Any, config: str, tokenizer: Any) -> str:
     return f"our own decoding would give it log-probabilities that are {gap:.1e} away"
 
 
-def _gap(model: Any, tokenizer: Any) -> float:
+def _gap(model: Any) -> float:
     """Return how far the log-probabilities of drawn tokens lie from those of the model over whole texts."""
     set_attention(model, upstream_attention(model))
     model.set_experts_implementation("eager")
-    origin = blueprint(ModelConfig(path="given"), Path(), seed=0, live=model, tokenizer=tokenizer)
+    origin = blueprint(ModelConfig(path="given", tokenizer="builtin:characters"), Path(), seed=0, live=model)
     engine = InProcessEngine(origin, torch.device("cpu"), torch.float64, Stops(frozenset()))
     engine.update_weights(named_parameters(model).items(), 0)
     generator, tokens = np.random.default_rng(0), model.config.get_text_config().vocab_size // 2

@@ -36,6 +36,7 @@ from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.setup.model import Blueprint, blueprint, configured
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
+from holdfast.training.engines import why_not_in_process
 from holdfast.training.run import Setting
 from holdfast.training.setup.model import build_policy, check_positions
 
@@ -139,10 +140,14 @@ def _check_lines(setting: Setting, model: Any) -> Iterator[str]:
     why = [line for line in (*origin.notes, *printed.getvalue().splitlines()) if line.startswith("attention: ")]
     if policy.padded:
         yield next(iter(why), "attention: one document per row, since data.packing or model.attention says so")
-        yield "rollouts: by transformers' generate, since only packed attention decodes in this process"
     else:
         yield "attention: packed, documents side by side without seeing each other"
-        yield "rollouts: decoded in this process, over the training weights"
+    why_not = why_not_in_process(origin, padded=policy.padded)
+    yield (
+        f"rollouts: by transformers' generate, since {why_not}"
+        if why_not
+        else "rollouts: decoded in this process, over the training weights"
+    )
     yield from (f"images: {line}" for line in _on_images(setting, policy, whole=origin.directory is not None))
     yield from (line for line in printed.getvalue().splitlines() if line.startswith(("forward check", "checked")))
 

@@ -23,6 +23,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import RandomState, staged
 from holdfast.checkpoint.loading.live import LiveState, plan_load, set_live, states_read
 from holdfast.checkpoint.loading.matching import Declared
+from holdfast.config.sections.engine import LocalEngineConfig
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
@@ -43,10 +44,12 @@ from holdfast.features.plan.execution.saved import (
 from holdfast.features.plan.execution.steps import PlannedStep, planned_step
 from holdfast.features.plan.records import Execution, HostValue, RankSpec
 from holdfast.models.files.four_bit import check_library
+from holdfast.models.setup.model import blueprint
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World, forget_meshes
 from holdfast.parallel.shards import sharded_parameters
+from holdfast.training.engines import why_not_in_process
 from holdfast.training.phases import PhaseClock
 from holdfast.training.run import Logbook, Setting, Trained
 from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
@@ -92,6 +95,7 @@ def execute(config: TrainingConfig, base: Path, spec: RankSpec) -> Execution:
     shapes, notes = without_files(config, base)
     _refuse_more_ranks_than_rows(shapes, spec.ranks)
     import_first(shapes)
+    _try_decoding(shapes, base)
     if reason := shapes.left_uncompiled(spec.device):
         notes.append(f"blocks: planned uncompiled, since {reason}")
     try:
@@ -310,6 +314,13 @@ def import_first(config: TrainingConfig) -> None:
         weight = nn.Parameter(torch.zeros(64, 64))
         weight.grad = torch.zeros_like(weight)
         build_optimizer(config.optim, {"weight": weight}).step()
+
+
+def _try_decoding(config: TrainingConfig, base: Path) -> None:
+    """Try our own decoding on a policy with recurrent layers while tensors have numbers; the verdict is kept."""
+    rollout = getattr(config, "rollout", None)
+    if rollout is not None and isinstance(rollout.engine, LocalEngineConfig):
+        why_not_in_process(blueprint(config.model, base, seed=config.seed), padded=False)
 
 
 class _NullWriter:
