@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from holdfast.config.yaml12 import to_yaml
-from tests.fake_devices.cases import policy, tree
+from tests.fake_devices.cases import DENSE, policy, tree
 from tests.fake_devices.conftest import ROOT, needs_guard
 from tests.features.vllm.served import AHEAD, served_tree
+from tests.models.architectures import settings_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
 
@@ -91,6 +92,21 @@ def test_a_policy_that_does_not_fit_is_planned_as_if_it_did(memory: str, tmp_pat
     assert (code, made["executed"], made["fits"]) == (1, True, False)
     assert made["turns"]
     assert made["phases"]["rollout"] == ample["phases"]["rollout"]
+
+
+def test_a_policy_with_recurrent_layers_is_planned_with_its_rollouts(tmp_path: Path) -> None:
+    needs_guard()
+    dense = {name: value for name, value in DENSE.items() if name != "head_dim"}
+    recurrent = {**settings_of("lfm2"), **dense, "model_type": "lfm2"}
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(policy(model={"config": recurrent})), encoding="utf-8")
+
+    done = plan(file, "--ranks", "2", "--json")
+
+    made = json.loads(done.stdout)
+    assert made["executed"]
+    assert made["phases"]["rollout"]["parts"]["key_value_cache"] > 0
+    assert not [note for note in made["notes"] if "generate" in note]
 
 
 def test_a_policy_with_few_blocks_decodes_its_completions_in_more_passes(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.rollout.local.recurrent import why_not_decoded
+from holdfast.rollout.local.recurrent import why_not_in_process
 from holdfast.rollout.sampling import Stops
 from holdfast.training.cache_blocks import (
     blocks_with_room,
@@ -256,20 +256,6 @@ def stops_of(sharded: ShardedModel) -> Stops:
         frozenset(ends),
         lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
     )
-
-
-def why_not_in_process(origin: Blueprint, *, padded: bool) -> str:
-    """Return why our own decoding cannot sample from a model; "" if it can.
-
-    Args:
-        origin: The model.
-        padded: Its batches hold one document per row.
-    """
-    if origin.family.recurrent:
-        return why_not_decoded(origin)
-    if origin.packed and not padded:
-        return ""
-    return origin.family.why_not_packed or "it is padded, as data.packing or model.attention says"
 
 
 def samples_in_process(sharded: ShardedModel, kind: LocalKind) -> bool:

@@ -38,7 +38,7 @@ class StateKey(NamedTuple):
     """Names one state of a recurrent layer, as transformers does."""
 
     layer: int
-    index: int
+    number: int
     kind: str
 
 

@@ -1,15 +1,16 @@
-"""Which models with recurrent layers our own decoding completes texts of as they would themselves.
+"""Which models our own decoding completes texts of as they would themselves.
 
-Such layers carry a state from token to token, which transformers keeps in its caches; ours has it too, row by row. A
-model that keeps something elsewhere would be sampled wrongly, so a small model of the same architecture is tried.
+Recurrent layers carry a state from token to token, which transformers keeps in its caches; ours has it too, row by row.
+A model that keeps something elsewhere would be sampled wrongly, so a small model of the same architecture is tried.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,6 +36,20 @@ _TOLERANCE = 1e-4
 """How far log-probabilities may lie apart; computed in float64, but for states that models keep in float32."""
 
 
+def why_not_in_process(origin: Blueprint, *, padded: bool) -> str:
+    """Return why our own decoding cannot sample from a model; "" if it can.
+
+    Args:
+        origin: The model.
+        padded: Its batches hold one document per row.
+    """
+    if origin.family.recurrent:
+        return why_not_decoded(origin)
+    if origin.packed and not padded:
+        return ""
+    return origin.family.why_not_packed or "it is padded, as data.packing or model.attention says"
+
+
 def why_not_decoded(origin: Blueprint) -> str:
     """Return why our own decoding would not complete texts as the model does; "" if it was seen to.
 
@@ -44,7 +59,8 @@ def why_not_decoded(origin: Blueprint) -> str:
     if origin.image_processor is not None:
         return f"{origin.family.why_not_packed}, and it sees images"
     kind, config = type(origin.skeleton), origin.skeleton.config
-    return _why_not(kind, type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+    values = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _why_not(cast("Hashable", kind), cast("Hashable", type(config)), values)
 
 
 @lru_cache(maxsize=4)

@@ -128,10 +128,12 @@ def compute_texts(predictor: Predictor, cache: BlockCache, several: Sequence[Wai
 
     They lie side by side, but for those of models with recurrent layers, which would carry a state from one to another.
     """
-    if predictor.replica.family.recurrent and len(several) > 1:
-        for waiting in several:
-            compute_texts(predictor, cache, [waiting])
-        return
+    for together in [[waiting] for waiting in several] if predictor.replica.family.recurrent else [several]:
+        _compute_together(predictor, cache, together)
+
+
+def _compute_together(predictor: Predictor, cache: BlockCache, several: Sequence[Waiting]) -> None:
+    """Compute texts side by side in one pass."""
     cache.states = {}
     device, lengths = predictor.device, [waiting.length for waiting in several]
     positions = _side_by_side([waiting.positions for waiting in several]).to(device)

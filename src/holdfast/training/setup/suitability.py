@@ -36,7 +36,7 @@ from holdfast.models.layers.rotary import rotary_boundaries
 from holdfast.models.setup.model import Blueprint, blueprint, configured
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.engines import why_not_in_process
+from holdfast.rollout.local.recurrent import why_not_in_process
 from holdfast.training.run import Setting
 from holdfast.training.setup.model import build_policy, check_positions
 

@@ -49,7 +49,7 @@ from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World, forget_meshes
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.engines import why_not_in_process
+from holdfast.rollout.local.recurrent import why_not_in_process
 from holdfast.training.phases import PhaseClock
 from holdfast.training.run import Logbook, Setting, Trained
 from holdfast.training.setup.optimizers import LOW_BIT, build_optimizer
