@@ -22,6 +22,7 @@ from holdfast.features.plan.execution.steps import PlannedStep, reference_of
 from holdfast.models.names import named_parameters
 from holdfast.recipes.grpo import learn
 from holdfast.rollout.engine import Interrupted, Request, Sampled
+from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache
 from holdfast.rollout.local.graphs import CHECKED_STEPS
@@ -249,6 +250,8 @@ class PlannedEngine:
 
     def __init__(self, engine: InProcessEngine, ledger: Ledger, traffic: Traffic, section: EngineConfig) -> None:
         self._engine, self._ledger, self._traffic, self._section = engine, ledger, traffic, section
+        if engine.in_place is not None:
+            engine.in_place = InPlace(None)
 
     def publish(self, sampler: Sampler, step: PlannedStep) -> None:
         """Give the engine its weights, each counted as such when it has come."""
