@@ -46,23 +46,35 @@ class View:
             computed, which see what is computed with them and nothing else.
         positions: [rows, queries] int64, the places in each row that are written.
         longest: Places that are looked at in every row.
-        even: All rows see all places that are looked at.
         written: [rows x queries] int64, block x block size + offset of what is written.
+        even: All rows see all places that are looked at.
+        decodes: It is a decoding step, which may read blocks in place. A piece of a text gathers them, also one of a
+            single token, so that its bits do not depend on whether two forms have been compared yet.
     """
 
-    def __init__(
-        self, tables: Tensor | None, positions: Tensor, longest: int, written: Tensor, *, even: bool = False
+    def __init__(  # noqa: PLR0913 - what a pass is known by
+        self,
+        tables: Tensor | None,
+        positions: Tensor,
+        longest: int,
+        written: Tensor,
+        *,
+        even: bool = False,
+        decodes: bool = False,
     ) -> None:
         self.tables, self.positions, self.longest, self.written = tables, positions, longest, written
+        self.decodes = decodes
         self._even = even
         self._masks: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
 
     @classmethod
-    def of(cls, tables: Tensor, positions: Tensor, longest: int, *, even: bool = False) -> View:
+    def of(
+        cls, tables: Tensor, positions: Tensor, longest: int, *, even: bool = False, decodes: bool = False
+    ) -> View:
         """Return the view of rows that write these positions; see `View`."""
         size = BLOCK_SIZE
         written = tables.gather(1, positions // size) * size + positions % size
-        return cls(tables, positions, longest, written.flatten(), even=even)
+        return cls(tables, positions, longest, written.flatten(), even=even, decodes=decodes)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to scores: 0 where a query sees a place, else minus infinity.
@@ -110,11 +122,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
     @property
     def reads_in_place(self) -> bool:
         """Whether this pass reads blocks in place."""
-        return self._decodes and self.in_place is not None and bool(self.in_place.agrees)
-
-    @property
-    def _decodes(self) -> bool:
-        return self.view.tables is not None and self.view.positions.shape[1] == 1
+        return self.view.decodes and self.in_place is not None and bool(self.in_place.agrees)
 
     def layer_of(self, key: Tensor, value: Tensor) -> int | None:
         """Return the layer for which `update` gave these very tensors in this step; None if it gave others."""
@@ -202,8 +210,10 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
             stored.flatten(0, 1).index_copy_(0, view.written, new.transpose(1, 2).flatten(0, 1))
         if view.tables is None:
             return key_states, value_states
-        seen = (key_states, value_states) if self.reads_in_place else (_gathered(pair[0], view), _gathered(pair[1], view))
-        if self.in_place is not None and self._decodes:
+        seen = key_states, value_states
+        if not self.reads_in_place:
+            seen = _gathered(pair[0], view), _gathered(pair[1], view)
+        if self.in_place is not None and view.decodes:
             for tensor in seen:
                 self._layers[tensor] = layer_idx
             if self.in_place.is_comparing:

@@ -282,11 +282,11 @@ class DeviceRows:
         longest = self._bucket.blocks * BLOCK_SIZE
         if self.records:
             # Rows that only fill a bucket grow beyond it, and write their last place again.
-            view = View.of(now.tables, now.lengths.clamp(max=longest - 1)[:, None], longest)
+            view = View.of(now.tables, now.lengths.clamp(max=longest - 1)[:, None], longest, decodes=True)
         else:
             longest = int(self.lengths.max()) + 1
             even = bool((self.lengths + 1 == longest).all())
-            view = View.of(now.tables, now.lengths.clone()[:, None], longest, even=even)
+            view = View.of(now.tables, now.lengths.clone()[:, None], longest, even=even, decodes=True)
         self.cache.view = view
         tokens, logprobs, met = self._predictor.step(now.state, self.cache, has_fillers=self.records)
         now.lengths.add_(1)
