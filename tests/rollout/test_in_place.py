@@ -108,9 +108,7 @@ def test_forms_are_compared_once_in_an_engine_and_for_few_rows() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["operations", "fixed memory"])
-def test_the_step_that_is_compared_leaves_no_bit_behind(
-    recorded: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_step_that_is_compared_leaves_no_bit_behind(recorded: bool, capsys: pytest.CaptureFixture[str]) -> None:
     model, asked = reference("qwen3"), requests(3, 5)
     sampling = SamplingConfig(max_new_tokens=12, repetition_penalty=1.5)
     engines = [recorded_engine(model, Steps(), rows=16) if recorded else engine_of(model) for _ in range(2)]

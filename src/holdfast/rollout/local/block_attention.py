@@ -1,8 +1,8 @@
 """Attention that reads blocks of keys and values where they lie, by a Triton kernel of ours.
 
-It takes the place of gathered blocks where the one new token of each row attends, on CUDA. Nobody has to believe that of
-a kernel or of a model: before an engine first decodes so, one step is computed both ways, and its layers must hand to
-attention the very keys and values that the cache gave them.
+It takes the place of gathered blocks where the one new token of each row attends, on CUDA. Nobody has to believe that
+of a kernel or of a model: before an engine first decodes so, one step is computed both ways, and its layers must hand
+to attention the very keys and values that the cache gave them.
 
 torch's own kernel with tables of blocks, `torch.nn.attention.varlen.varlen_attn`, is none of this: in torch 2.13 its
 blocks are multiples of 256 tokens, and it knows no soft cap, no sinks and no float32; torch 2.11 has none.
@@ -98,11 +98,12 @@ class InPlace:
     """Says whether an engine's decoding steps read blocks in place, as one step has shown.
 
     Args:
-        kernel: Writes `Operands.out`. None in plans, where nothing is computed: a kernel is then taken to agree.
+        kernel: Writes `Operands.out`.
+        planned: Nothing is computed, and only what layers do with keys and values is found out.
     """
 
-    def __init__(self, kernel: Callable[[Operands], None] | None = run_kernel) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Callable[[Operands], None] = run_kernel, *, planned: bool = False) -> None:
+        self._kernel, self._planned = kernel, planned
         self.agrees: bool | None = None
         """Whether steps read in place; None until one was computed both ways."""
         self.is_comparing = False
@@ -116,8 +117,7 @@ class InPlace:
 
     def attend(self, given: Operands) -> Tensor:
         """Return [rows, heads, value size]."""
-        if self._kernel is not None:
-            self._kernel(given)
+        self._kernel(given)
         return given.out
 
     @contextmanager
@@ -135,7 +135,7 @@ class InPlace:
             if not gap <= 1:
                 self._reason = f"the kernel that reads them in place differs by {gap:.1e} times what rounding explains"
         self.agrees = not self._reason
-        if self._reason:
+        if self._reason and not self._planned:
             print(f"rollouts gather blocks of keys and values, since {self._reason}", flush=True)
 
     def note_written(self, layer: int) -> None:
@@ -151,7 +151,7 @@ class InPlace:
             expected: What is used.
         """
         self._read.add(-1 if layer is None else layer)
-        if self._reason or given is None or self._kernel is None:
+        if self._reason or given is None or self._planned:
             return
         # Triton, its compiler and the driver raise errors of many kinds, and none ends a rollout that can go on.
         try:

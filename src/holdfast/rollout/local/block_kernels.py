@@ -1,9 +1,9 @@
 """Triton kernels in which the one new token of each row attends to the row's blocks where they lie.
 
-One program has a row, a key head and a split of the row's tokens; the queries that share the key head are the rows of its
-matrix products. It keeps a running maximum and normaliser (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022,
-arXiv:2205.14135), and where rows have several splits a second kernel joins them, so that a few long rows fill a card too.
-Nothing is read behind a row's end or before its window.
+One program has a row, a key head and a split of the row's tokens; the queries that share the key head are the rows of
+its matrix products. It keeps a running maximum and normaliser (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et
+al. 2022, arXiv:2205.14135). Where rows have several splits, so that a few long ones fill a card too, a second kernel
+joins them. Nothing is read behind a row's end or before its window.
 
 The file needs Triton; nothing else of the package imports it at the top.
 """
@@ -12,7 +12,7 @@ The file needs Triton; nothing else of the package imports it at the top.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _LEAST = 16
 """Rows, columns and terms that a matrix product of Triton has at least."""
 _TILE, _TILE_BYTES = 64, 2**15
-"""Most tokens of a tile, and bytes of its keys and values, of which shared memory has two."""
+"""Most tokens of a tile, and bytes of its keys and values."""
+STAGES = 2
+"""Tiles that are on their way at once."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton is not followed
@@ -47,10 +49,9 @@ def _attend(  # type: ignore[no-untyped-def]
     )
     top = tl.full([WIDE_HEADS], float("-inf"), SUMS)
     total = tl.zeros([WIDE_HEADS], SUMS)
-    if HAS_SINKS:
-        if split == 0:
-            top = tl.load(sinks + key_head * HEADS + head, mask=is_head, other=0.0).to(SUMS)
-            total = tl.full([WIDE_HEADS], 1.0, SUMS)
+    if HAS_SINKS:  # each is a score without a value, in the first split
+        sink = tl.load(sinks + key_head * HEADS + head, mask=is_head, other=0.0).to(SUMS)
+        top, total = tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
     sums = tl.zeros([WIDE_HEADS, WIDE_VALUE_SIZE], SUMS)
     for start in range(tl.maximum(split * SPLIT, first // TILE * TILE), tl.minimum((split + 1) * SPLIT, end), TILE):
         token = start + tl.arange(0, TILE)
@@ -61,7 +62,7 @@ def _attend(  # type: ignore[no-untyped-def]
             keys + stored[None, :] * SIZE + size[:, None], mask=is_seen[None, :] & is_size[:, None], other=0.0
         )
         scores = tl.dot(queries, key, input_precision="ieee", out_dtype=SUMS) * SCALE
-        if CAP:
+        if CAP > 0:
             decayed = tl.exp(-2.0 * tl.abs(scores) / CAP)
             bent = CAP * (1 - decayed) / (1 + decayed)
             scores = tl.where(scores < 0, -bent, bent)
@@ -111,8 +112,17 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(out + head * VALUE_SIZE + value_size, (joined / total).to(out.dtype.element_ty), mask=is_size)
 
 
-def attend(given: Operands) -> None:
-    """Write `given.out`, by way of `given.sums` where rows have several splits."""
+class Launch(NamedTuple):
+    """One kernel's call."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def launches(given: Operands) -> list[Launch]:
+    """Return the calls that write `given.out`, by way of `given.parts` where rows have several splits."""
     query, (keys, values) = given.query, given.pair
     rows, heads, size = query.shape
     block_size, key_heads, value_size = values.shape[1:]
@@ -120,19 +130,37 @@ def attend(given: Operands) -> None:
     tile = _TILE
     while tile > _LEAST and tile * (wide_size + wide_value_size) * keys.element_size() > _TILE_BYTES:
         tile //= 2
-    splits = given.splits
+    of_values = {
+        "VALUE_SIZE": value_size,
+        "WIDE_VALUE_SIZE": wide_value_size,
+        "SUMS": tl.float64 if query.dtype == torch.float64 else tl.float32,
+    }
+    constants = of_values | {
+        "SCALE": given.scale,
+        "CAP": given.softcap or 0.0,
+        "WINDOW": given.window or 0,
+        "HAS_SINKS": given.sinks is not None,
+        "WHOLE": given.parts is None,
+        "HEADS": heads // key_heads,
+        "SIZE": size,
+        "WIDE_HEADS": max(_LEAST, triton.next_power_of_2(heads // key_heads)),
+        "WIDE_SIZE": wide_size,
+        "BLOCK": block_size,
+        "TILE": tile,
+        "SPLIT": given.split,
+    }
+    sinks = query if given.sinks is None else given.sinks
     parts = (given.out,) * 3 if given.parts is None else given.parts
-    sums = tl.float64 if query.dtype == torch.float64 else tl.float32
-    _attend[(rows, key_heads, splits)](
-        query, keys, values, given.tables, given.positions, query if given.sinks is None else given.sinks, *parts,
-        given.tables.stride(0), key_heads, splits, SCALE=given.scale, CAP=given.softcap or 0.0,
-        WINDOW=given.window or 0, HAS_SINKS=given.sinks is not None, WHOLE=given.parts is None,
-        HEADS=heads // key_heads, SIZE=size, VALUE_SIZE=value_size,
-        WIDE_HEADS=max(_LEAST, triton.next_power_of_2(heads // key_heads)), WIDE_SIZE=wide_size,
-        WIDE_VALUE_SIZE=wide_value_size, BLOCK=block_size, TILE=tile, SPLIT=given.split, SUMS=sums, num_stages=2,
-    )  # fmt: skip
+    arguments = (query, keys, values, given.tables, given.positions, sinks, *parts)
+    sizes = (given.tables.stride(0), key_heads, given.splits)
+    found = [Launch(_attend, (rows, key_heads, given.splits), (*arguments, *sizes), constants)]
     if given.parts is not None:
-        _join[(rows * heads,)](
-            *parts, given.out, splits, VALUE_SIZE=value_size, WIDE_VALUE_SIZE=wide_value_size,
-            WIDE_SPLITS=triton.next_power_of_2(splits), SUMS=sums,
-        )  # fmt: skip
+        constants = of_values | {"WIDE_SPLITS": triton.next_power_of_2(given.splits)}
+        found.append(Launch(_join, (rows * heads,), (*given.parts, given.out, given.splits), constants))
+    return found
+
+
+def attend(given: Operands) -> None:
+    """Write `given.out`."""
+    for kernel, grid, arguments, constants in launches(given):
+        kernel[grid](*arguments, **constants, num_stages=STAGES)

@@ -68,9 +68,7 @@ class View:
         self._masks: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
 
     @classmethod
-    def of(
-        cls, tables: Tensor, positions: Tensor, longest: int, *, even: bool = False, decodes: bool = False
-    ) -> View:
+    def of(cls, tables: Tensor, positions: Tensor, longest: int, *, even: bool = False, decodes: bool = False) -> View:
         """Return the view of rows that write these positions; see `View`."""
         size = BLOCK_SIZE
         written = tables.gather(1, positions // size) * size + positions % size
