@@ -112,6 +112,10 @@ def holdfast(shape: Shape, device: str, *, graphs: bool = True, in_place: bool =
         assert sum(sampled.tokens.size for sampled in found) == shape.rows * shape.completion
 
     report(engine._replica.model, rollout, shape, device)
+    assert_kept(engine, recorder)
+
+
+def assert_kept(engine: Any, recorder: Any) -> None:
     assert engine._recorder is recorder, "graphs were given up"
     assert engine.in_place is None or engine.in_place.agrees, "blocks were gathered"
 

@@ -79,8 +79,9 @@ class Operands(NamedTuple):
         parts = None
         if splits > 1:
             wide = torch.promote_types(query.dtype, torch.float32)
-            shapes = (rows, heads, splits, value_size), (rows, heads, splits), (rows, heads, splits)
-            parts = tuple(query.new_empty(shape, dtype=wide) for shape in shapes)
+            sums = query.new_empty(rows, heads, splits, value_size, dtype=wide)
+            maxima, totals = (query.new_empty(rows, heads, splits, dtype=wide) for _ in range(2))
+            parts = sums, maxima, totals
         return cls(
             query, pair, tables, positions, sinks, size**-0.5 if scale is None else scale, window, softcap,
             split, splits, query.new_empty(rows, heads, value_size), parts,

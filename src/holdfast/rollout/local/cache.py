@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own short name
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import Cache
 
 from holdfast.models.layers.attention import packed_attention
@@ -114,8 +114,8 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.capacity = 0
         """Number of blocks that there is memory for."""
         self._view: View | None = None
-        self._layers: WeakIdKeyDictionary[Tensor, int] = WeakIdKeyDictionary()
-        """Keys or values that a decoding step gave a model -> their layer"""
+        self._given: dict[int, tuple[ReferenceType[Tensor], ReferenceType[Tensor]]] = {}
+        """Layer -> keys and values that a step gave the model, by which attention knows the layer"""
 
     @property
     def reads_in_place(self) -> bool:
@@ -124,8 +124,8 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def layer_of(self, key: Tensor, value: Tensor) -> int | None:
         """Return the layer for which `update` gave these very tensors in this step; None if it gave others."""
-        layer = self._layers.get(key)
-        return layer if layer == self._layers.get(value) else None
+        latest_first = reversed(self._given.items())  # some layers attend to what an earlier one was given
+        return next((layer for layer, pair in latest_first if pair[0]() is key and pair[1]() is value), None)
 
     def operands(  # noqa: PLR0913, PLR0917 - the operands of a formula
         self,
@@ -153,6 +153,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
     @view.setter
     def view(self, view: View) -> None:
         self._view = view
+        self._given.clear()
 
     def grow(self, capacity: int) -> None:
         """Have memory for so many blocks; memory that there was is given up, layer by layer."""
@@ -211,11 +212,10 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         seen = key_states, value_states
         if not self.reads_in_place:
             seen = _gathered(pair[0], view), _gathered(pair[1], view)
-        if self.in_place is not None and view.decodes:
-            for tensor in seen:
-                self._layers[tensor] = layer_idx
-            if self.in_place.is_comparing:
-                self.in_place.note_written(layer_idx)
+        if self.in_place is not None and self.in_place.is_comparing:
+            self.in_place.note_written(layer_idx)
+        if self.in_place is not None and (self.in_place.is_comparing or self.reads_in_place):
+            self._given[layer_idx] = ref(seen[0]), ref(seen[1])
         return seen
 
     def memory_like(self, states: Tensor) -> Tensor:
