@@ -11,10 +11,10 @@ model's forward calls are counted in both.
 `ranks_1` the same in one process, and `twins` in 2 processes beside each other that know nothing of each other, which
 says how much of the difference is the shared memory and cores of the machine. Weights are gathered, and counted, in
 every rollout. Cost is the mean over the ranks. On a GPU only the first two arms run, with prompts of 256 and 128 tokens
-for each of 64 rows, then of 256 rows, one arm in memory at a time; and `operations`, which is `holdfast` without CUDA
-graphs, for 64 rows. A replayed step is no forward call of Python's, so `holdfast` counts few there; an arm whose graphs
-were given up fails with the reason. `--tiny` decodes with a tiny model on the CPU, which says that the script runs and
-nothing else.
+for each of 64 rows, then of 256 rows, one arm in memory at a time; and, for 64 rows, `operations`, which is `holdfast`
+without CUDA graphs, and `gathered`, which attends over gathered blocks. A replayed step is no forward call of
+Python's, so `holdfast` counts few there; an arm whose graphs or blocks in place were given up fails with the reason.
+`--tiny` decodes with a tiny model on the CPU, which says that the script runs and nothing else.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def report(language_model: Any, rollout: Callable[[], object], shape: Shape, dev
     print(json.dumps(result))
 
 
-def holdfast(shape: Shape, device: str, *, graphs: bool = True) -> None:
+def holdfast(shape: Shape, device: str, *, graphs: bool = True, in_place: bool = True) -> None:
     import torch
 
     from holdfast.config.sections.model import ModelConfig
@@ -93,6 +93,7 @@ def holdfast(shape: Shape, device: str, *, graphs: bool = True) -> None:
     place, stops = torch.device(device), Stops(frozenset({tokenizer.eos_token_id}))
     recorder = CudaRecorder(place) if graphs and device == "cuda" else None
     engine = InProcessEngine(origin, place, dtype, stops, recorder=recorder)
+    engine.in_place = engine.in_place if in_place else None
     todo = iter(range(shape.steps))
 
     def rollout() -> None:
@@ -111,7 +112,12 @@ def holdfast(shape: Shape, device: str, *, graphs: bool = True) -> None:
         assert sum(sampled.tokens.size for sampled in found) == shape.rows * shape.completion
 
     report(engine._replica.model, rollout, shape, device)
+    assert_kept(engine, recorder)
+
+
+def assert_kept(engine: Any, recorder: Any) -> None:
     assert engine._recorder is recorder, "graphs were given up"
+    assert engine.in_place is None or engine.in_place.agrees, "blocks were gathered"
 
 
 def transformers(shape: Shape, device: str) -> None:
@@ -193,7 +199,10 @@ def rank_of_rollouts(shape: Shape, _: str) -> None:
 
 Decode = Callable[[Shape, str], None]
 ARMS: dict[str, Decode] = {"holdfast": holdfast, "transformers": transformers}
-ON_CUDA: dict[str, Decode] = {"operations": partial(holdfast, graphs=False)}
+ON_CUDA: dict[str, Decode] = {
+    "operations": partial(holdfast, graphs=False),
+    "gathered": partial(holdfast, in_place=False),
+}
 SHARDED = {"ranks_2": Ranks(2), "ranks_1": Ranks(1), "twins": Ranks(2, connected=False)}
 OVER_GENERATE, OVER_OPERATIONS = 1.7, 2.0
 
@@ -226,17 +235,19 @@ def main() -> None:
 
 def on_gpu(rows: str, options: argparse.Namespace) -> bool:
     """Compare so many rows, one arm in memory at a time; return whether something failed or missed its target."""
-    with_operations = rows == "64"
-    arms = [*ARMS, *(ON_CUDA if with_operations else ())]
+    with_others = rows == "64"
+    arms = [*ARMS, *(ON_CUDA if with_others else ())]
     rounds = alternate(__file__, arms, options.rounds, "--device", options.device, "--rows", rows, alone=True)
     verdicts = Verdicts(rounds, judged=not options.tiny)
     for arm in arms:
         verdicts.tell(f"{rows} rows, milliseconds a token, {arm}", arm, "ms_per_step")
     title = f"{rows} rows, tokens per second, Holdfast over transformers' generate"
     verdicts.at_least(OVER_GENERATE, title, "holdfast", "transformers", "speeds")
-    if with_operations:
+    if with_others:
         title = f"{rows} rows, tokens per second, CUDA graphs over operation by operation"
         verdicts.at_least(OVER_OPERATIONS, title, "holdfast", "operations", "speeds")
+        title = f"{rows} rows, tokens per second, blocks in place over gathered"
+        verdicts.at_least(1.0, title, "holdfast", "gathered", "speeds")
     return verdicts.missed
 
 

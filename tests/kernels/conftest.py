@@ -1,4 +1,4 @@
-"""Triton's interpreter, rounding to bfloat16 as a GPU does."""
+"""Triton's interpreter, with bfloat16 as a GPU has it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Round float32 to the nearest bfloat16; the interpreter of Triton 3.9 cuts digits off, a GPU never does."""
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Round float32 to the nearest bfloat16, and multiply numbers; a GPU does.
+
+    The interpreter of Triton 3.9 cuts digits off, and its matrix product takes the bits of bfloat16 for whole numbers.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         import triton.language as tl
         from triton.runtime import interpreter
@@ -27,4 +30,16 @@ def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return cut(values, source, target, rounding)
 
         monkeypatch.setattr(interpreter, "_convert_float", converted)
+        product = interpreter.InterpreterBuilder.create_dot
+
+        def of_numbers(builder: Any, left: Any, right: Any, *rest: Any) -> Any:
+            return product(builder, *(in_float32(handle) for handle in (left, right)), *rest)
+
+        def in_float32(handle: Any) -> Any:
+            if handle.dtype.scalar != tl.bfloat16:
+                return handle
+            numbers = torch.from_numpy(np.array(handle.data)).view(torch.bfloat16).float().numpy()
+            return interpreter.TensorHandle(numbers, tl.float32)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", of_numbers)
     yield

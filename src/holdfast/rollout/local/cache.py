@@ -2,13 +2,16 @@
 
 `blocks.Blocks` says which blocks a row has; `BlockCache` has their memory. While prompts are computed, or a piece of a
 long one, their keys and values are written to the blocks as they come. A decoding step writes one token to each row,
-and looks at the row's blocks through a table. Nothing here waits for the device.
+and looks at the row's blocks through a table: in place by a kernel (`block_attention`), or in a contiguous copy, which
+serves CPUs, several queries of a row, and models that make keys and values of what the cache keeps. Nothing here waits
+for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own short name
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from holdfast.models.layers.attention import packed_attention
+from holdfast.rollout.local.block_attention import InPlace, Operands
 
 CACHED = "holdfast_cached"
 """Name under which transformers finds attention over this cache."""
@@ -50,23 +54,33 @@ class View:
             computed, which see what is computed with them and nothing else.
         positions: [rows, queries] int64, the places in each row that are written.
         longest: Places that are looked at in every row.
-        even: All rows see all places that are looked at.
         written: [rows x queries] int64, block x block size + offset of what is written.
+        even: All rows see all places that are looked at.
+        decodes: It is a decoding step, which may read blocks in place. A piece of a text gathers them, also one of a
+            single token, so that its bits do not depend on whether two forms have been compared yet.
     """
 
-    def __init__(
-        self, tables: Tensor | None, positions: Tensor, longest: int, written: Tensor, *, even: bool = False
+    def __init__(  # noqa: PLR0913 - what a pass is known by
+        self,
+        tables: Tensor | None,
+        positions: Tensor,
+        longest: int,
+        written: Tensor,
+        *,
+        even: bool = False,
+        decodes: bool = False,
     ) -> None:
         self.tables, self.positions, self.longest, self.written = tables, positions, longest, written
+        self.decodes = decodes
         self._even = even
         self._masks: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
 
     @classmethod
-    def of(cls, tables: Tensor, positions: Tensor, longest: int, *, even: bool = False) -> View:
+    def of(cls, tables: Tensor, positions: Tensor, longest: int, *, even: bool = False, decodes: bool = False) -> View:
         """Return the view of rows that write these positions; see `View`."""
         size = BLOCK_SIZE
         written = tables.gather(1, positions // size) * size + positions % size
-        return cls(tables, positions, longest, written.flatten(), even=even)
+        return cls(tables, positions, longest, written.flatten(), even=even, decodes=decodes)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to scores: 0 where a query sees a place, else minus infinity.
@@ -94,10 +108,15 @@ class View:
 
 
 class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """Memory of blocks, layer by layer."""
+    """Memory of blocks, layer by layer.
 
-    def __init__(self) -> None:
+    Args:
+        in_place: Whether decoding steps read blocks in place; None for never.
+    """
+
+    def __init__(self, in_place: InPlace | None = None) -> None:
         super().__init__(layers=[])
+        self.in_place = in_place
         self.pairs: dict[int, KeysAndValues] = {}
         """Layer -> keys and values"""
         self.capacity = 0
@@ -106,6 +125,35 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.states: dict[StateKey, Tensor] = {}
         """States of recurrent layers, [rows, ...]: what a pass goes on from, and changes in place; or, where it begins
         a text, what it leaves."""
+        self._given: dict[int, tuple[ReferenceType[Tensor], ReferenceType[Tensor]]] = {}
+        """Layer -> keys and values that a step gave the model, by which attention knows the layer"""
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether this pass reads blocks in place."""
+        return self.view.decodes and self.in_place is not None and bool(self.in_place.agrees)
+
+    def layer_of(self, key: Tensor, value: Tensor) -> int | None:
+        """Return the layer for which `update` gave these very tensors in this step; None if it gave others."""
+        latest_first = reversed(self._given.items())  # some layers attend to what an earlier one was given
+        return next((layer for layer, pair in latest_first if pair[0]() is key and pair[1]() is value), None)
+
+    def operands(  # noqa: PLR0913, PLR0917 - the operands of a formula
+        self,
+        layer: int,
+        query: Tensor,
+        sinks: Tensor | None,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Operands:
+        """Return what the kernel reads for a layer, and memory for what it writes; see `Operands`."""
+        view, pair = self.view, self.pairs[layer]
+        assert view.tables is not None
+        return Operands.of(
+            query, pair, view.tables, view.positions[:, 0], view.longest,
+            sinks=sinks, scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
 
     @property
     def view(self) -> View:
@@ -116,6 +164,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
     @view.setter
     def view(self, view: View) -> None:
         self._view = view
+        self._given.clear()
 
     def grow(self, capacity: int) -> None:
         """Have memory for so many blocks; memory that there was is given up, layer by layer."""
@@ -159,7 +208,8 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
         Returns:
             Those that attention sees: whole prompts' own, else [rows, key heads, longest, head size] of the rows. Some
-            models (DeepSeek's) keep less than keys and values, and make these of what they get back.
+            models (DeepSeek's) keep less than keys and values, and make these of what they get back. Where blocks are
+            read in place, the step's own, by which attention knows the layer.
         """
         view = self.view
         if layer_idx not in self.pairs:
@@ -170,7 +220,14 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
             stored.flatten(0, 1).index_copy_(0, view.written, new.transpose(1, 2).flatten(0, 1))
         if view.tables is None:
             return key_states, value_states
-        return _gathered(pair[0], view), _gathered(pair[1], view)
+        seen = key_states, value_states
+        if not self.reads_in_place:
+            seen = _gathered(pair[0], view), _gathered(pair[1], view)
+        if self.in_place is not None and self.in_place.is_comparing:
+            self.in_place.note_written(layer_idx)
+        if self.in_place is not None and (self.in_place.is_comparing or self.reads_in_place):
+            self._given[layer_idx] = ref(seen[0]), ref(seen[1])
+        return seen
 
     def memory_like(self, states: Tensor) -> Tensor:
         """Return memory of all blocks for what is like these keys or values, [rows, key heads, queries, head size]."""
@@ -252,7 +309,24 @@ def cached_attention(  # noqa: PLR0913 - the operands of a formula
         attended: Tensor
         attended, _ = packed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
         return attended, None
-    view: View = options["rows"].view
+    cache: BlockCache = options["rows"]
+    in_place = cache.in_place
+    if in_place is None or not (cache.reads_in_place or in_place.is_comparing):
+        return _over_gathered(cache.view, query, key, value, scaling, options), None
+    layer, how = cache.layer_of(key, value), (scaling, options.get("sliding_window"), options.get("softcap"))
+    given = None if layer is None else cache.operands(layer, query[:, :, 0], options.get("s_aux"), *how)
+    if cache.reads_in_place:
+        assert given is not None, "attention got other keys than those that the cache has given"
+        return in_place.attend(given)[:, None], None
+    out = _over_gathered(cache.view, query, key, value, scaling, options)
+    in_place.compare(layer, given, out[:, 0])
+    return out, None
+
+
+def _over_gathered(  # noqa: PLR0913, PLR0917 - the operands of a formula
+    view: View, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, options: Mapping[str, Any]
+) -> Tensor:
+    """Attend to gathered blocks; operands and result are those of `cached_attention`."""
     mask = view.mask(options.get("sliding_window"), query.dtype)
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     rows, heads, queries, size = query.shape
@@ -265,7 +339,7 @@ def cached_attention(  # noqa: PLR0913 - the operands of a formula
         out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
     else:
         out = _explicit(grouped, key, value, mask, scaling, softcap, sinks)
-    return out.reshape(rows, heads, queries, -1).transpose(1, 2), None
+    return out.reshape(rows, heads, queries, -1).transpose(1, 2)
 
 
 def _gathered(stored: Tensor, view: View) -> Tensor:

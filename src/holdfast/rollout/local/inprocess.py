@@ -19,6 +19,7 @@ from holdfast.models.layers.expert_choices import column
 from holdfast.models.layers.family import output_layer_of
 from holdfast.models.setup.model import Blueprint
 from holdfast.rollout.engine import Interrupted, Sampled, TurnSource
+from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, BlockCache, register_cache
 from holdfast.rollout.local.decoding import Decoding
@@ -75,6 +76,8 @@ class InProcessEngine(ReplicaEngine):
         """Blocks that every rank has memory for, where `block_limit` follows from memory."""
         self._pieces = Pieces(piece)
         self._state_blocks: int | None = None
+        self.in_place = InPlace() if device.type == "cuda" and dtype != torch.float64 else None
+        """Whether decoding steps read blocks in place."""
         self._recorder = None if tells_experts else recorder
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
@@ -121,7 +124,7 @@ class InProcessEngine(ReplicaEngine):
         blocks = Blocks(BLOCK_SIZE, self.block_limit)
         on_device = DeviceRows(
             predictor,
-            BlockCache(),
+            BlockCache(self.in_place),
             blocks,
             recorder=None if longest is None else self._recorder,
             most_blocks=None if longest is None else blocks.needed(longest),

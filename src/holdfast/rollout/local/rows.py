@@ -24,6 +24,8 @@ from holdfast.types import host_value
 _LEAST_BLOCKS = 16
 _BLOCKS_OF_DOUBLING = 128
 """Blocks of a row up to which a bucket doubles; beyond, it grows by eighths."""
+_COMPARED_ROWS = 8
+"""Rows for which two forms of attention are compared: gathered blocks of all rows may have no room."""
 
 
 class Bucket(NamedTuple):
@@ -229,6 +231,7 @@ class DeviceRows:
         """
         assert count <= self._look_every
         self._settle(count)
+        self._compare_attention()
         draw_token: DrawToken = self.step
         if self._recorder is not None:
             replay = self._replays.get(self._bucket)
@@ -246,6 +249,24 @@ class DeviceRows:
             self.lengths += 1
             self._unseen += 1
 
+    def _compare_attention(self) -> None:
+        """Find out whether blocks can be read in place, if nobody knows: by a step of some rows, which draws nothing.
+
+        Nothing of it is used, so that what rows draw does not follow from what this process has compared.
+        """
+        in_place = self.cache.in_place
+        if in_place is None or in_place.agrees is not None:
+            return
+        whole, lengths = self._now, self.lengths
+        self._part, self.lengths = whole.first(_COMPARED_ROWS, whole.tables.shape[1]), lengths[:_COMPARED_ROWS]
+        before = [tensor.clone() for tensor in self.changed()]
+        with in_place.comparing():
+            self.step()
+        for tensor, value in zip(self.changed(), before, strict=True):
+            tensor.copy_(value)
+        self._part, self.lengths = whole, lengths
+        self._choices.clear()
+
     def look(self) -> Drawn:
         """Bring what was drawn to the host."""
         tokens, logprobs = (host_value(part, "drawn tokens").tolist() for part in self.written(self._unseen))
@@ -261,11 +282,11 @@ class DeviceRows:
         longest = self._bucket.blocks * BLOCK_SIZE
         if self.records:
             # Rows that only fill a bucket grow beyond it, and write their last place again.
-            view = View.of(now.tables, now.lengths.clamp(max=longest - 1)[:, None], longest)
+            view = View.of(now.tables, now.lengths.clamp(max=longest - 1)[:, None], longest, decodes=True)
         else:
             longest = int(self.lengths.max()) + 1
             even = bool((self.lengths + 1 == longest).all())
-            view = View.of(now.tables, now.lengths.clone()[:, None], longest, even=even)
+            view = View.of(now.tables, now.lengths.clone()[:, None], longest, even=even, decodes=True)
         self.cache.view = view
         tokens, logprobs, met = self._predictor.step(now.state, self.cache, has_fillers=self.records)
         now.lengths.add_(1)
