@@ -112,7 +112,7 @@ test-verifiers: setup
 		HOLDFAST_VERIFIERS_PYTHON=$(abspath $(VERIFIERS_VENV))/bin/python \
 		$(BIN)/python -m pytest -n 0 -rs tests/rollout/test_agents.py tests/rollout/test_verifiers.py
 
-# The head's Triton kernels by Triton's interpreter, in an environment that has .venv's packages and Triton.
+# Our Triton kernels by Triton's interpreter and its compiler, in an environment that has .venv's packages and Triton.
 KERNELS_VENV ?= .venv-kernels
 test-kernels: setup
 	tools/install_kernels.sh $(KERNELS_VENV)

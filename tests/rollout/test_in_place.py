@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.local.block_attention import InPlace, Operands
-from holdfast.rollout.local.cache import BLOCK_SIZE
+from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View, cached_attention
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
 from tests.models.architectures import SETTINGS
@@ -139,3 +140,23 @@ def test_experts_of_the_step_that_is_compared_are_not_told() -> None:
 
 def test_an_engine_on_a_cpu_gathers() -> None:
     assert engine_of(reference("qwen3")).in_place is None
+
+
+def test_a_step_in_place_makes_no_copy_of_blocks_and_no_mask_and_a_piece_of_one_token_does() -> None:
+    in_place = Counted()
+    in_place.agrees = True
+    cache = BlockCache(in_place)
+    cache.grow(4)
+    tables, positions = torch.tensor([[2, 3]]), torch.tensor([[17]])
+    new = torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8)
+    masks = []
+    for decodes in (True, False):
+        cache.view = View.of(tables, positions, 18, decodes=decodes)
+
+        given = cache.update(*new, 0)
+        cached_attention(nn.Module(), torch.ones(1, 4, 1, 8), *given, None, rows=cache)
+
+        assert [key.shape[2] for key in given] == [1 if decodes else 18] * 2
+        masks.append(len(cache.view._masks))
+    assert masks == [0, 1]
+    assert in_place.rows == [1]
