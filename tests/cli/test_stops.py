@@ -93,7 +93,9 @@ def test_the_first_request_saves_and_stops_the_run_after_its_step_and_says_so(
 
 @pytest.mark.slow
 def test_sigusr1_saves_and_the_run_goes_on(start: Any, endless: dict[str, Any]) -> None:
-    run = start(endless | {"checkpoint": {"at_end": False, "export_at_end": False, "keep": {"last": 9}}})
+    # Real ranks: a warm one passes signals on from its first moment, before the run has a handler for them.
+    tree = endless | {"checkpoint": {"at_end": False, "export_at_end": False, "keep": {"last": 9}}}
+    run = start(tree, as_users_do=True)
     run.wait_for(lambda: any(b"RANK=1" in environ for environ in run.processes().values()))
     run.ask_for_a_save()  # while the ranks start
     saved = run.directory / "checkpoints"
