@@ -23,7 +23,7 @@ from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, BlockCache, register_cache
 from holdfast.rollout.local.decoding import Decoding
 from holdfast.rollout.local.graphs import Recorder
-from holdfast.rollout.local.pieces import Pieces
+from holdfast.rollout.local.pieces import Pieces, why_whole
 from holdfast.rollout.local.predictor import Predictor
 from holdfast.rollout.local.replica import Replica, ReplicaEngine, for_few_rows
 from holdfast.rollout.local.rows import DeviceRows
@@ -73,7 +73,11 @@ class InProcessEngine(ReplicaEngine):
         self.block_limit = blocks
         self.block_room = 0
         """Blocks that every rank has memory for, where `block_limit` follows from memory."""
-        self._pieces = Pieces(piece)
+        self.piece = piece
+        self.longest: int = 0
+        """Most tokens of a text that a row begins with, as far as that is known."""
+        self.in_pieces: bool | None = None
+        """Whether texts longer than a piece are computed in pieces; None, as long as nobody looked, for at once."""
         self._recorder = None if tells_experts else recorder
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
@@ -114,7 +118,7 @@ class InProcessEngine(ReplicaEngine):
             longest: Most tokens of a row; None where that is not known, and no step is recorded.
             planned: No token and no text ends a completion, and prompts are computed at once, in the fewest passes.
         """
-        predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
+        predictor = self._predictor()
         blocks = Blocks(BLOCK_SIZE, self.block_limit)
         on_device = DeviceRows(
             predictor,
@@ -132,7 +136,7 @@ class InProcessEngine(ReplicaEngine):
             limit=self._sampling.max_new_tokens,
             most_rows=self._rows,
             look_every=self._look_every,
-            pieces=None if planned else self._pieces,
+            pieces=Pieces(self.piece) if self.in_pieces and not planned else None,
         )
         try:
             yield decoding
@@ -140,6 +144,16 @@ class InProcessEngine(ReplicaEngine):
             on_device.close()
             if longest is not None and not on_device.records:
                 self._recorder = None
+
+    @torch.no_grad()
+    def why_whole(self) -> str:
+        """Say why the model's texts must be computed at once, "" if they need not; see `pieces`."""
+        family = self._replica.family
+        marks = {token for token in (family.image_token_id, family.video_token_id) if token is not None}
+        return why_whole(self._predictor(), self.piece, marks)
+
+    def _predictor(self) -> Predictor:
+        return Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
 
     def _head(self) -> HeadWeights:
         layer: Any = output_layer_of(self._replica.model)
