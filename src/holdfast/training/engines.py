@@ -221,8 +221,7 @@ def build_engine(
         ConfigError: The engine that was asked for cannot decode this model.
     """
     origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
-    stops = stops_of(sharded)
-    dtype = getattr(torch, sharded.plan.compute_dtype)
+    stops, dtype = stops_of(sharded), getattr(torch, sharded.plan.compute_dtype)
     can = _decodes_in_process(sharded)
     if kind == "inprocess" and not can:
         why = origin.family.why_not_packed or "its attention is not computed per document (model.attention)"
@@ -241,6 +240,7 @@ def build_engine(
             tells_experts=tells_experts,
             float32_head=sharded.setting.config.model.head.dtype == "float32",
             recorder=CudaRecorder(device) if replays else None,
+            compiler="inductor" if sharded.setting.config.compiles_blocks("cuda") else None,
         )
     if kind == "auto" and sharded.setting.world.is_first:
         why = origin.family.why_not_packed or "data.packing or model.attention says so"

@@ -141,6 +141,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         device = next(iter(self.pairs.values()))[0].device
         return torch.tensor(blocks, dtype=torch.int64).to(device, non_blocking=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
@@ -171,6 +172,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return 0 if view.tables is None else view.longest - view.positions.shape[1]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def cached_attention(  # noqa: PLR0913 - the operands of a formula
     module: nn.Module,
     query: Tensor,

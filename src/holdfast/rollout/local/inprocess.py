@@ -22,6 +22,7 @@ from holdfast.rollout.engine import Interrupted, Sampled, TurnSource
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, BlockCache, register_cache
 from holdfast.rollout.local.decoding import Decoding
+from holdfast.rollout.local.fused import CompiledLayers, Compiler
 from holdfast.rollout.local.graphs import Recorder
 from holdfast.rollout.local.pieces import Pieces, why_whole
 from holdfast.rollout.local.predictor import Predictor
@@ -51,6 +52,7 @@ class InProcessEngine(ReplicaEngine):
         float32_head: The head's matrix product is in float32, as in training with `model.head.dtype: float32`.
         recorder: Records a step once for all tokens; default: each operation is called for every token. Not where
             experts are told, which are read from the step itself.
+        compiler: Compiles the layers of steps that are recorded; default: they are not compiled.
     """
 
     def __init__(  # noqa: PLR0913 - what an engine is made of
@@ -66,6 +68,7 @@ class InProcessEngine(ReplicaEngine):
         tells_experts: bool = False,
         float32_head: bool = False,
         recorder: Recorder | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         register_cache()
         super().__init__(Replica(origin, device, dtype, CACHED), stops, rows, tells_experts=tells_experts)
@@ -79,6 +82,8 @@ class InProcessEngine(ReplicaEngine):
         self.in_pieces: bool | None = None
         """Whether texts longer than a piece are computed in pieces; None, as long as nobody looked, for at once."""
         self._recorder = None if tells_experts else recorder
+        records = self._recorder is not None
+        self._layers = CompiledLayers(self._replica.model, compiler) if records and compiler is not None else None
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
     @torch.no_grad()
@@ -125,6 +130,7 @@ class InProcessEngine(ReplicaEngine):
             BlockCache(),
             blocks,
             recorder=None if longest is None else self._recorder,
+            layers=self._layers,
             most_blocks=None if longest is None else blocks.needed(longest),
             look_every=self._look_every,
         )
