@@ -12,6 +12,7 @@ import torch
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.names import named_parameters
 from holdfast.rollout.engine import Request, generate
+from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
 from tests.rollout.recorders import Steps
@@ -125,3 +126,25 @@ def test_what_inductor_makes_of_layers_draws_the_same(capsys: pytest.CaptureFixt
 
     assert_same(found, generate(fused_engine(model, None), asked(5), HOW))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_cuda_graphs_of_compiled_layers_draw_what_the_cpu_draws(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, device = reference(kind), torch.device("cuda", torch.cuda.current_device())
+    engine = InProcessEngine(
+        origin_of(model),
+        device,
+        torch.float64,
+        Stops(frozenset({EOS})),
+        rows=64,
+        recorder=CudaRecorder(device),
+        compiler="inductor",
+    )
+    engine.update_weights(named_parameters(model).items(), 7)
+
+    found = generate(engine, asked(33), HOW)
+
+    assert_same(found, generate(fused_engine(model, None), asked(33), HOW), 1e-6)
+    assert capsys.readouterr().out == "", "graphs or compiled layers were given up"
