@@ -10,10 +10,11 @@ model's forward calls are counted in both.
 `ranks_2` is a rollout of a policy under FSDP2 on 2 gloo ranks, each with a prompt and 8 completions of its own;
 `ranks_1` the same in one process, and `twins` in 2 processes beside each other that know nothing of each other, which
 says how much of the difference is the shared memory and cores of the machine. Weights are gathered, and counted, in
-every rollout. Cost is the mean over the ranks. On a GPU only the first two arms run, with prompts of 256 and 128 tokens
-for each of 64 rows, then of 256 rows, one arm in memory at a time; and, for 64 rows, `operations`, which is `holdfast`
-without CUDA graphs, and `gathered`, which attends over gathered blocks. A replayed step is no forward call of
-Python's, so `holdfast` counts few there; an arm whose graphs or blocks in place were given up fails with the reason.
+every rollout. Cost is the mean over the ranks. On a GPU only the first two arms run, with prompts of 256 and 128
+tokens for each of 64 rows, then of 256 rows, one arm in memory at a time; and for 64 rows `operations`, which is
+`holdfast` without CUDA graphs, `uncompiled`, whose graphs have layers that are not compiled, and `gathered`, which
+attends over gathered blocks. A replayed step is no forward call of Python's, so `holdfast` counts few there; an arm
+whose graphs, compiled layers or blocks in place were given up fails.
 `--tiny` decodes with a tiny model on the CPU, which says that the script runs and nothing else.
 """
 
@@ -67,7 +68,9 @@ def report(language_model: Any, rollout: Callable[[], object], shape: Shape, dev
     print(json.dumps(result))
 
 
-def holdfast(shape: Shape, device: str, *, graphs: bool = True, in_place: bool = True) -> None:
+def holdfast(
+    shape: Shape, device: str, *, graphs: bool = True, in_place: bool = True, compiler: str | None = "inductor"
+) -> None:
     import torch
 
     from holdfast.config.sections.model import ModelConfig
@@ -92,7 +95,7 @@ def holdfast(shape: Shape, device: str, *, graphs: bool = True, in_place: bool =
     )
     place, stops = torch.device(device), Stops(frozenset({tokenizer.eos_token_id}))
     recorder = CudaRecorder(place) if graphs and device == "cuda" else None
-    engine = InProcessEngine(origin, place, dtype, stops, recorder=recorder)
+    engine = InProcessEngine(origin, place, dtype, stops, recorder=recorder, compiler=compiler)
     engine.in_place = engine.in_place if in_place else None
     todo = iter(range(shape.steps))
 
@@ -118,6 +121,7 @@ def holdfast(shape: Shape, device: str, *, graphs: bool = True, in_place: bool =
 def assert_kept(engine: Any, recorder: Any) -> None:
     assert engine._recorder is recorder, "graphs were given up"
     assert engine.in_place is None or engine.in_place.agrees, "blocks were gathered"
+    assert engine._layers is None or engine._layers.are_sound, "compiled layers were given up"
 
 
 def transformers(shape: Shape, device: str) -> None:
@@ -202,9 +206,10 @@ ARMS: dict[str, Decode] = {"holdfast": holdfast, "transformers": transformers}
 ON_CUDA: dict[str, Decode] = {
     "operations": partial(holdfast, graphs=False),
     "gathered": partial(holdfast, in_place=False),
+    "uncompiled": partial(holdfast, compiler=None),
 }
 SHARDED = {"ranks_2": Ranks(2), "ranks_1": Ranks(1), "twins": Ranks(2, connected=False)}
-OVER_GENERATE, OVER_OPERATIONS = 1.7, 2.0
+OVER_GENERATE, OVER_OPERATIONS, OVER_UNCOMPILED = 1.7, 2.0, 1.0
 
 
 def main() -> None:
@@ -248,6 +253,8 @@ def on_gpu(rows: str, options: argparse.Namespace) -> bool:
         verdicts.at_least(OVER_OPERATIONS, title, "holdfast", "operations", "speeds")
         title = f"{rows} rows, tokens per second, blocks in place over gathered"
         verdicts.at_least(1.0, title, "holdfast", "gathered", "speeds")
+        title = f"{rows} rows, tokens per second, compiled layers in CUDA graphs over uncompiled ones"
+        verdicts.at_least(OVER_UNCOMPILED, title, "holdfast", "uncompiled", "speeds")
     return verdicts.missed
 
 

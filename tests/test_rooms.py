@@ -73,7 +73,7 @@ ROOMS = {
         run run_state
         watched
         control fingerprints journal profiling stragglers
-        cache_blocks
+        cache_blocks pieces
         engines saving step
         evaluate numbers
         fit setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ def engine_for(
     cpu = torch.device("cpu")
     engine = InProcessEngine(origin_of(model), cpu, torch.float64, stops, recorder=recorder, **options)
     engine.update_weights(named_parameters(model).items(), 7)
+    engine.in_pieces = True
     return engine
 
 
@@ -229,16 +231,13 @@ def test_the_most_blocks_are_those_of_the_longest_rows(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
-def test_long_prompts_in_pieces_between_steps_give_what_whole_ones_give(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_prompts_in_pieces_between_steps_give_what_whole_ones_give(kind: str) -> None:
     model, sampling = reference(kind, max_position_embeddings=128), SamplingConfig(max_new_tokens=12, temperature=1.2)
     asked = drawn_requests(24, longest=60)
 
     found = generate(engine_for(model, rows=6, piece=7), asked, sampling)
 
     assert_same(found, generate(engine_for(model, rows=6), asked, sampling), SINGLE)
-    assert "pieces" not in capsys.readouterr().out
 
 
 def test_rows_are_decoded_between_the_pieces_of_a_long_prompt() -> None:
@@ -261,20 +260,6 @@ def test_rows_are_decoded_between_the_pieces_of_a_long_prompt() -> None:
     assert seen[-1] == (-1, [10, 2, 2])
 
 
-def test_what_is_sampled_does_not_follow_from_whether_an_engine_saw_a_long_prompt_before() -> None:
-    model, sampling = (
-        reference("qwen3", max_position_embeddings=128),
-        SamplingConfig(max_new_tokens=12, temperature=1.2),
-    )
-    engine, asked = engine_for(model, rows=6, piece=7), drawn_requests(24, longest=60)
-
-    first, second = generate(engine, asked, sampling), generate(engine, asked, sampling)
-
-    for one, other in zip(first, second, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.logprobs.tobytes() == other.logprobs.tobytes()
-
-
 class _Forgets(torch.nn.Module):
     """A layer that adds what the first token of a pass is: something between passes that no cache has."""
 
@@ -291,19 +276,50 @@ class _Forgets(torch.nn.Module):
         return embedded + embedded[:, :1]
 
 
-def test_a_model_that_gives_something_else_in_pieces_is_found_out_and_gets_whole_prompts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def keeps_something_between_passes(engine: InProcessEngine) -> None:
+    """Plant what no cache has: every pass adds what its first token is."""
+    inner = engine._replica.model.model
+    inner.embed_tokens = _Forgets(inner.embed_tokens)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "mixtral", "deepseek_v3"])
+def test_a_made_up_text_in_pieces_agrees_with_the_whole_and_draws_nothing(kind: str) -> None:
+    engine = engine_for(reference(kind, max_position_embeddings=128), piece=24)
+    draws = torch.get_rng_state()
+
+    assert engine.why_whole() == ""
+    assert torch.equal(torch.get_rng_state(), draws)
+
+
+def test_a_model_that_keeps_something_between_passes_gives_something_else_in_pieces() -> None:
+    engine = engine_for(reference("qwen3", max_position_embeddings=128), piece=24)
+
+    keeps_something_between_passes(engine)
+
+    assert re.fullmatch(r"what predicts the next token is \d\.\de[-+]\d\d of .* away", engine.why_whole())
+
+
+def test_a_model_that_cannot_be_computed_in_pieces_says_why() -> None:
+    engine = engine_for(reference("qwen3", max_position_embeddings=128), piece=24)
+
+    def refuse(_: Any, tokens: tuple[torch.Tensor]) -> None:
+        if tokens[0].shape[1] == 24:
+            raise ValueError("a state is missing\nand a second line")
+
+    engine._replica.model.model.embed_tokens.register_forward_pre_hook(refuse)
+
+    assert engine.why_whole() == "ValueError: a state is missing"
+
+
+@pytest.mark.parametrize("looked", [False, None])
+def test_texts_are_computed_at_once_where_pieces_differ_or_nobody_looked(looked: bool | None) -> None:
     model, sampling = reference("qwen3", max_position_embeddings=128), SamplingConfig(max_new_tokens=1)
     asked = [Request(0, np.arange(2, 42), (1, 2))]
     engines = [engine_for(model, piece=piece) for piece in (8, 1024)]
     for engine in engines:
-        inner = engine._replica.model.model
-        inner.embed_tokens = _Forgets(inner.embed_tokens)
+        keeps_something_between_passes(engine)
+    engines[0].in_pieces = looked
 
     found, expected = (generate(engine, asked, sampling) for engine in engines)
 
     assert_same(found, expected, SINGLE)
-    assert capsys.readouterr().out.startswith(
-        "rollouts compute long prompts at once, since in pieces they give something"
-    )

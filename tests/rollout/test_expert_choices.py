@@ -91,6 +91,7 @@ def test_rows_that_are_paused_and_prompts_in_pieces_tell_the_same_experts() -> N
     plain = InProcessEngine(origin_of(model), *place, stops, tells_experts=True)
     for each in (engine, plain):
         each.update_weights(named_parameters(model).items(), 7)
+    engine.in_pieces = True
 
     found, expected = (generate(each, asked, sampling) for each in (engine, plain))
 

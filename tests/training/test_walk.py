@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.tiny import tiny_directory
-from tests.training.walk_cases import first_step, without_branches
+from tests.training.walk_cases import first_step, walked_with_long_prompts, without_branches
 
 ROWS = prompts_of(8)
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -58,3 +58,36 @@ def test_what_fails_in_the_step_is_one_paragraph_by_its_cause(pools: Any, llama:
         assert raised == expected
         assert words in message
         assert "\n" not in message
+
+
+LONG = {"data": {"max_length": 1200}, "rollout": {"max_new_tokens": 10}}
+
+
+@pytest.fixture(scope="module")
+def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny model that reads long texts."""
+    return tiny_directory(tmp_path_factory.mktemp("long"), "llama", max_position_embeddings=2048)
+
+
+def test_a_model_that_gives_something_else_in_pieces_is_found_before_step_1(pools: Any, long_llama: Path) -> None:
+    tree = settings(str(long_llama), **LONG)
+
+    sound, faulty = (pools(2).run(walked_with_long_prompts, tree, ROWS, keeps) for keeps in (False, True))
+
+    assert [rank["in pieces"] for rank in sound] == [rank["still"] for rank in sound] == [True, True]
+    assert [rank["said"] for rank in sound] == [[], []]
+    assert [rank["in pieces"] for rank in faulty] == [False, False], "one rank saw it, and all compute at once"
+    ((said,), others) = (rank["said"] for rank in faulty)
+    assert said.startswith("rollouts compute long prompts at once, since in pieces they give something else: what ")
+    assert others == []
+
+
+def test_looking_at_pieces_changes_nothing_of_a_run(pools: Any, long_llama: Path) -> None:
+    looked, short = (
+        pools(2).run(walked_with_long_prompts, settings(str(long_llama), **sections), ROWS, False)
+        for sections in (LONG, {"data": {"max_length": 600}})
+    )
+
+    assert [rank["in pieces"] for rank in short] == [None, None]
+    assert [rank["loss"] for rank in looked] == [rank["loss"] for rank in short]
+    assert [rank["walked"] for rank in looked] == [rank["walked"] for rank in short]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,17 @@ from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part, sharded_parameters
 from holdfast.recipes.grpo import grpo_step, learn
 from holdfast.rewards.base import Sample, Scored
+from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.run import PolicyRun
 from holdfast.training.policy.walk import walk_a_step
 from holdfast.training.setup.begin import Live
 
 
-def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:
-    """Build a run, which walks through a step; its reward is the share of even tokens."""
+def built(
+    world: World, tree: dict[str, Any], rows: Any, plant: Callable[[PolicyRun], None] = lambda _: None
+) -> PolicyRun:
+    """Build a run, plant a fault in it, and walk through a step; its reward is the share of even tokens."""
 
     def score(samples: list[Sample]) -> list[Scored]:
         shares = [
@@ -34,6 +40,7 @@ def built(world: World, tree: dict[str, Any], rows: Any) -> PolicyRun:
         return [Scored(share, {"exact": share}) for share in shares]
 
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, score, Live(rows=rows))  # type: ignore[arg-type]
+    plant(run)
     walk_a_step(run, learn)
     return run
 
@@ -70,6 +77,44 @@ def first_step(world: World, tree: dict[str, Any], rows: Any, walks: int) -> dic
         "loss": (metrics["loss"], metrics["grad_norm"]),
         "gradients": gradients,
         "said": list(run.setting.log.messages),
+    }
+
+
+def walked_with_long_prompts(world: World, tree: dict[str, Any], rows: Any, keeps: bool) -> dict[str, Any]:  # noqa: FBT001 - sent to ranks
+    """Walk with a model that decodes long prompts, and make the first step; return what was found and printed.
+
+    Args:
+        world: Of this rank.
+        tree, rows: Of the run.
+        keeps: Rank 1's copy of the model keeps something between passes: the last token of the pass before.
+    """
+
+    def plant(run: PolicyRun) -> None:
+        engine = run.evaluation.sampler.engine
+        assert isinstance(engine, InProcessEngine) and engine.in_pieces is None
+        last: list[Tensor] = []
+
+        def add_what_was_kept(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+            kept = last.pop() if last else 0
+            last.append(embedded[:, -1:] if embedded.shape[1] == engine.piece else torch.zeros(()))
+            return embedded + kept
+
+        if keeps and world.rank == 1:
+            engine._replica.model.get_input_embeddings().register_forward_hook(add_what_was_kept)
+
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        run = built(world, tree, rows, plant)
+    engine: Any = run.evaluation.sampler.engine
+    found, walked = engine.in_pieces, bits(run)
+    metrics = grpo_step(run)
+    assert metrics is not None
+    return {
+        "in pieces": found,
+        "still": engine.in_pieces,
+        "said": [line for line in printed.getvalue().splitlines() if "pieces" in line],
+        "walked": walked,
+        "loss": metrics["loss"],
     }
 
 

@@ -43,6 +43,7 @@ from holdfast.training.cache_blocks import (
     settle_blocks,
 )
 from holdfast.training.observe import load_function
+from holdfast.training.pieces import settle_pieces
 from holdfast.training.run import ShardedModel
 
 
@@ -110,9 +111,9 @@ def open_engine(
             ranks.on_all_ranks(lambda: refuse_no_room(sharded, tokens, free))
         elif completion_bytes(sharded, tokens) > free:
             free = sys.maxsize  # what the run would take, had it the memory
-        own = cache_blocks(sharded, rollout.rows, tokens, free)
-        engine.block_limit = min(ranks.gather(own))
+        engine.block_limit = min(ranks.gather(cache_blocks(sharded, rollout.rows, tokens, free)))
         engine.block_room = min(ranks.gather(blocks_with_room(sharded, free)))
+        engine.longest = tokens  # a row that was paused begins with what it has drawn
     return engine
 
 
@@ -189,6 +190,8 @@ def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
         settle_blocks(sharded, engine, engine.block_room)
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     engine.update_weights(live_tensors(sharded.model, sharded.setting.ranks, dtype), sharded.state.updates)
+    if isinstance(engine, InProcessEngine):
+        settle_pieces(sharded, engine)
 
 
 def limit_blocks(engine: RolloutEngine, sharded: ShardedModel) -> None:
@@ -219,15 +222,13 @@ def build_engine(
         ConfigError: The engine that was asked for cannot decode this model.
     """
     origin, tokenizer, device = sharded.origin, sharded.origin.tokenizer, sharded.setting.world.device
-    stops = stops_of(sharded)
-    dtype = getattr(torch, sharded.plan.compute_dtype)
+    stops, dtype = stops_of(sharded), getattr(torch, sharded.plan.compute_dtype)
     why = why_not_in_process(origin, padded=sharded.model.padded)
     if kind == "inprocess" and why:
         raise ConfigError(
             f"rollout.engine: inprocess cannot decode {origin.family.name}: {why}. Use rollout.engine: transformers."
         )
     if samples_in_process(sharded, kind):
-        wide = sharded.setting.config.model.head.dtype == "float32"
         # On the CPU calling an operation costs little beside it, and a room of tokens is more than the tokens in it.
         replays = graphs == "auto" and device.type == "cuda" and not tells_experts
         return InProcessEngine(
@@ -237,8 +238,9 @@ def build_engine(
             stops,
             rows=rows,
             tells_experts=tells_experts,
-            float32_head=wide,
+            float32_head=sharded.setting.config.model.head.dtype == "float32",
             recorder=CudaRecorder(device) if replays else None,
+            compiler="inductor" if sharded.setting.config.compiles_blocks("cuda") else None,
         )
     if kind == "auto" and sharded.setting.world.is_first:
         print(f"rollouts by transformers' generate, which is slower, for {origin.family.name}: {why}", flush=True)

@@ -92,7 +92,8 @@ class ParallelConfig(Section):
     compile: Literal["auto", "blocks", "off", "head"] = "auto"
     """torch.compile of each transformer block, attention included; one program serves all blocks of a kind and
     documents of any lengths. `auto`: on a GPU, where the model's parts can be compiled. Blocks that do not compile, or
-    that fail the check before step 1, run uncompiled, which is printed. `head` is read as `auto`."""
+    that fail the check before step 1, run uncompiled, which is printed. Layers of decoding steps that `rollout.graphs`
+    records are compiled likewise. `head` is read as `auto`."""
     reduce: Literal["auto", "each_micro_batch", "last_micro_batch"] = "auto"
     """When gradients are reduced over ranks. `auto`: every micro-batch for float32 storage; the last one for
     bfloat16 storage, where adding reduced gradients would round away small ones."""

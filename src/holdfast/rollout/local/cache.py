@@ -201,6 +201,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         device = next(iter(self.pairs.values()))[0].device
         return torch.tensor(blocks, dtype=torch.int64).to(device, non_blocking=True)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
@@ -233,10 +234,12 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """Return memory of all blocks for what is like these keys or values, [rows, key heads, queries, head size]."""
         return states.new_zeros(self.capacity, BLOCK_SIZE, states.shape[1], states.shape[3])
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a convolution's last inputs, [rows, channels, kernel size]; None where a text begins."""
         return self.states.get(StateKey(layer_idx, state_idx, "conv"))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
@@ -251,10 +254,12 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
             stored.copy_(inputs[..., -stored.shape[-1] :])
         return inputs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a recurrent layer's state, [rows, ...]; None where a text begins."""
         return self.states.get(StateKey(layer_idx, state_idx, "recurrent"))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Take a recurrent layer's state, [rows, ...], and return it."""
         key = StateKey(layer_idx, state_idx, "recurrent")
@@ -279,6 +284,7 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return 0 if view.tables is None else view.longest - view.positions.shape[1]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def cached_attention(  # noqa: PLR0913 - the operands of a formula
     module: nn.Module,
     query: Tensor,

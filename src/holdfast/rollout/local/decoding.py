@@ -122,7 +122,7 @@ class Decoding:
         slots, blocks = self._most_rows - len(self.rows), 0
         admitted: list[tuple[Waiting, int]] = []
         for waiting in self.waiting:
-            if self._pieces is not None and self._pieces.cut(self._predictor, waiting):
+            if self._pieces is not None and self._pieces.cut(waiting):
                 break
             text = 0 if waiting.hidden is not None else self._blocks.needed(waiting.length)
             count = min(slots, len(waiting.rows))
@@ -173,7 +173,7 @@ class Decoding:
     def _compute_piece(self) -> None:
         """Compute a piece of the text that is next, if it is a long one and a row of it could begin."""
         waiting = self.waiting[0] if self.waiting else None
-        if waiting is None or self._pieces is None or not self._pieces.cut(self._predictor, waiting):
+        if waiting is None or self._pieces is None or not self._pieces.cut(waiting):
             return
         if not waiting.blocks:
             needed = self._blocks.needed(waiting.length)

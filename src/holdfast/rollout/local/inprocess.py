@@ -23,8 +23,9 @@ from holdfast.rollout.local.block_attention import InPlace
 from holdfast.rollout.local.blocks import Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, CACHED, BlockCache, register_cache
 from holdfast.rollout.local.decoding import Decoding
+from holdfast.rollout.local.fused import CompiledLayers, Compiler
 from holdfast.rollout.local.graphs import Recorder
-from holdfast.rollout.local.pieces import Pieces
+from holdfast.rollout.local.pieces import Pieces, why_whole
 from holdfast.rollout.local.predictor import Predictor
 from holdfast.rollout.local.replica import Replica, ReplicaEngine, for_few_rows
 from holdfast.rollout.local.rows import DeviceRows
@@ -52,6 +53,7 @@ class InProcessEngine(ReplicaEngine):
         float32_head: The head's matrix product is in float32, as in training with `model.head.dtype: float32`.
         recorder: Records a step once for all tokens; default: each operation is called for every token. Not where
             experts are told, which are read from the step itself.
+        compiler: Compiles the layers of steps that are recorded; default: they are not compiled.
     """
 
     def __init__(  # noqa: PLR0913 - what an engine is made of
@@ -67,6 +69,7 @@ class InProcessEngine(ReplicaEngine):
         tells_experts: bool = False,
         float32_head: bool = False,
         recorder: Recorder | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         register_cache()
         super().__init__(Replica(origin, device, dtype, CACHED), stops, rows, tells_experts=tells_experts)
@@ -74,11 +77,17 @@ class InProcessEngine(ReplicaEngine):
         self.block_limit = blocks
         self.block_room = 0
         """Blocks that every rank has memory for, where `block_limit` follows from memory."""
-        self._pieces = Pieces(piece)
         self._state_blocks: int | None = None
         self.in_place = InPlace() if device.type == "cuda" and dtype != torch.float64 else None
         """Whether decoding steps read blocks in place."""
+        self.piece = piece
+        self.longest: int = 0
+        """Most tokens of a text that a row begins with, as far as that is known."""
+        self.in_pieces: bool | None = None
+        """Whether texts longer than a piece are computed in pieces; None, as long as nobody looked, for at once."""
         self._recorder = None if tells_experts else recorder
+        records = self._recorder is not None
+        self._layers = CompiledLayers(self._replica.model, compiler) if records and compiler is not None else None
         self._look_every = 1 if device.type == "cpu" and recorder is None else _LOOK_EVERY_ON_DEVICE
 
     @torch.no_grad()
@@ -118,7 +127,7 @@ class InProcessEngine(ReplicaEngine):
             longest: Most tokens of a row; None where that is not known, and no step is recorded.
             planned: No token and no text ends a completion, and prompts are computed at once, in the fewest passes.
         """
-        predictor = Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
+        predictor = self._predictor()
         if self._state_blocks is None:
             self._state_blocks = state_blocks(predictor) if self._replica.family.recurrent else 0
         blocks = Blocks(BLOCK_SIZE, self.block_limit)
@@ -127,6 +136,7 @@ class InProcessEngine(ReplicaEngine):
             BlockCache(self.in_place),
             blocks,
             recorder=None if longest is None else self._recorder,
+            layers=self._layers,
             most_blocks=None if longest is None else blocks.needed(longest),
             look_every=self._look_every,
         )
@@ -138,7 +148,7 @@ class InProcessEngine(ReplicaEngine):
             limit=self._sampling.max_new_tokens,
             most_rows=self._rows,
             look_every=self._look_every,
-            pieces=None if planned or self._replica.family.recurrent else self._pieces,
+            pieces=Pieces(self.piece) if self.in_pieces and not planned else None,
             state_blocks=self._state_blocks,
         )
         try:
@@ -147,6 +157,16 @@ class InProcessEngine(ReplicaEngine):
             on_device.close()
             if longest is not None and not on_device.records:
                 self._recorder = None
+
+    @torch.no_grad()
+    def why_whole(self) -> str:
+        """Say why the model's texts must be computed at once, "" if they need not; see `pieces`."""
+        family = self._replica.family
+        marks = {token for token in (family.image_token_id, family.video_token_id) if token is not None}
+        return why_whole(self._predictor(), self.piece, marks)
+
+    def _predictor(self) -> Predictor:
+        return Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)
 
     def _head(self) -> HeadWeights:
         layer: Any = output_layer_of(self._replica.model)

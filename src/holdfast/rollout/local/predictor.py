@@ -6,7 +6,7 @@ A step changes what it knows of the rows in place and waits for nothing, so that
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class Predictor:
     ) -> None:
         self.replica, self.head, self.sampling = replica, head, sampling
         self._routers, self._spec = routers, spec
+        self._watched: list[Tensor] | None = None
         config = replica.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", 2**31)
         self._last_position = min(positions, *rotary_boundaries(config), 2**31) - 1
@@ -113,7 +114,30 @@ class Predictor:
             past_key_values=cache,
             rows=cache,
         )
-        return *self.draw(output.last_hidden_state[:, 0], state), met
+        hidden = output.last_hidden_state[:, 0]
+        if self._watched is not None:
+            self._watched.append(hidden)
+        return *self.draw(hidden, state), met
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Tensor]]:
+        """Give a list of what predicted the tokens, [rows, H] of each step within the block."""
+        self._watched = []
+        try:
+            yield self._watched
+        finally:
+            self._watched = None
+
+    def logprobs(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, float]:
+        """Return what tokens, [rows], have for log-probabilities at temperature 1, and the spread of a row's logits.
+
+        Args:
+            hidden: [rows, H], what predicts them.
+            tokens: Any.
+        """
+        logits, _ = logits_of(hidden.to(self.head.weight.dtype), self.head, self._spec)
+        logprobs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        return logprobs, float(logits.double().std(-1).mean())
 
     def draw(self, hidden: Tensor, state: RowState) -> tuple[Tensor, Tensor]:
         """Draw a token in every row, and return tokens [rows] and their log-probabilities [rows].

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from holdfast.rollout.local.blocks import PADDING, RESERVED, SCRATCH, Blocks
 from holdfast.rollout.local.cache import BLOCK_SIZE, BlockCache, View
-from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable, Recorder, recorded_graph
+from holdfast.rollout.local.fused import CompiledLayers, fused_graph
+from holdfast.rollout.local.graphs import CHECKED_STEPS, DrawToken, NotReplayable, Recorder
 from holdfast.rollout.local.predictor import Predictor, RowState
 from holdfast.types import host_value
 
@@ -106,22 +107,24 @@ class DeviceRows:
         cache: Memory of blocks.
         blocks: Which of them are whose.
         recorder: What records steps; None where each operation is called for every token.
+        layers: The model's, compiled for steps that are recorded; None where they are not.
         most_blocks: Blocks that no row will exceed, where that is known.
         look_every: Most steps between two looks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a step is made of
         self,
         predictor: Predictor,
         cache: BlockCache,
         blocks: Blocks,
         *,
         recorder: Recorder | None = None,
+        layers: CompiledLayers | None = None,
         most_blocks: int | None = None,
         look_every: int = 1,
     ) -> None:
         self._predictor, self.cache, self._blocks, self._recorder = predictor, cache, blocks, recorder
-        self._most_blocks, self._look_every = most_blocks, look_every
+        self._layers, self._most_blocks, self._look_every = layers, most_blocks, look_every
         self._replays: dict[Bucket, DrawToken] = {}
         self._bucket = Bucket(0, 0)
         self._memory: _Slots | None = None
@@ -236,9 +239,9 @@ class DeviceRows:
         if self._recorder is not None:
             replay = self._replays.get(self._bucket)
             if replay is None:
-                dtype = self._predictor.replica.model.dtype
                 try:
-                    replay = self._replays[self._bucket] = recorded_graph(self._recorder, self, dtype)
+                    replay = fused_graph(self._recorder, self, self._predictor, self._layers)
+                    self._replays[self._bucket] = replay
                 except NotReplayable:
                     self.close()
                     self._recorder = None
