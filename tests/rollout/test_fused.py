@@ -17,6 +17,7 @@ from holdfast.rollout.local.inprocess import InProcessEngine
 from holdfast.rollout.sampling import Stops
 from tests.rollout.recorders import Steps
 from tests.rollout.test_graphs import assert_same
+from tests.rollout.test_in_place import Counted
 from tests.rollout.test_inprocess import EOS, origin_of, reference
 
 HOW = SamplingConfig(max_new_tokens=6, temperature=1.3)
@@ -148,3 +149,22 @@ def test_cuda_graphs_of_compiled_layers_draw_what_the_cpu_draws(kind: str, capsy
 
     assert_same(found, generate(fused_engine(model, None), asked(33), HOW), 1e-6)
     assert capsys.readouterr().out == "", "graphs or compiled layers were given up"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ["qwen3", "lfm2", "qwen3_next"])
+def test_compiled_layers_read_blocks_in_place_and_keep_states_of_rows(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, compiler, in_place = reference(kind), Counting(), Counted()
+    engine = fused_engine(model, compiler)
+    engine.in_place = in_place
+
+    found = generate(engine, asked(5), HOW)
+
+    assert_same(found, generate(fused_engine(model, None), asked(5), HOW), 1e-6)
+    assert compiler.programs > 0
+    assert engine._layers is not None and engine._layers.are_sound
+    assert in_place.agrees
+    assert len(in_place.rows) > 1
+    assert "not compiled" not in capsys.readouterr().out
