@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.config.sections.rollout import SamplingConfig
+from holdfast.models.layers.attention import attention_layers
 from holdfast.models.names import named_parameters
-from holdfast.rollout.engine import Sampled, generate
+from holdfast.rollout.engine import Request, Sampled, generate
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.recurrent import why_not_decoded
 from holdfast.rollout.sampling import Stops
+from tests.models.architectures import settings_of
 from tests.rollout.recorders import Program, Steps
 from tests.rollout.test_continuous_batches import drawn_requests, engine_for, one_at_a_time
 from tests.rollout.test_graphs import by_recordings
@@ -114,3 +117,41 @@ def test_a_small_model_tells_which_architectures_are_decoded_so(kind: str) -> No
         assert why == ""
     else:
         assert why.startswith("our own decoding would give it log-probabilities that are ")
+
+
+def test_longer_prompts_that_come_later_wait_for_room_beside_the_states_of_rows() -> None:
+    model, generator = hybrid("qwen3_next"), np.random.default_rng(0)
+    sizes = [4] * 16 + [100] * 3
+    asked = [Request(number, generator.integers(2, 90, size), (number,)) for number, size in enumerate(sizes)]
+    engine = engine_for(model, rows=16, blocks=90)
+    engine.submit([], SAMPLING)
+    done = []
+
+    with torch.no_grad(), engine.decoding(None) as decoding:
+        decoding.submit(asked[:16])
+        done += decoding.advance()
+        begun, room = len(decoding.rows), decoding._most_rows
+        decoding.submit(asked[16:])
+        assert decoding._most_rows < begun <= room, "more rows are decoded than may begin now"
+        while decoding.is_busy:
+            done += decoding.advance()
+
+    found = sorted((engine._sampled(row, finish) for row, finish in done), key=lambda sampled: sampled[:2])
+    assert_same(found, one_at_a_time(model, asked, SAMPLING))
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "bamba", "qwen3_next", "lfm2"])
+def test_attention_layers_are_counted_among_recurrent_ones(kind: str) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
+    mixer = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "intermediate_size": 64}
+    kinds = {
+        "granitemoehybrid": {**mixer, "layer_types": ["mamba", "attention", "mamba", "mamba"]},
+        "bamba": {**mixer, "attn_layer_indices": [1]},
+        "qwen3_next": settings_of("qwen3_next") | {"layer_types": ["linear_attention", "full_attention"] * 2},
+        "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+    }
+    config = AutoConfig.for_model(kind, **(sizes | {"num_hidden_layers": 4} | kinds[kind]))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+
+    assert attention_layers(model) == (2 if kind == "qwen3_next" else 1)

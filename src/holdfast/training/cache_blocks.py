@@ -100,8 +100,8 @@ def settle_blocks(sharded: ShardedModel, engine: InProcessEngine, room: int) -> 
         return
     blocks = min(saved, room) if saved else opened
     engine.block_limit = sharded.state.cache_blocks = blocks
-    if not sharded.setting.world.is_first:
-        return
+    if not sharded.setting.world.is_first or sharded.origin.family.recurrent:
+        return  # blocks of models with recurrent layers are all that there is room for, whatever rows need
     if saved > room:
         print(
             f"rollouts: the run had {saved:,} blocks of keys and values, and there is room for {room:,} now: "
@@ -115,7 +115,7 @@ def settle_blocks(sharded: ShardedModel, engine: InProcessEngine, room: int) -> 
             "rollout.rows is. Only a new run has more.",
             flush=True,
         )
-    if blocks == room and not sharded.origin.family.recurrent:
+    if blocks >= room:
         print(
             f"rollouts: keys and values have room for {blocks * BLOCK_SIZE:,} tokens, "
             f"{size_words(blocks * block_bytes(sharded))}; completions for which there is none wait",

@@ -33,7 +33,7 @@ from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
 from holdfast.rollout.local.inprocess import InProcessEngine
-from holdfast.rollout.local.recurrent import why_not_in_process
+from holdfast.rollout.local.recurrent import agree_on_decoding, why_not_in_process
 from holdfast.rollout.sampling import Stops
 from holdfast.training.cache_blocks import (
     blocks_with_room,
@@ -97,6 +97,7 @@ def open_engine(
         make = load_function(section.path, sharded.setting.base, "rollout.engine.path")
         return ranks.on_all_ranks(lambda: _user_engine(make(**section.kwargs), section.path))
     common, kind = shared_by_ranks(sharded), section.kind
+    agree_on_decoding(sharded.origin, ranks.gather)
 
     def opened() -> RolloutEngine:
         if not planned or rollout.copy_gib is not None:

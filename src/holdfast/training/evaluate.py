@@ -18,6 +18,7 @@ from holdfast.data.batches.stream import SampleStream
 from holdfast.objectives.base import ratio
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.rollout.engine import Request, RolloutEngine, generate
+from holdfast.rollout.local.recurrent import agree_on_decoding
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine, give_weights, limit_blocks
@@ -65,6 +66,7 @@ def evaluate(
                 return metrics
             if options is not None:
                 if engine is None:
+                    agree_on_decoding(sharded.origin, setting.ranks.gather)
                     engine = build_engine(sharded)
                     give_weights(engine, sharded)
                     limit_blocks(engine, sharded)

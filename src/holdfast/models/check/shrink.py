@@ -143,7 +143,7 @@ def shrink(config: Any, build: Callable[[Any], nn.Module]) -> Any:
 def drawn_model(make: Callable[[Any], Any], config: Any) -> Any:
     """Return a model of random weights that are large enough for a soft cap, a window or an angle to be seen."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed every GPU, and no one would restore it
         model = make(config)
         with torch.no_grad():
             for module in model.modules():

@@ -170,8 +170,9 @@ def head_sizes(model: Any) -> set[tuple[int, int]]:
 
 def attention_layers(model: Any) -> int:
     """Return how many attention layers a language model has, among recurrent ones."""
+    # Mamba's mixers have heads of a size too, but no groups of them share keys.
     return sum(
-        isinstance(getattr(layer, "head_dim", None), int) and hasattr(layer, "layer_idx")
+        hasattr(layer, "layer_idx") and (hasattr(layer, "qk_head_dim") or hasattr(layer, "num_key_value_groups"))
         for layer in model.get_decoder().modules()
     )
 

@@ -158,6 +158,8 @@ class InPlace:
         try:
             gap = (self.attend(given) - expected).abs().max().double() / expected.abs().max().double()
             self._gaps.append(gap / _TOLERANCES.get(expected.dtype, _TOLERANCE_OF_16_BITS))
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - as the comment says
             line = (str(error).strip().splitlines() or ["no reason given"])[0]
             self._reason = f"the kernel that reads them in place failed ({type(error).__name__}: {line})"

@@ -271,8 +271,8 @@ class BlockCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return stored
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:  # noqa: ARG002 - transformers'
-        """Whether the pass goes on from states."""
-        return bool(self.states)
+        """Whether a layer goes on from a state, or all of them do."""
+        return any(layer_idx in {None, key.layer} for key in self.states)
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:  # noqa: ARG002 - transformers'
         """Return that states of before are not kept, which speculative decoding asks for."""

@@ -24,6 +24,9 @@ from holdfast.rollout.local.texts import DecodedRow, Waiting, compute_texts, sta
 from holdfast.rollout.sampling import Stops
 from holdfast.types import Finish, host_value
 
+_COPIES_OF_STATES = 5
+"""Of all rows at most: slots, as many as a power of two, and what rows begin with or a recording is compared by."""
+
 
 class Decoding:
     """Rows that are decoded together, and those that wait for room.
@@ -54,12 +57,14 @@ class Decoding:
         state_blocks: int = 0,
     ) -> None:
         self._predictor, self._on_device, self._blocks, self._stops = predictor, on_device, blocks, stops
-        self._limit, self._most_rows, self._look_every = limit, most_rows, look_every
+        self._limit, self._configured_rows, self._most_rows, self._look_every = limit, most_rows, most_rows, look_every
         self._pieces, self._state_blocks = pieces, state_blocks
         self.rows: list[DecodedRow] = []
         """Those that are decoded, by slot."""
         self.waiting: deque[Waiting] = deque()
         self._begun = 0
+        self._row_blocks = 0
+        """Blocks of the longest row that was ever submitted."""
 
     @property
     def is_busy(self) -> bool:
@@ -72,11 +77,12 @@ class Decoding:
         prompts = [(waiting.length, len(waiting.rows)) for waiting in self.waiting]
         ahead = self._limit + CHECKED_STEPS
         # One more: that of a text which ends within a block is copied.
-        row = max((self._blocks.needed(length + ahead) + 1 for length, _ in prompts), default=0)
-        self._blocks.fit(row)
+        rows = (self._blocks.needed(length + ahead) + 1 for length, _ in prompts)
+        self._row_blocks = max(self._row_blocks, *rows, 0)
+        self._blocks.fit(self._row_blocks)
         if self._state_blocks and self._blocks.limit is not None:
-            # Twice: slots are as many as a power of two.
-            self._most_rows = max(1, min(self._most_rows, self._blocks.limit // (row + 2 * self._state_blocks)))
+            fit = self._blocks.limit // (self._row_blocks + _COPIES_OF_STATES * self._state_blocks)
+            self._most_rows = max(1, min(self._configured_rows, fit))
         most = self._blocks.most(prompts, ahead, self._most_rows)
         self._on_device.expect(self._blocks.used + most)
 
@@ -119,7 +125,7 @@ class Decoding:
 
     def _admitted(self) -> list[tuple[Waiting, int]]:
         """Return which waiting rows can begin now: of whom, and how many."""
-        slots, blocks = self._most_rows - len(self.rows), 0
+        slots, blocks = max(0, self._most_rows - len(self.rows)), 0
         admitted: list[tuple[Waiting, int]] = []
         for waiting in self.waiting:
             if self._pieces is not None and self._pieces.cut(waiting):
@@ -179,7 +185,7 @@ class Decoding:
             needed = self._blocks.needed(waiting.length)
             if not self.rows:
                 self._forget_texts(waiting)
-            elif len(self.rows) == self._most_rows or not self._blocks.has(needed + 1 + len(self.rows)):
+            elif len(self.rows) >= self._most_rows or not self._blocks.has(needed + 1 + len(self.rows)):
                 return
             self._take_blocks([waiting])
         self._pieces.advance(self._predictor, self._on_device.cache, waiting)

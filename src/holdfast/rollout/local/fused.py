@@ -78,7 +78,11 @@ def fused_graph(recorder: Recorder, rows: Replayable, predictor: Predictor, laye
             _compare(rows, predictor, layers, TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
             with layers.used():
                 return recorded_graph(recorder, rows, dtype)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - compilers raise errors of many kinds
+            if isinstance(error, NotReplayable) and error.__cause__ is not None:
+                raise  # the recording failed in its midst, and none may be tried after it
             layers.are_sound = False
             kind = "" if isinstance(error, NotReplayable) else f"{type(error).__name__}: "
             # A compiler's first line names the backend, and the second says what it refused.

@@ -43,16 +43,17 @@ class Pieces:
         compute_piece(predictor, cache, waiting, self.size)
 
 
-def why_whole(predictor: Predictor, size: int, marks: Collection[int]) -> str:
+def why_whole(predictor: Predictor, size: int, longest: int, marks: Collection[int]) -> str:
     """Compute a text of drawn tokens at once and in pieces, in memory of its own; say how they differ, "" if not.
 
     Args:
         predictor: What runs both; its weights are those that matter.
         size: Tokens of a piece.
+        longest: Most tokens of a text, more than a piece has; a model may have no positions beyond.
         marks: Tokens that stand for images, which are not drawn.
     """
     vocabulary = predictor.replica.model.config.get_text_config().vocab_size
-    drawn = np.random.default_rng(0).integers(0, vocabulary, size + _MORE_TOKENS)
+    drawn = np.random.default_rng(0).integers(0, vocabulary, min(size + _MORE_TOKENS, longest))
     plain = next(token for token in range(vocabulary) if token not in marks)
     tokens = np.where(np.isin(drawn, list(marks)), plain, drawn)
     text, cache, count = Waiting.of(Request(0, tokens, (0,))), BlockCache(), -(-len(tokens) // BLOCK_SIZE)
@@ -64,6 +65,8 @@ def why_whole(predictor: Predictor, size: int, marks: Collection[int]) -> str:
         while text.read < text.length:
             compute_piece(predictor, cache, text, size)
         gap = float(host_value((text.computed - whole).abs().max() / whole.abs().max(), "prompts in pieces"))
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if gap <= _TOLERANCES.get(whole.dtype, _TOLERANCE_OF_16_BITS):

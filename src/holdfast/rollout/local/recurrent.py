@@ -7,17 +7,18 @@ A model that keeps something elsewhere would be sampled wrongly, so a small mode
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.rollout import SamplingConfig
-from holdfast.models.check.shrink import CannotShrink, drawn_model, shrink
+from holdfast.errors import ModelError
+from holdfast.models.check.shrink import drawn_model, shrink
 from holdfast.models.files.configuration import on_meta
 from holdfast.models.files.vision import set_attention
 from holdfast.models.layers.attention import upstream_attention
@@ -29,9 +30,11 @@ from holdfast.rollout.sampling import Stops
 
 _LARGEST = 100_000_000
 """Parameters of a small model that is tried."""
-_LENGTHS = (3, 18)
-"""Tokens of the prompts: fewer than a convolution sees, and more than a block has."""
+_LENGTHS = (1, 3, 18)
+"""Tokens of the prompts: a single one, fewer than a convolution sees, and more than a block has."""
 _NEW_TOKENS = 6
+_VERDICTS: dict[str, str] = {}
+"""Class and configuration of a model -> why it is not decoded here."""
 _TOLERANCE = 1e-4
 """How far log-probabilities may lie apart; computed in float64, but for states that models keep in float32."""
 
@@ -58,26 +61,43 @@ def why_not_decoded(origin: Blueprint) -> str:
     """
     if origin.image_processor is not None:
         return f"{origin.family.why_not_packed}, and it sees images"
-    kind, config = type(origin.skeleton), origin.skeleton.config
-    values = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _why_not(cast("Hashable", kind), cast("Hashable", type(config)), values)
+    key = _key(origin)
+    if key not in _VERDICTS:
+        _VERDICTS[key] = _why_not(type(origin.skeleton), origin.skeleton.config)
+    return _VERDICTS[key]
 
 
-@lru_cache(maxsize=4)
-def _why_not(kind: Any, config_kind: Any, config: str) -> str:
-    """Try a small model of a class and a configuration, given as JSON."""
+def agree_on_decoding(origin: Blueprint, gather: Callable[[str], Sequence[str]]) -> None:
+    """Let no rank decode a model that one of them could not; all of them call this together.
+
+    Args:
+        origin: A model.
+        gather: Brings what every rank says to all.
+    """
+    if origin.family.recurrent:
+        _VERDICTS[_key(origin)] = next(filter(None, gather(why_not_decoded(origin))), "")
+
+
+def _key(origin: Blueprint) -> str:
+    return f"{type(origin.skeleton)} {json.dumps(origin.skeleton.config.to_dict(), sort_keys=True, default=str)}"
+
+
+def _why_not(kind: Any, config: Any) -> str:
+    """Try a small model of a class and a configuration."""
     make = kind._from_config  # noqa: SLF001 - no public form takes a class
     try:
-        small = shrink(config_kind.from_dict(json.loads(config)), lambda candidate: on_meta(make, candidate))
+        small = shrink(config, lambda candidate: on_meta(make, candidate))
         count = sum(value.numel() for value in on_meta(make, small).parameters())
         if count > _LARGEST:
             return f"a small model of it has {count:,} parameters, too many to try our own decoding on"
         gap = _gap(drawn_model(make, small).double())
-    except CannotShrink as error:
+    except torch.OutOfMemoryError:
+        raise
+    except ModelError as error:
         return f"{error}, and so our own decoding cannot be tried"
     except (
-        *(ArithmeticError, AssertionError, AttributeError, LookupError),
-        *(RuntimeError, StopIteration, TypeError, ValueError),
+        *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError),
+        *(RuntimeError, StopIteration, StrictDataclassError, TypeError, ValueError),
     ) as error:
         return f"our own decoding fails on it ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
     if gap <= _TOLERANCE:

@@ -319,7 +319,8 @@ def import_first(config: TrainingConfig) -> None:
 def _try_decoding(config: TrainingConfig, base: Path) -> None:
     """Try our own decoding on a policy with recurrent layers while tensors have numbers; the verdict is kept."""
     rollout = getattr(config, "rollout", None)
-    if rollout is not None and isinstance(rollout.engine, LocalEngineConfig):
+    engine = getattr(rollout, "engine", None)
+    if isinstance(engine, LocalEngineConfig) and engine.kind != "transformers":
         why_not_in_process(blueprint(config.model, base, seed=config.seed), padded=False)
 
 
