@@ -220,8 +220,10 @@ class ServedModel:
         seconds = self.seconds if is_sample else 0.0
         if is_sample:
             self.note(f"asked {asked['request_id']}")
-            self.count += 1
-            seconds += self.slow(sampling["seed"]) if self.count > self.slow_after else 0.0
+            with self.lock:
+                self.count += 1
+                own = self.count
+            seconds += self.slow(sampling["seed"]) if own > self.slow_after else 0.0
         draw = np.random.default_rng(sampling.get("seed", 0))
         for number in range(count):
             if is_sample:

@@ -53,13 +53,13 @@ def test_a_completion_that_takes_three_steps_delays_none_of_them(tmp_path: Path)
         return [float(line.split()[0]) for line in lines if line.endswith("begins")][1:]  # without that of the walk
 
     def slow(_: int) -> float:
-        if served.count > OF_THE_WALK + 3 * OF_A_STEP and claimed.acquire(blocking=False):
+        if claimed.acquire(blocking=False):
             waited.append(
                 wait_for(lambda: len(updates()) >= 3, LONGEST_WAIT)
             )  # the third step's, which is the last before its own
         return 0.0
 
-    served = ServedModel(slow=slow)
+    served = ServedModel(slow=slow, slow_after=OF_THE_WALK + 3 * OF_A_STEP)
     with serving(served) as url:
         tree = ahead_tree([url], str(tmp_path), objective={"kind": "path", "path": "paced.py:paced"})
         del tree["correction"]
