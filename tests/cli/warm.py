@@ -38,8 +38,13 @@ request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [1, 2])
 server.sendall(request)
 child = int(server.recv(32))
+def pass_on(number, frame):
+    try:
+        os.kill(child, number)
+    except ProcessLookupError:  # it has ended, and its code is on the way
+        pass
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: os.kill(child, number))
+    signal.signal(number, pass_on)
 code = int(server.recv(32) or 255)
 if code < 0:
     if code != -signal.SIGKILL:
