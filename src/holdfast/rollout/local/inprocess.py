@@ -163,7 +163,7 @@ class InProcessEngine(ReplicaEngine):
         """Say why the model's texts must be computed at once, "" if they need not; see `pieces`."""
         family = self._replica.family
         marks = {token for token in (family.image_token_id, family.video_token_id) if token is not None}
-        return why_whole(self._predictor(), self.piece, self.longest, marks)
+        return why_whole(self._predictor(), self.piece, marks)
 
     def _predictor(self) -> Predictor:
         return Predictor(self._replica, self._routers, self._head(), self._spec, self._sampling)

@@ -43,17 +43,16 @@ class Pieces:
         compute_piece(predictor, cache, waiting, self.size)
 
 
-def why_whole(predictor: Predictor, size: int, longest: int, marks: Collection[int]) -> str:
+def why_whole(predictor: Predictor, size: int, marks: Collection[int]) -> str:
     """Compute a text of drawn tokens at once and in pieces, in memory of its own; say how they differ, "" if not.
 
     Args:
         predictor: What runs both; its weights are those that matter.
         size: Tokens of a piece.
-        longest: Most tokens of a text, more than a piece has; a model may have no positions beyond.
         marks: Tokens that stand for images, which are not drawn.
     """
     vocabulary = predictor.replica.model.config.get_text_config().vocab_size
-    drawn = np.random.default_rng(0).integers(0, vocabulary, min(size + _MORE_TOKENS, longest))
+    drawn = np.random.default_rng(0).integers(0, vocabulary, min(size + _MORE_TOKENS, predictor.positions))
     plain = next(token for token in range(vocabulary) if token not in marks)
     tokens = np.where(np.isin(drawn, list(marks)), plain, drawn)
     text, cache, count = Waiting.of(Request(0, tokens, (0,))), BlockCache(), -(-len(tokens) // BLOCK_SIZE)

@@ -78,7 +78,8 @@ class Predictor:
         self._watched: list[Tensor] | None = None
         config = replica.model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", 2**31)
-        self._last_position = min(positions, *rotary_boundaries(config), 2**31) - 1
+        self.positions = min(positions, *rotary_boundaries(config), 2**31)
+        """Tokens of a text beyond which the model has no positions, or other rotary angles."""
 
     @property
     def device(self) -> torch.device:
@@ -110,7 +111,7 @@ class Predictor:
         positions, cache.states = cache.view.positions + state.ahead[:, None], state.layers
         output, met = self.run(
             input_ids=state.last[:, None],
-            position_ids=positions.clamp(max=self._last_position) if has_fillers else positions,
+            position_ids=positions.clamp(max=self.positions - 1) if has_fillers else positions,
             past_key_values=cache,
             rows=cache,
         )
