@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.models.layers.attention import attention_layers
 from holdfast.models.names import named_parameters
-from holdfast.rollout.engine import Request, Sampled, generate
+from holdfast.rollout.engine import Request, generate
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.recurrent import why_not_decoded
 from holdfast.rollout.sampling import Stops
 from tests.models.architectures import settings_of
 from tests.rollout.recorders import Program, Steps
 from tests.rollout.test_continuous_batches import drawn_requests, engine_for, one_at_a_time
-from tests.rollout.test_graphs import by_recordings
+from tests.rollout.test_graphs import assert_same, by_recordings
 from tests.rollout.test_inprocess import EOS, engine_of, origin_of, own_logprobs, reference, requests
 
 SAMPLING = SamplingConfig(max_new_tokens=20, temperature=1.2)
@@ -30,13 +30,6 @@ SINGLE = 1e-5
 
 def hybrid(kind: str) -> Any:
     return reference(kind, max_position_embeddings=128)
-
-
-def assert_same(found: list[Sampled], expected: list[Sampled]) -> None:
-    assert [sampled[:2] for sampled in found] == [sampled[:2] for sampled in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=SINGLE, atol=SINGLE)
 
 
 @pytest.mark.parametrize("kind", DECODED)
@@ -60,7 +53,7 @@ def test_requests_of_drawn_lengths_give_together_what_each_gives_alone(kind: str
     found = generate(engine_for(model, rows=24, blocks=20), asked, SAMPLING)
 
     assert len({len(sampled.tokens) for sampled in found}) > 10, "completions are to end at many places"
-    assert_same(found, one_at_a_time(model, asked, SAMPLING))
+    assert_same(found, one_at_a_time(model, asked, SAMPLING), SINGLE)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
@@ -70,7 +63,7 @@ def test_completions_are_those_of_transformers_own_generation(kind: str) -> None
     engine = TransformersEngine(origin_of(model), cpu, torch.float64, stops, 0)
     engine.update_weights(named_parameters(model).items(), 7)
 
-    assert_same(generate(engine_of(model), asked, SAMPLING), generate(engine, asked, SAMPLING))
+    assert_same(generate(engine_of(model), asked, SAMPLING), generate(engine, asked, SAMPLING), SINGLE)
 
 
 @pytest.mark.parametrize("kind", DECODED)
@@ -79,13 +72,15 @@ def test_a_recorded_step_changes_states_where_they_lie(kind: str) -> None:
     model, asked = hybrid(kind), requests(3)
     expected = generate(engine_of(model), asked, SAMPLING)
 
-    assert_same(by_recordings(model, Steps(), asked, SAMPLING), expected)
+    assert_same(by_recordings(model, Steps(), asked, SAMPLING), expected, SINGLE)
 
 
 def test_a_step_with_states_is_a_program_of_its_memory_alone() -> None:
     model, asked, recorder = hybrid("lfm2"), requests(3), Program()
 
-    assert_same(by_recordings(model, recorder, asked, SAMPLING, rows=512), generate(engine_of(model), asked, SAMPLING))
+    assert_same(
+        by_recordings(model, recorder, asked, SAMPLING, rows=512), generate(engine_of(model), asked, SAMPLING), SINGLE
+    )
     assert recorder.calls == len(recorder.buckets) > 0
 
 
@@ -137,7 +132,7 @@ def test_longer_prompts_that_come_later_wait_for_room_beside_the_states_of_rows(
             done += decoding.advance()
 
     found = sorted((engine._sampled(row, finish) for row, finish in done), key=lambda sampled: sampled[:2])
-    assert_same(found, one_at_a_time(model, asked, SAMPLING))
+    assert_same(found, one_at_a_time(model, asked, SAMPLING), SINGLE)
 
 
 @pytest.mark.parametrize("kind", ["granitemoehybrid", "bamba", "qwen3_next", "lfm2"])
