@@ -47,8 +47,8 @@ class CompiledLayers:
         """Whether nothing was found that they do otherwise, or that they cannot do."""
         for path in blocks_of(model):
             layer = model.get_submodule(path)
-            # torch keeps what `compile` made in `_compiled_call_impl` and looks there at every call: None runs the layer as
-            # it is.
+            # torch keeps what `compile` made in `_compiled_call_impl` and looks there at every call.
+            # None runs the layer as it is.
             layer.compile(backend=compiler, dynamic=True)
             self._calls.append((layer, layer._compiled_call_impl))
             layer._compiled_call_impl = None
