@@ -1,4 +1,4 @@
-"""A trial step before a policy's first step, on two small groups, after which everything is restored.
+"""A trial step before a policy's first step, on two small groups, of which the run keeps nothing.
 
 A model may pass all comparisons of its forward pass and still fail when it is first sampled from, or when completions
 share their prompt in a packed row. In step 1 this would show only after a rollout that may take an hour. Here every
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 
 import torch
 
@@ -25,7 +26,7 @@ from holdfast.training.phases import PhaseClock
 from holdfast.training.policy.made_up import made_up_rollout
 from holdfast.training.policy.rollouts import Rollout, sample_groups
 from holdfast.training.policy.run import PolicyRun
-from holdfast.training.run import Trained
+from holdfast.training.run import Logbook, Trained
 from holdfast.types import Group, Prompt
 
 _GROUPS = 2
@@ -69,7 +70,7 @@ class _WalkClock(PhaseClock):
 
 
 def walk_a_step(run: PolicyRun, learn: Callable[[PolicyRun, Rollout], object]) -> None:
-    """Make a trial step, and restore weights, optimizer, counters and random generators bit for bit.
+    """Make a trial step, and leave models, optimizers, counters, logs and random generators as they were, bit for bit.
 
     All ranks call this together.
 
@@ -134,35 +135,44 @@ def _prompt(run: PolicyRun, number: int) -> Prompt:
 
 @contextmanager
 def _restoring(run: PolicyRun, clock: PhaseClock) -> Iterator[None]:
-    """Restore everything that a step changes in the policy and its critic when the block ends."""
+    """Let a step change copies within the block, and restore what it changes in place when the block ends.
+
+    Counters, optimizers and logs are replaced by copies. Averages and a reference that follows the policy do not move.
+    Weights and buffers of the policy and its companions are changed in place and written back.
+    """
     present = [run.trained, *run.common.companions.values()]
-    before = [(trained, dict(vars(trained)), dict(vars(trained.state)), _copied(trained)) for trained in present]
-    logs = [(trained.setting.log, trained.setting.log.clock, [*trained.setting.log.messages]) for trained in present]
+    fields = [(trained, dict(vars(trained)), _copied(trained)) for trained in present]
+    logs = [(trained.setting, trained.setting.log) for trained in present]
     for trained in present:
+        trained.state = deepcopy(trained.state)
         trained.optimizer = twin_of(trained.optimizer, [dict(group) for group in trained.optimizer.param_groups])
-        trained.averages, trained.setting.log.clock = None, clock
+        trained.averages = trained.following = None
+    for setting, log in logs:
+        setting.log = Logbook(clock=clock, peaks=log.peaks)
     try:
         yield
     finally:
         run.evaluation.sampler.release(run.trained)
         run.evaluation.sampler.published = None
-        for log, clock_before, messages in logs:
-            log.clock, log.messages[:] = clock_before, messages
-        for trained, fields, state, weights in before:
-            vars(trained).update(fields)
-            vars(trained.state).update(state)
+        for setting, log in logs:
+            setting.log = log
+        for trained, values, tensors in fields:
+            vars(trained).update(values)
             with torch.no_grad():
-                for name, value in sharded_parameters(trained.model).items():
+                for name, value in _moving(trained).items():
                     value.grad = None
-                    if name in weights:
-                        local_part(value).copy_(weights[name])
+                    local_part(value).copy_(tensors[name])
+
+
+def _moving(trained: Trained) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model that a step may change in place, by name."""
+    parameters = sharded_parameters(trained.model)
+    return {
+        **{name: value for name, value in parameters.items() if value.requires_grad},
+        **dict(trained.model.named_buffers()),
+    }
 
 
 def _copied(trained: Trained) -> dict[str, torch.Tensor]:
-    """Return this rank's part of what is trained, in host memory: a device may have no room for it twice."""
-    parameters = sharded_parameters(trained.model)
-    return {
-        name: local_part(value).detach().to("cpu", copy=True)
-        for name, value in parameters.items()
-        if value.requires_grad
-    }
+    """Return this rank's part of what may change, in host memory: a device may have no room for it twice."""
+    return {name: local_part(value).detach().to("cpu", copy=True) for name, value in _moving(trained).items()}
