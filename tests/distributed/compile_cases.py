@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
-from torch import nn
 
+from holdfast.parallel.compiler import BlockCompiler
 from holdfast.parallel.mesh import World
 from tests.distributed.cases import train
 from tests.training.cases import run
@@ -23,22 +23,28 @@ def refused_by_its_machine(*_: Any) -> Any:
 @contextmanager
 def compiled_by(backend: str | Callable[..., Any]) -> Iterator[None]:
     """Let modules be compiled by another backend than inductor, which takes minutes; the front end is the same."""
-    before = nn.Module.compile
-    nn.Module.compile = lambda module, **_: before(module, backend=backend)  # type: ignore[method-assign, assignment]  # of this process
+    before = BlockCompiler.__init__
+    BlockCompiler.__init__ = lambda compiler: before(compiler, backend)  # type: ignore[method-assign, assignment]  # of this process
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    torch._dynamo.config.suppress_errors = False
     try:
         yield
     finally:
-        nn.Module.compile = before  # type: ignore[method-assign]
-        torch._dynamo.config.suppress_errors = False
+        BlockCompiler.__init__ = before  # type: ignore[method-assign]
+        assert not torch._dynamo.config.suppress_errors
 
 
-def train_compiled(world: World, tree: dict[str, Any], rows: Any, steps: int, fails: bool) -> dict[str, Any]:
-    """Train with blocks that are compiled, or whose compiler fails; return what `train` does, and what was compiled."""
+def train_compiled(
+    world: World, tree: dict[str, Any], rows: Any, steps: int, failing: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Train with blocks that are compiled, but for ranks whose compiler fails.
+
+    Returns:
+        What `train` does, and what was compiled and printed.
+    """
     printed = io.StringIO()
-    with compiled_by(refused_by_its_machine if fails else "aot_eager"), redirect_stdout(printed):
+    backend = refused_by_its_machine if world.rank in failing else "aot_eager"
+    with compiled_by(backend), redirect_stdout(printed):
         outcome = train(world, tree, rows, steps)
         counters = torch._dynamo.utils.counters
         return outcome | {

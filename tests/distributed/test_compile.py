@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,44 @@ def test_compiled_blocks_tell_what_their_routers_chose(pools: Any, tmp_path: Pat
             assert line[name] == pytest.approx(expected[name], rel=1e-5), name
     for name, gradient in eager["gradients"][0].items():
         np.testing.assert_allclose(compiled["gradients"][0][name], gradient, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def train_with_a_broken_compiler(
+    world: World, tree: dict[str, Any], rows: Any, broken: int, place: str
+) -> dict[str, Any]:
+    """Train where one rank finds no C++ compiler; return what `train` does, and what was printed of the blocks.
+
+    Args:
+        world: Of this rank.
+        tree, rows: Of the run.
+        broken: The rank.
+        place: Of programs, where none are from earlier tests.
+    """
+    torch._dynamo.reset()
+    printed = io.StringIO()
+    programs = {"TORCHINDUCTOR_CACHE_DIR": place}
+    broken_one = torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)} if world.rank == broken else {})
+    with pytest.MonkeyPatch.context() as variables, broken_one, redirect_stdout(printed):
+        for name, value in programs.items():
+            variables.setenv(name, value)
+        outcome = train(world, tree, rows)
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("blocks: ")]
+    return outcome | {"printed": lines}
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_without_a_compiler_lets_all_ranks_run_uncompiled(
+    pools: Any, directory: Path, tmp_path: Path, broken: int
+) -> None:
+    trees = [settings(str(directory), parallel={"compile": it}) for it in ("off", "blocks")]
+
+    eager = pools(2).run(train, trees[0], rows_of(24))[0]
+    found = pools(2).run(train_with_a_broken_compiler, trees[1], rows_of(24), broken, str(tmp_path))[0]
+
+    assert found["losses"] == eager["losses"]
+    (line,) = found["printed"]
+    assert line.startswith("blocks: not compiled, ")
+    assert "InvalidCxxCompiler" in line
 
 
 def graphs_by_step(world: World, tree: dict[str, Any], rows: Any, steps: int) -> list[int]:

@@ -45,7 +45,7 @@ def test_compiled_blocks_train_as_eager_ones_by_few_programs(pools: Any, tmp_pat
     compiled = tree | {"parallel": tree.get("parallel", {}) | BLOCKS}
 
     expected = pools(ranks).run(train, tree, ROWS, 30)[0]
-    found = pools(ranks).run(train_compiled, compiled, ROWS, 30, False)[0]
+    found = pools(ranks).run(train_compiled, compiled, ROWS, 30)[0]
 
     assert_same(found, expected, 1e-5 if "grouped" in kind else 1e-9)
     # The eager form of gpt-oss's experts, which float64 needs, asks which experts have tokens.
@@ -55,13 +55,15 @@ def test_compiled_blocks_train_as_eager_ones_by_few_programs(pools: Any, tmp_pat
     assert line.startswith("blocks: compiled in ")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_that_do_not_compile_run_uncompiled_and_are_named(pools: Any, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "failing"), [(1, (0,)), (2, (0, 1)), (2, (0,)), (2, (1,))])
+def test_blocks_that_do_not_compile_on_some_rank_run_uncompiled_on_all(
+    pools: Any, tmp_path: Path, ranks: int, failing: tuple[int, ...]
+) -> None:
     tree = settings(str(tiny_directory(tmp_path, "llama")))
     compiled = tree | {"parallel": BLOCKS}
 
     expected = pools(ranks).run(train, tree, ROWS, 3)[0]
-    found = pools(ranks).run(train_compiled, compiled, ROWS, 3, True)[0]
+    found = pools(ranks).run(train_compiled, compiled, ROWS, 3, failing)[0]
 
     assert_same(found, expected, 0.0)
     (line,) = found["printed"]

@@ -108,8 +108,8 @@ def test_compiled_blocks_are_offloaded_by_as_many_programs(pools: Any, directory
     tree = settings(directory("llama"), **SMALL)
     tree["parallel"] = {"compile": "blocks"}
 
-    expected = pools(1).run(train_compiled, tree, ROWS, 3, False)[0]
-    found = pools(1).run(train_compiled, with_offload(tree, "activations"), ROWS, 3, False)[0]
+    expected = pools(1).run(train_compiled, tree, ROWS, 3)[0]
+    found = pools(1).run(train_compiled, with_offload(tree, "activations"), ROWS, 3)[0]
 
     assert_bits(found, expected)
     assert found["offloaded_bytes"] > 0

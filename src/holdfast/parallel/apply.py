@@ -52,14 +52,19 @@ _KEPT_OPERATIONS = [
 """What selective recomputation keeps: matrix products and attention cost the most to run again."""
 
 
-def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh, *, backend: str = "inductor") -> None:
+def apply_plan(
+    policy: nn.Module,
+    plan: ShardPlan,
+    mesh: DeviceMesh,
+    compile_block: Callable[[nn.Module], object] = nn.Module.compile,
+) -> None:
     """Wrap a policy in place: recompute, then compile, then offload activations, then shard.
 
     Args:
         policy: The root (`PolicyModel`), its parameters on any device.
         plan: Made for it.
         mesh: From `build_mesh`.
-        backend: The compiler of blocks, by dynamo's name.
+        compile_block: Compiles a block's calls in place.
     """
     for path, kind in plan.recompute.items():
         # The order that torch prescribes: what is compiled contains the checkpoint wrapper, and FSDP2 wraps both.
@@ -71,7 +76,7 @@ def apply_plan(policy: nn.Module, plan: ShardPlan, mesh: DeviceMesh, *, backend:
     for path in plan.compile_blocks:
         # `Module.compile` compiles the call in place; `torch.compile(module)` would insert a wrapper with
         # "_orig_mod" in the names of parameters.
-        _module(policy, path).compile(backend=backend)
+        compile_block(_module(policy, path))
     offload = ActivationOffload(mesh.device_type)
     for path in plan.offload_blocks:
         # Around what is compiled: dynamo would trace streams and events. Inside of FSDP2's unit: while the hooks are

@@ -57,7 +57,11 @@ class CompiledLayers:
     def used(self) -> Iterator[None]:
         """Let layers run compiled within the block."""
         # Without the first, the number by which a layer finds its keys would make each layer a program of its own.
-        limits = {"allow_unspec_int_on_nn_module": True, "recompile_limit": MOST_PROGRAMS}
+        limits = {
+            "allow_unspec_int_on_nn_module": True,
+            "recompile_limit": MOST_PROGRAMS,
+            "suppress_errors": False,  # what fails is named
+        }
         with torch._dynamo.config.patch(limits):
             for layer, call in self._calls:
                 layer._compiled_call_impl = call

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from holdfast.parallel.apply import compiled_blocks, leave_compiled
+from holdfast.parallel.compiler import BlockCompiler
+from holdfast.text.escaping import error_words
 from holdfast.training.run import ShardedModel
 
 
-def check_compiled(sharded: ShardedModel, check: Callable[[], list[str]]) -> list[str]:
-    """Check a model; where it fails with compiled blocks, leave them uncompiled and check it again.
+def check_compiled(sharded: ShardedModel, compiler: BlockCompiler, check: Callable[[], list[str]]) -> list[str]:
+    """Check a model; where its blocks fail the check or do not compile on some rank, check it again uncompiled.
 
-    All ranks call this together. What is compiled later and fails runs uncompiled, with a warning of torch's.
+    All ranks call this together. A graph that fails to compile later runs uncompiled on its rank, which is printed.
 
     Args:
         sharded: The model.
+        compiler: Of its blocks.
         check: Compares it with transformers', and returns what to print.
 
     Returns:
@@ -25,26 +29,26 @@ def check_compiled(sharded: ShardedModel, check: Callable[[], list[str]]) -> lis
     Raises:
         ModelError: The model fails the check without compiled blocks too; the same on all ranks.
     """
-    policy = sharded.model
+    policy, setting = sharded.model, sharded.setting
     if not compiled_blocks(policy):
-        reason = sharded.setting.config.left_uncompiled(sharded.setting.world.device.type)
+        reason = setting.config.left_uncompiled(setting.world.device.type)
         return [*check(), *([f"blocks: not compiled, since {reason}"] if reason else [])]
-    torch._dynamo.config.suppress_errors = False  # that of a model before is still set
     before = _seconds_of_compiling()
-    lines, reason = [], ""
-    # A compiler raises errors of many kinds, and those of the check are among them: the second check tells which.
+    lines, failed = [], ""
     try:
         lines = check()
-    except Exception as error:  # noqa: BLE001 - as the comment says
-        lines_of_error = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # A compiler's first line names the backend, and the second says what it refused.
-        reason = f"{type(error).__name__}: {' '.join(lines_of_error[:2])}"
-    reason = next(filter(None, sharded.setting.ranks.gather(reason)), "")
+    except Exception as error:  # noqa: BLE001 - compiled code raises errors of many kinds; the second check tells which
+        failed = error_words(error)
+    reason = next(filter(None, setting.ranks.gather(next(iter(compiler.reasons), failed))), "")
     if reason:
         leave_compiled(policy)
         return [*check(), f"blocks: not compiled, since the check before step 1 failed with them ({reason})"]
-    torch._dynamo.config.suppress_errors = True
+    compiler.tell = partial(_tell, setting.world.rank)
     return [*lines, f"blocks: compiled in {_seconds_of_compiling() - before:.1f} s"]
+
+
+def _tell(rank: int, reason: str) -> None:
+    print(f"blocks: rank {rank} runs a part of them uncompiled from here on ({reason})", flush=True)
 
 
 def _seconds_of_compiling() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +36,7 @@ from holdfast.models.layers.routers import RouterLoss, choose_router_loss
 from holdfast.models.names import canonical_name, named_parameters, tied_names
 from holdfast.models.setup.model import Blueprint, set_storage, storage_of
 from holdfast.parallel.apply import apply_plan
+from holdfast.parallel.compiler import BlockCompiler
 from holdfast.parallel.mesh import World, build_mesh
 from holdfast.parallel.plan import ModelEnds, ParameterInfo, ShardPlan, plan_shards
 from holdfast.parallel.shards import materialise, place_empty
@@ -68,15 +70,16 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
     sharded = ShardedModel(setting=setting, origin=origin, plan=plan, model=policy)
     if setting.without_numbers is not None:
         with setting.without_numbers():
-            apply_plan(policy, plan, mesh, backend=_WITHOUT_NUMBERS)
+            apply_plan(policy, plan, mesh, partial(nn.Module.compile, backend=_WITHOUT_NUMBERS))
             place_empty(policy, origin.buffers, world.device, offload=plan.cpu_offload)
         return sharded
-    apply_plan(policy, plan, mesh)
+    compiler = BlockCompiler()
+    apply_plan(policy, plan, mesh, compiler.compile)
     ranks.on_all_ranks(
         lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     )
     side = images if isinstance(images, ImageSide) else None
-    checked = check_compiled(sharded, lambda: check_model(sharded, side))
+    checked = check_compiled(sharded, compiler, lambda: check_model(sharded, side))
     head_line = check_head_form(sharded, side, no_kernels)
     if world.is_first:
         for line in (*plan.describe().splitlines(), *origin.notes, router_note, *checked, head_line if trained else ""):
