@@ -48,7 +48,7 @@ ROOMS = {
         setup
     """,
     "parallel": """
-        collectives context copies failure plan rank_log rendezvous storages
+        collectives compiler context copies failure plan rank_log rendezvous storages
         activations shards
         apply mesh stream
         host_memory
@@ -73,7 +73,7 @@ ROOMS = {
         run run_state
         watched
         control fingerprints journal profiling stragglers
-        cache_blocks pieces
+        rollout_memory pieces
         engines saving step
         evaluate numbers
         fit setup

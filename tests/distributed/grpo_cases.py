@@ -23,13 +23,13 @@ from holdfast.parallel.stream import full_tensor
 from holdfast.recipes.grpo import grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import Request, generate
-from holdfast.training.engines import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.policy.build import build_policy_run
 from holdfast.training.policy.experience import with_advantages
 from holdfast.training.policy.metrics import rollout_metrics
 from holdfast.training.policy.reward_columns import check_answers, check_columns
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.policy.rollouts import next_rollout
+from holdfast.training.rollout_memory import copy_bytes, layout_bytes, shared_by_ranks
 from holdfast.training.run import StepAbandoned
 from holdfast.training.setup.begin import Live
 from tests.memory import mapped_weights, most_allocated

@@ -13,7 +13,7 @@ import torch
 from holdfast.files import size_words
 from holdfast.parallel.failure.channel import FailureChannel
 from holdfast.parallel.mesh import World
-from holdfast.training.engines import free_bytes
+from holdfast.training.rollout_memory import free_bytes
 from tests.distributed.grpo_cases import (
     answers_of_a_batch,
     by_hand,

@@ -21,7 +21,8 @@ from holdfast.rollout.engine import Request, RolloutEngine, generate
 from holdfast.rollout.local.recurrent import agree_on_decoding
 from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
-from holdfast.training.engines import build_engine, give_weights, limit_blocks
+from holdfast.training.engines import build_engine, give_weights
+from holdfast.training.rollout_memory import limit_blocks
 from holdfast.training.run import Evaluation, ShardedModel
 from holdfast.types import Example, Finish, LossSum, MiniBatch, host_value
 

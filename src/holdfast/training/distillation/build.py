@@ -30,6 +30,7 @@ from holdfast.training.evaluate import split_at_answer
 from holdfast.training.other_models.server import ScoringServer
 from holdfast.training.other_models.teacher import Teacher, build_teacher
 from holdfast.training.policy.run import Sampler
+from holdfast.training.rollout_memory import deal_memory
 from holdfast.training.run import Setting
 from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, evaluation_sets, run_of
 from holdfast.training.setup.first_rows import check_first_rows
@@ -72,7 +73,8 @@ def build_distillation_run(config: DistillConfig, base: Path, world: World, live
     run = DistillRun(common=common, evaluation=evaluation)
     if config.rollout is not None:
         context = config.data.max_length - config.rollout.max_new_tokens
-        sampler = Sampler(open_engine(student, config.rollout, context))
+        sampler = Sampler(open_engine(student, config.rollout))
+        deal_memory(sampler.engine, run.common.trained, config.rollout, context)
         of_samples = objective_of_samples(config, evaluation.teacher)
         seed = config.seed if config.rollout.seed is None else config.rollout.seed
         run.writing = StudentSampling(sampler, config.rollout, seed, layout, of_samples)

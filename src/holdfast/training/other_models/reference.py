@@ -29,8 +29,8 @@ from holdfast.optim.reference_ema import FollowingModel
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.plan import ShardPlan
 from holdfast.parallel.shards import sharded_parameters
-from holdfast.training.engines import free_bytes
 from holdfast.training.other_models.server import Role, ScoringServer, meet
+from holdfast.training.rollout_memory import free_bytes
 from holdfast.training.run import ShardedModel
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.model import build_policy, probe_logprobs

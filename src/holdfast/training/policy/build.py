@@ -3,7 +3,7 @@ written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.episodes import episodes_of
 from holdfast.training.policy.reward_columns import refuse_absent_columns
 from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
-from holdfast.training.run import Setting, ShardedModel
+from holdfast.training.rollout_memory import deal_memory
+from holdfast.training.run import Setting, ShardedModel, Trained
 from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
 from holdfast.training.setup.losses import policy_objective
@@ -107,6 +108,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     run.trained.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(run, config.critic, live)
+    _deal_memory(config, evaluation, companions=run.common.companions.values())
     check_offload(run)
     if world.is_first and (deleted := unreplayable_steps(config)):
         print(f"warning: {deleted}", flush=True)
@@ -132,15 +134,17 @@ def build_policy_evaluation(  # noqa: PLR0913 - as above
     images = _images(config, sharded.origin)
     rows = _rows(config, sharded.setting, sharded.origin, images, environments)
     tokenise = _tokeniser(config, sharded, rows)
-    return PolicyEvaluation(
+    evaluation = PolicyEvaluation(
         sharded=sharded,
         objective=objective,
-        sampler=_sampler(config, sharded, trains=False),
+        sampler=_sampler(config, sharded),
         score=score,
         images=images,
         prompt_sets=_prompt_sets(setup, sharded, tokenise),
         episodes=sharded.setting.ranks.on_all_ranks(lambda: episodes_of(config, environments, sharded, rows)),
     )
+    _deal_memory(config, evaluation, trains=False)
+    return evaluation
 
 
 def unreplayable_steps(config: GRPOConfig) -> str:
@@ -214,9 +218,15 @@ def _sharded(
     return sharded
 
 
-def _sampler(config: GRPOConfig, sharded: ShardedModel, *, trains: bool = True) -> Sampler:
-    section, tells_experts = config.rollout, config.rollout.replay_routing
-    return Sampler(open_engine(sharded, section, config.longest_context, tells_experts=tells_experts, trains=trains))
+def _sampler(config: GRPOConfig, sharded: ShardedModel) -> Sampler:
+    return Sampler(open_engine(sharded, config.rollout, tells_experts=config.rollout.replay_routing))
+
+
+def _deal_memory(
+    config: GRPOConfig, evaluation: PolicyEvaluation, *, companions: Iterable[Trained] = (), trains: bool = True
+) -> None:
+    engine, sharded, context = evaluation.sampler.engine, evaluation.sharded, config.longest_context
+    deal_memory(engine, sharded, config.rollout, context, companions=companions, trains=trains)
 
 
 def _images(config: GRPOConfig, origin: Blueprint) -> ImageSide | str:

@@ -51,8 +51,8 @@ from holdfast.models.layers.family import family_of, positions_of
 from holdfast.models.setup.model import Blueprint, choose_attention
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
-from holdfast.training.engines import free_bytes, free_host_bytes
 from holdfast.training.other_models.reference import check_place
+from holdfast.training.rollout_memory import free_bytes, free_host_bytes
 from holdfast.training.run import Setting
 from holdfast.training.setup.model import build_policy
 from holdfast.types import Batch, Example, Scores

@@ -187,7 +187,7 @@ def policy_for(tree: dict[str, Any], world: World) -> Policy:
     """Return the policy of a tree; whoever asks closes its engine."""
     config = from_mapping(tree, GRPOConfig)
     sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
-    engine = open_engine(sharded, config.rollout, config.longest_context)
+    engine = open_engine(sharded, config.rollout)
     assert isinstance(engine, ServedEngine)
     return Policy(sharded, engine)
 

@@ -56,7 +56,7 @@ def test_buffers_are_pushed_and_one_that_is_not_sent_on_stops_the_run(world: Wor
     )
     with Servers(served):
         sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
-        engine = open_engine(sharded, config.rollout, config.longest_context)
+        engine = open_engine(sharded, config.rollout)
         assert isinstance(engine, ServedEngine)
         scalars = [buffer for name, buffer in sharded.model.named_buffers() if name.endswith("layer_scalar")]
         engine.publish(sharded)

@@ -48,5 +48,5 @@ def test_experts_are_sampled_from_servers(world: World, tmp_path: Path) -> None:
             raise AssertionError(error) from error
         sharded = build_model(Setting.of(config, Path.cwd(), world), Live(), lambda _: None)
         with pytest.raises(ConfigError, match="serves a mixture of experts on a CPU") as caught:
-            open_engine(sharded, config.rollout, config.longest_context)
+            open_engine(sharded, config.rollout)
         raise caught.value

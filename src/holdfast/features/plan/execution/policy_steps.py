@@ -41,6 +41,7 @@ from holdfast.training.policy.run import (
     offloaded,
     restored_afterwards,
 )
+from holdfast.training.rollout_memory import deal_memory
 from holdfast.training.run import Run
 from holdfast.training.setup.begin import Live
 from holdfast.training.setup.losses import policy_objective
@@ -96,8 +97,7 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
     trained.temperature = config.rollout.temperature
     if config.rollout.replay_routing:
         trained.model.replay_routing()
-    experts = config.rollout.replay_routing
-    sampler = _sampler_of(step, config.rollout, config.longest_context, tells_experts=experts)
+    sampler = _sampler_of(step, config.rollout, tells_experts=config.rollout.replay_routing)
     evaluation = PolicyEvaluation(
         sharded=trained,
         objective=objective,
@@ -118,6 +118,7 @@ def _run_of(step: PlannedStep, config: GRPOConfig) -> PolicyRun:
         follow_model(step.ledger, critic.model)
         step.companions[CRITIC] = critic
         step.watch(critic.model)
+    _deal_memory(step, sampler, config.rollout, config.longest_context)
     return run
 
 
@@ -165,7 +166,9 @@ def sampling_of(
         group: Completions of each.
         sampler: Of the run, where it has one.
     """
-    sampler = sampler or _sampler_of(step, section, prompt)
+    if sampler is None:
+        sampler = _sampler_of(step, section)
+        _deal_memory(step, sampler, section, prompt)
     if not isinstance(sampler.engine, InProcessEngine):
         step.notes.append(f"rollout: {_left_out(section)}")
         return lambda: None
@@ -219,11 +222,16 @@ class _ExternalEngine:
         """Have nothing to close."""
 
 
-def _sampler_of(step: PlannedStep, section: EngineConfig, context: int, *, tells_experts: bool = False) -> Sampler:
+def _sampler_of(step: PlannedStep, section: EngineConfig, *, tells_experts: bool = False) -> Sampler:
     """Return the sampler of a run; no server is asked, and no code of the user's is run."""
     if not isinstance(section.engine, LocalEngineConfig):
         return Sampler(_ExternalEngine())
-    return Sampler(open_engine(step.trained, section, context, tells_experts=tells_experts, planned=True))
+    return Sampler(open_engine(step.trained, section, tells_experts=tells_experts))
+
+
+def _deal_memory(step: PlannedStep, sampler: Sampler, section: EngineConfig, context: int) -> None:
+    others = step.companions.values()
+    deal_memory(sampler.engine, step.trained, section, context, companions=others, planned=True)
 
 
 def _left_out(section: EngineConfig) -> str:

@@ -15,10 +15,10 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.errors import ConfigError
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import local_part
-from holdfast.recipes.grpo import grpo_step
+from holdfast.recipes.grpo import grpo_step, learn
 from holdfast.rollout.engine import Request
-from holdfast.training.cache_blocks import block_bytes, cache_blocks, refuse_no_room
-from holdfast.training.engines import _expected_bytes, shared_by_ranks
+from holdfast.training.policy.walk import walk_a_step
+from holdfast.training.rollout_memory import _expected_bytes, block_bytes, cache_blocks, refuse_no_room, shared_by_ranks
 from holdfast.training.run import TrainState
 from tests.distributed.grpo_cases import prompts_of, settings
 from tests.tiny import tiny_directory
@@ -90,6 +90,38 @@ def test_the_state_of_an_optimizer_is_counted_on_where_there_will_be_one_and_is_
     for found in pools(ranks).run(expected, tree, prompts_of(8)):
         assert found["trains"] - found["alone"] == found["state"] > 0
         assert found["has state"] == found["alone"]
+
+
+CRITIC = {"advantage": {"kind": "gae"}, "critic": {"optim": {"kind": "adamw", "lr": 1e-2}}}
+
+
+def places_of_a_run(world: World, tree: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """Return in which order models get their places and rollouts their room, and what else is counted on."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        run = built(world, tree, rows, walks=False)
+    lines = [line.partition(":")[0] for line in printed.getvalue().splitlines()]
+    trained, critic, common = run.trained, run.critic, shared_by_ranks(run.trained)
+    assert critic is not None
+    counted = [_expected_bytes(trained, common, trains=True, others=others) for others in ([critic], [])]
+    walk_a_step(run, learn)
+    assert grpo_step(run) is not None
+    state = [value for values in critic.optimizer.state.values() for value in values.values() if value.ndim]
+    return {
+        "order": [line for line in lines if line in {"reference policy", "critic", "rollouts"}],
+        "critic": counted[0] - counted[1],
+        "state": sum(local_part(value).nbytes for value in state),
+    }
+
+
+def test_rollouts_get_their_room_when_all_models_of_a_run_are_in_their_places(pools: Any, tmp_path: Path) -> None:
+    tree = settings(str(tiny_directory(tmp_path, "llama")), kl={"coefficient": 0.1}, **CRITIC)
+
+    first, other = pools(2).run(places_of_a_run, tree, prompts_of(8))
+
+    assert first["order"] == ["reference policy", "critic", "rollouts"]
+    for found in (first, other):
+        assert found["critic"] == found["state"] > 0
 
 
 def continued(world: World, tree: dict[str, Any], rows: Any, saved: int, room: int | None) -> tuple[int, int, str]:
