@@ -81,8 +81,8 @@ def batch_script(job: Job) -> str:
 _BODY = """
 cd {folder} || exit 2
 
-# The nodes meet on the first of them, which runs this shell: at the first port from one of this job's number on at which
-# nobody listens.
+# The nodes meet on the first of them, which runs this shell, at the first port from the job's own on at which nobody
+# listens.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed 's/.*NodeAddr=\\([^ ]*\\).*/\\1/')
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))

@@ -128,8 +128,13 @@ def turns(config: TrainingConfig, spec: RankSpec) -> Iterator[MemorySaving]:
 Change = Callable[[TrainingConfig, RankSpec], tuple[str, Any] | None]
 
 
+def sequences_of_row(config: TrainingConfig) -> int:
+    """Return how many sequences a row has, which no micro-batch splits: two of a pair, one of KTO and all others."""
+    return 2 if isinstance(config, DPOConfig) and config.preference.takes_pairs else 1
+
+
 def _fewer_tokens(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
-    least = -(-config.data.max_length * (2 if isinstance(config, DPOConfig) else 1) // config.parallel.context)
+    least = -(-config.data.max_length * sequences_of_row(config) // config.parallel.context)
     if config.data.tokens_per_micro_batch <= least:
         return None
     return str(least), _with(config, "data", tokens_per_micro_batch=least)
@@ -203,7 +208,8 @@ def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str
     set_storage(origin.model, *storage_of(shapes.model))
     policy = policy_model(shapes, origin, None)
     plan = make_plan(shapes, policy, max(1, spec.ranks // shapes.parallel.replicate), spec.torch_device.type)
-    tokens = min(shapes.data.tokens_per_micro_batch, shapes.data.batch_size * shapes.data.max_length)
+    longest = shapes.data.batch_size * sequences_of_row(shapes) * shapes.data.max_length
+    tokens = min(shapes.data.tokens_per_micro_batch, longest)
     is_full = shapes.checkpoint.contents == "full"
     states = learned_states(shapes, policy)
     if states is None:
