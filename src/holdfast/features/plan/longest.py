@@ -22,6 +22,7 @@ from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.counting.kinds import ACTIVATIONS, CACHE, TEMPORARY
 from holdfast.features.plan.devices import GIB, device_named
 from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.process import tell
 from holdfast.features.plan.records import RankSpec, plain_plan, room_for_tensors
 from holdfast.features.plan.request import made, sequences_of_row, turns
 
@@ -218,6 +219,8 @@ class _Searching:
         }
 
     def _measured(self, config: TrainingConfig) -> Measured:
+        parallel = config.parallel
+        tell(f"context {parallel.context}, offload [{', '.join(parallel.offload)}]: rows of {config.data.max_length:,}")
         execution = made(config, self._base, self._spec, self._no_guard)
         self.executions += 1
         self.executed = self.executed and execution.executed
