@@ -34,7 +34,7 @@ from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.episodes import episodes_of
 from holdfast.training.policy.reward_columns import refuse_absent_columns
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
+from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, note_what_stays
 from holdfast.training.run import Setting, ShardedModel
 from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
 from holdfast.training.setup.first_rows import check_first_rows
@@ -107,7 +107,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     run.trained.following = following_of(reference, config.reference)
     if config.critic is not None:
         add_critic(run, config.critic, live)
-    check_offload(run)
+    note_what_stays(run)
     if world.is_first and (deleted := unreplayable_steps(config)):
         print(f"warning: {deleted}", flush=True)
     return run
