@@ -20,6 +20,7 @@ from pathlib import Path
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
+from holdfast.files import python_module
 from holdfast.launch.environment import SRUN_VARIABLES, inherited, resolve_ranks, srun_task
 
 _ASK_SECONDS = 20
@@ -295,7 +296,7 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
     task reaches torchrun once.
     """
     options = agent_options(step, launch)
-    command = [sys.executable, "-m", "holdfast.cli.main", *sys.argv[1:]]
+    command = [*python_module("holdfast.cli.main"), *sys.argv[1:]]
     variables = {
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         # torchrun kills ranks 30 seconds after SIGTERM unless this says otherwise, which may be shorter than a save
@@ -303,7 +304,7 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_seconds) + _AGENT_SECONDS),
         "PYTHONUNBUFFERED": "1",
     }
-    argv = [sys.executable, "-m", "holdfast.launch.agent", *options, *command]
+    argv = [*python_module("holdfast.launch.agent"), *options, *command]
     os.execve(sys.executable, argv, inherited(variables))
 
 

@@ -20,6 +20,7 @@ from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError, HoldfastError, UserError
 from holdfast.features.plan.devices import DEVICES, bytes_of, device_named
 from holdfast.features.plan.execution.process import NEWS
+from holdfast.files import python_module
 from holdfast.training.directory import check_writable, run_directory, save_plan
 
 
@@ -129,7 +130,7 @@ def _executed(request: dict[str, Any], folder: Path) -> tuple[int, str]:
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     errors = folder / "errors.txt"
     with (folder / "request.json").open(encoding="utf-8") as asked, errors.open("wb") as complaints:
-        command = [sys.executable, "-m", "holdfast.features.plan.execution.process"]
+        command = python_module("holdfast.features.plan.execution.process")
         with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=complaints, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
