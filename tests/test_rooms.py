@@ -35,7 +35,7 @@ ROOMS = {
         processes
         functions
         code
-        scorers
+        in_process scorers
         workers
     """,
     "models": """

@@ -306,8 +306,23 @@ def size_words(count: float) -> str:
     return f"{count:,.0f} bytes"
 
 
+def python_module(name: str) -> list[str]:
+    """Return the command that runs a module of ours in a new Python.
+
+    `-P` keeps the current directory off the path: a user's math.py there would stand for the library's.
+    """
+    return [sys.executable, "-P", "-m", name]
+
+
+def look_beside(folder: Path) -> None:
+    """Let modules be imported from a folder, after all others: a file called random.py there shadows nothing."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def load_module(file: Path, name: str) -> ModuleType:
-    """Import a file of the user's under a name of its own; raises whatever it raises."""
+    """Import a file of the user's under a name of its own, and its siblings by theirs; raises whatever it raises."""
+    look_beside(file.absolute().parent)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

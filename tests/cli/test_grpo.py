@@ -559,6 +559,22 @@ def test_a_rank_whose_rewards_all_hang_does_not_keep_the_others_waiting_too_long
 
 
 @pytest.mark.deep
+def test_a_reward_file_with_the_name_of_a_standard_module_shadows_nothing(
+    holdfast: Callable[..., Done], tmp_path: Path, policy: dict[str, Any]
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('imported in the place of the library')\n")
+    (tmp_path / "sibling.py").write_text("VALUE = 0.25\n")
+    (tmp_path / "math.py").write_text("from sibling import VALUE\ndef compute_score(completion):\n    return VALUE\n")
+    write_run(tmp_path / "run.yaml", policy | {"steps": 1, "reward": {"path": "math.py:compute_score"}})
+
+    done = holdfast("grpo", "run.yaml", "launch.ranks=1")
+
+    assert done.code == 0, done.err
+    (line,) = (line for line in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in line)
+    assert line["reward"] == 0.25
+
+
+@pytest.mark.deep
 def test_a_reward_of_trl_s_form_is_told_the_step(warm: WarmPython, tmp_path: Path, policy: dict[str, Any]) -> None:
     done = grpo(warm, tmp_path, policy | {"reward": {"path": "rewards.py:told"}})
 

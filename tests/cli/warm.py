@@ -181,6 +181,7 @@ def _become(arguments: list[str], environment: dict[str, str], directory: str, o
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     code = 0
+    arguments = arguments[arguments[0] == "-P" :]
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -76,6 +76,7 @@ def _score(samples: Sequence[Sample]) -> list[Scored]:
 def run_and_watch(world: World, tree: dict[str, Any], rows: Any, action: str = "") -> dict[str, Any]:
     """Run to the end, and return what the engine saw, and what was there between steps."""
     run = build_policy_run(from_mapping(tree, GRPOConfig), Path.cwd(), world, _score, Live(rows=rows))
+    said = list(run.setting.log.messages)
     engine = Watching(run, action)
     run.evaluation.sampler.engine = engine  # type: ignore[assignment]  # it passes everything on
     between: list[tuple[int, int]] = []
@@ -93,4 +94,5 @@ def run_and_watch(world: World, tree: dict[str, Any], rows: Any, action: str = "
     except ValueError as raised:
         error = str(raised)
     times = sorted({name for name in run.setting.log.clock.read() if name.endswith("_host")})
-    return {"seen": engine.seen, "between": between, "lines": lines, "error": error, "times": times}
+    told = {"seen": engine.seen, "between": between, "lines": lines, "error": error, "times": times}
+    return told | {"said": said}

@@ -17,7 +17,7 @@ from holdfast.recipes.evaluation import evaluate_run
 from holdfast.recipes.grpo import grpo, grpo_step
 from holdfast.rewards.base import Sample, Scored
 from holdfast.training.policy.build import build_policy_run
-from holdfast.training.policy.reward_model import SharedRewardModel, open_reward_model
+from holdfast.training.policy.reward_model import ShardedRewardModel, open_reward_model
 from holdfast.training.policy.rewards import open_rewards
 from holdfast.training.run import Setting, StepAbandoned
 from holdfast.training.setup.begin import Live
@@ -37,7 +37,7 @@ def look(world: World, tree: dict[str, Any], of_ranks: Sequence[int]) -> dict[st
     assert isinstance(section, ModelRewardConfig)
     with contextlib.redirect_stdout(said):
         model = open_reward_model(section, Setting.of(config, Path.cwd(), world))
-    assert isinstance(model, SharedRewardModel)
+    assert isinstance(model, ShardedRewardModel)
     parts = [local_part(value.detach()) for value in sharded_parameters(model.model).values()]
     passes: list[None] = []
     model.model.register_forward_pre_hook(lambda *_: passes.append(None))

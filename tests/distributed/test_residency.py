@@ -137,13 +137,16 @@ def test_quantised_moments_a_critic_and_a_reference_that_follows_go_together(
     assert of_runs(tmp_path / "moves", tmp_path / "stays") == []
 
 
-def test_parameters_that_the_engine_reads_itself_are_refused(pools: Any, llama: Path) -> None:
-    tree = settings(str(llama), residency={"parameters": "host"})
+def test_a_rank_alone_without_copies_keeps_its_parameters_and_says_so(pools: Any, llama: Path, tmp_path: Path) -> None:
+    told = {}
+    for name, section in {"moves": {"residency": HOST}, "stays": {}}.items():
+        tree = run_tree(llama, tmp_path / name, steps=2, **section)
+        told[name] = pools(1).run(run_and_watch, tree, ROWS)[0]
 
-    ((kind, words),) = pools(1).errors(train, tree, ROWS, 1)
-
-    assert kind == "ConfigError"
-    assert "residency.parameters: host, but the policy is not sharded" in words
+    assert all(parameters > 0 and states == 0 for parameters, states in told["moves"]["seen"])
+    assert any("residency.parameters" in line for line in told["moves"]["said"])
+    assert not any("residency" in line for line in told["stays"]["said"])
+    assert of_runs(tmp_path / "moves", tmp_path / "stays") == []
 
 
 @pytest.mark.deep

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.yaml12 import to_yaml
+from holdfast.features.plan.execution.process import NEWS
 from tests.fake_devices.cases import DENSE, policy, tree
 from tests.fake_devices.conftest import ROOT, needs_guard
 from tests.features.vllm.served import AHEAD, served_tree
@@ -25,6 +26,11 @@ def plan(file: Path, *options: str, environment: Mapping[str, str] | None = None
     command = [sys.executable, "-m", "holdfast.cli.main", "plan", str(file), *options]
     own = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | dict(environment or {})
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=file.parent, env=own)
+
+
+def without_news(errors: str) -> list[str]:
+    """Return the lines of standard error but for those that say what is being planned."""
+    return [line for line in errors.strip().splitlines() if not line.startswith(NEWS)]
 
 
 def run_file(folder: Path, **sections: Any) -> Path:
@@ -41,6 +47,12 @@ def test_a_plan_for_scripts_names_every_part_and_leaves_plan_json(tmp_path: Path
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     assert made["executed"]
+    begun, by_formulas = done.stderr.splitlines()
+    assert begun.startswith(NEWS)
+    assert "8 ranks of h100" in begun
+    assert float(by_formulas.removeprefix(f"{NEWS}by formulas ").split()[0]) == pytest.approx(
+        made["peak_bytes"] / 2**30, abs=0.01
+    )
     assert {"load", "forward", "backward", "optimizer", "resume"} <= set(made["phases"])
     assert made["host"]["save"]["total"] > 0
     for phase in made["phases"].values():
@@ -68,6 +80,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_turn_and_exits_with_1(tmp_path:
     made = json.loads(done.stdout)
     assert done.returncode == 1
     assert not made["fits"]
+    assert len(done.stderr.splitlines()) == 2 + len(made["turns"])
     peaks = [turn["peak_bytes"] for turn in made["turns"]]
     assert [turn["key"] for turn in made["turns"]][:2] == ["data.tokens_per_micro_batch", "parallel.recompute"]
     assert peaks == sorted(peaks, reverse=True)
@@ -145,7 +158,7 @@ def test_what_cannot_be_planned_is_told_in_one_paragraph(
     done = plan(run_file(tmp_path, **sections), *options)
 
     assert done.returncode == 2, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert len(without_news(done.stderr)) == 1
     assert all(word in done.stderr for word in words), done.stderr
     assert done.stdout == ""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_devices.conftest import needs_guard
-from tests.fake_devices.test_command import plan, run_file
+from tests.fake_devices.test_command import plan, run_file, without_news
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
 
@@ -86,6 +86,6 @@ def test_what_has_no_answer_is_told_in_one_paragraph(
     done = plan(run_file(tmp_path, parallel={"compile": "off"}), "--longest", *options)
 
     assert done.returncode == code, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert len(without_news(done.stderr)) == 1
     assert all(word in done.stderr for word in words), done.stderr
     assert done.stdout == ""

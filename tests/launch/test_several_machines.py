@@ -60,6 +60,36 @@ def test_a_job_that_may_lose_nodes_is_not_killed_with_one(tmp_path: Path) -> Non
     assert "srun --no-kill" in elastic
 
 
+def met_at(script: str, folder: Path, job_number: int) -> int:
+    """Run a job's text on this machine, whose `srun` prints where the nodes meet, and return that port."""
+    for name, answer in {"scontrol": "NodeAddr=127.0.0.1", "srun": "$MASTER_PORT"}.items():
+        (folder / name).write_text(f"#!/bin/sh\necho {answer}\n")
+        (folder / name).chmod(0o755)
+    environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": str(job_number), "SLURM_JOB_NODELIST": "here"}
+    done = subprocess.run(
+        ["bash"], input=script, env=environ, cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(done.stdout)
+
+
+def test_jobs_whose_numbers_are_ten_thousand_apart_meet_at_two_ports_of_one_machine(tmp_path: Path) -> None:
+    script = batch_script(job(tmp_path))
+    first = met_at(script, tmp_path, 7)
+
+    with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + 1)):
+        second = met_at(script, tmp_path, 10_007)
+
+    assert (first, second) == (20_007, 20_009)
+
+
+def test_two_steps_of_one_job_meet_at_two_ports() -> None:
+    steps = [
+        JobStep(2, 2, 0, 0, "7", {"MASTER_ADDR": "10.0.0.1", "SLURM_STEP_ID": number}) for number in ("0", "1", "10")
+    ]
+
+    assert len({step.meeting["MASTER_PORT"] for step in steps}) == 3
+
+
 def test_without_sbatch_nothing_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 

@@ -15,7 +15,7 @@ import pytest
 from holdfast.config.sections.reward import RewardPoolConfig
 from holdfast.errors import ConfigError
 from holdfast.rewards.base import Sample, Scored
-from holdfast.rewards.workers.in_process import InProcessRewards
+from holdfast.rewards.in_process import InProcessRewards
 from tests.rewards.conftest import sample, samples, user
 
 

@@ -12,7 +12,6 @@ import pickle
 import select
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from holdfast import patience
 from holdfast.config.sections.environment import EnvironmentSection
 from holdfast.environments.base import EnvironmentFault, Malformed, StepResult, Turn, kind_of
 from holdfast.errors import ConfigError, DataError, RunStopped
-from holdfast.files import read_end
+from holdfast.files import python_module, read_end
 from holdfast.rewards.processes import framing, kernel
 from holdfast.text.escaping import escaped
 
@@ -86,7 +85,7 @@ class EnvironmentPool:
         if self._process is not None:
             return
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [*_ENVIRONMENT, sys.executable, "-m", "holdfast.environments.supervisor", str(self.log_path)]
+        command = [*_ENVIRONMENT, *python_module("holdfast.environments.supervisor"), str(self.log_path)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )

@@ -6,7 +6,6 @@ Only the existence of paths is checked here; the ranks read what the files conta
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.data.rows.arrow_rows import is_saved_dataset
 from holdfast.data.rows.files import files_of_split, find_files, split_off
 from holdfast.errors import RunStopped
+from holdfast.files import python_module
 from holdfast.launch.environment import is_first_rank, resolve_ranks, srun_task, under_torchrun
 from holdfast.launch.local import launch_local
 from holdfast.launch.rank import work
@@ -59,7 +59,7 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
-        command = [sys.executable, "-m", "holdfast.launch.rank", verb, str(file), str(loaded.base)]
+        command = [*python_module("holdfast.launch.rank"), verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
         servers = registry.load(registry.SERVERS)(loaded) if engine_of(loaded.config) is not None else nullcontext()
         with servers:

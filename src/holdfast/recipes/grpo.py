@@ -98,7 +98,7 @@ def learn(run: PolicyRun, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
     metrics |= stand_still(run, mini_batches) if is_warming_up(run) else update(run, objective, mini_batches)
     metrics |= ages | rollout_metrics(rollout, run.config.advantage.tolerance)
     metrics |= entropy_estimate(rollout.sampled, run.config.rollout)
-    metrics |= measured(run, metrics)
+    metrics |= move_coefficients(run, metrics)
     return rollout, metrics
 
 
@@ -133,7 +133,7 @@ def controlled_objective(run: PolicyRun) -> Objective:
     return objective.with_coefficients(kl, entropy)
 
 
-def measured(run: PolicyRun, metrics: Mapping[str, float]) -> dict[str, float]:
+def move_coefficients(run: PolicyRun, metrics: Mapping[str, float]) -> dict[str, float]:
     """Move the coefficients by what the step measured, and return those that will act in the next one."""
     config, state = run.config, run.trained.state
     if config.kl.target is None and config.entropy.target is None:

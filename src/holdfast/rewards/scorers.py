@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from holdfast import patience
-from holdfast.files import load_module
+from holdfast.files import load_module, look_beside
 from holdfast.rewards.base import CannotStart, describe_error
 from holdfast.rewards.functions.rules import rule, template_columns
 from holdfast.rewards.functions.signatures import Bound, ConcurrentCall, PerSampleCall, bind
@@ -125,7 +125,6 @@ def _in_file(file: str, base: Path, subject: str) -> ModuleType:
             f"{subject}: there is no file {file} beside the YAML ({base}) or in {Path.cwd()}. Correct its path."
         )
     module_file = script.resolve()
-    _look_beside(module_file.parent)
     digest = hashlib.sha256(str(module_file).encode()).hexdigest()[:8]
     module_name = f"holdfast_reward_{module_file.stem}_{digest}"
     if module_name in sys.modules:
@@ -135,15 +134,9 @@ def _in_file(file: str, base: Path, subject: str) -> ModuleType:
 
 
 def _installed(module: str, base: Path, subject: str) -> ModuleType:
-    _look_beside(base)
+    look_beside(base)
     with _importing(module, subject):
         return importlib.import_module(module)
-
-
-def _look_beside(folder: Path) -> None:
-    # Last, so that a sibling called random.py shadows nothing.
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 @contextmanager

@@ -19,9 +19,12 @@ from holdfast.errors import ConfigError, RunStopped
 from holdfast.features.forensics.mismatch import completions_of
 from holdfast.features.forensics.recorded import RecordedEngine
 from holdfast.features.forensics.recorder import group_line, read_record, record_path
+from holdfast.features.forensics.replay import replay_step
+from holdfast.parallel.mesh import World
 from holdfast.training.policy.build import unreplayable_steps
 from holdfast.training.policy.samples import SampleRow, sample_table
 from holdfast.types import EpisodeSummary, Finish, Group, Prompt, Trajectory
+from tests.fake_devices.cases import policy
 
 HEAD = {"step": 1, "base": "/", "compute_dtype": "float32", "metrics": {"loss": 0.5, "grad_norm": 1.0}}
 GROUP = {
@@ -222,3 +225,22 @@ def test_what_was_observed_in_an_episode_is_not_compared_with_an_engine() -> Non
 
     assert [(size, tokens.tolist()) for size, tokens, _ in compared] == [(2, [5, 6, 7, 8, 9]), (2, [5, 6, 11, 12])]
     assert [np.isnan(logprobs).tolist() for *_, logprobs in compared] == [[False, False, True], [True, False]]
+
+
+def make_again(world: World, tree: dict[str, Any], directory: str) -> None:
+    replay_step(from_mapping(tree, GRPOConfig), Path(directory), 3, world)
+
+
+def test_a_checkpoint_that_was_not_kept_is_missed_before_a_model_is_built(pools: Any, tmp_path: Path) -> None:
+    path = record_path(tmp_path, 3)
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress((json.dumps(HEAD | {"step": 3}) + "\n" + json.dumps(GROUP) + "\n").encode()))
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    model = {"path": str(tmp_path / "no model is here")}
+
+    ((kind, words),) = pools(1).errors(make_again, policy() | {"model": model}, str(tmp_path))
+
+    assert kind == "ConfigError"
+    assert all(
+        word in words for word in ("checkpoint of step 2", str(tmp_path / "checkpoints"), "checkpoint.keep.every")
+    )

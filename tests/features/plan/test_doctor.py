@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -22,7 +23,7 @@ from holdfast.errors import ConfigError, ModelError
 from holdfast.features.plan.checks.findings import Check, Finding, findings_of, ok
 from holdfast.features.plan.checks.machine import bad_pairs
 from holdfast.features.plan.checks.servers import shortage
-from holdfast.features.plan.doctor import doctor
+from holdfast.features.plan.doctor import doctor, told
 from holdfast.launch.environment import machine_facts
 from holdfast.models.files.origin import load_tokenizer
 from holdfast.models.setup.model import blueprint
@@ -461,3 +462,20 @@ def test_a_check_that_breaks_is_unknown_and_stops_nothing() -> None:
         "Unknown  first: could not be looked at: ZeroDivisionError: of the check itself",
         "Ok       second: is there",
     ]
+
+
+def test_a_check_that_lasts_is_named_while_it_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ""
+
+    def lasting() -> Iterator[Finding]:
+        nonlocal said
+        end = time.monotonic() + 30
+        while not said and time.monotonic() < end:
+            said = capsys.readouterr().err
+        yield ok("first", "is there")
+
+    findings = list(findings_of([told(Check("first", lasting), 0.01), told(Check("second", lambda: iter([])), 600)]))
+
+    assert said == "looking at first\n"
+    assert [finding.name for finding in findings] == ["first"]
+    assert capsys.readouterr().err == ""

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.features.plan.counting.kinds import GATHERED
 from holdfast.features.plan.records import RankSpec
-from holdfast.features.plan.request import _by_formulas
+from holdfast.features.plan.request import _by_formulas, turns
 from tests.fake_devices.cases import DENSE, tree
 
 
@@ -23,3 +24,13 @@ def test_one_rank_has_copies_of_what_is_not_stored_in_the_compute_dtype(tmp_path
 
     assert made.plan.copied
     assert made.steady["backward", "cuda"].by_kind[GATHERED] == 2 * made.plan.trainable
+
+
+@pytest.mark.parametrize(("loss", "sequences"), [("kto", 1), ("dpo", 2)])
+def test_a_pass_takes_at_least_one_row_which_is_one_sequence_of_kto_and_two_of_pairs(loss: str, sequences: int) -> None:
+    data = {"max_length": 128, "tokens_per_micro_batch": 1024}
+    config = from_mapping(tree(preference={"loss": loss}, data=data), DPOConfig)
+
+    assert {turn.key: turn.value for turn in turns(config, RankSpec())}["data.tokens_per_micro_batch"] == str(
+        128 * sequences
+    )

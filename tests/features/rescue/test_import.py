@@ -298,3 +298,22 @@ def test_the_check_answers_scripts_too(fixtures: Path) -> None:
     assert about["optimizer"]["parameters"] == 15
     assert about["position"] == {"rows": 8}
     assert not about["damaged"]
+
+
+def test_the_folder_of_a_checkpoint_that_has_no_weights_is_refused_with_the_command_that_makes_them(
+    fixtures: Path, tokens: Path, tmp_path: Path
+) -> None:
+    path = copied(fixtures, "easyr1_adamw_bf16_frozen", tmp_path)
+    (folder,) = path.rglob("huggingface")
+    for file in tokens.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    run = run_file(tmp_path, tokens, model__path=str(folder), **BF16)
+
+    with pytest.raises(HoldfastError) as refused:
+        imported(path, "--as", run)
+
+    assert refused.value.exit_code == 2
+    words = str(refused.value)
+    assert f"holdfast checkpoint import {path}" in words
+    assert all(word in words for word in ("--export", "model.path", str(folder)))
+    assert not (tmp_path / "runs").exists()

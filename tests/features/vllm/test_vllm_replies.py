@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from holdfast.config.sections.engine import VLLMEngineConfig
-from holdfast.features.vllm.answers import reply_of
+from holdfast.features.vllm.answers import inspection_of, reply_of
 from holdfast.http import EndpointRefuses
 from holdfast.types import Finish
-from tests.features.vllm.served import ServedModel
+from tests.features.vllm.served import ServedModel, of_the_extension
 
 FOLDER = Path(__file__).parent / "vllm_replies"
 
@@ -138,3 +139,40 @@ def test_a_completion_that_was_ended_has_what_there_was() -> None:
 
     assert reply.finish is Finish.ABORT
     assert reply.tokens.size == 0
+
+
+def test_every_worker_of_a_server_is_heard_and_the_furthest_counts() -> None:
+    workers = [{"a": 0.0, "b": None, "c": 0.5}, {"a": 0.25, "b": None, "c": None}, {"a": math.nan, "b": None, "c": 0.1}]
+
+    told = inspection_of({"results": workers[:2]})
+
+    assert told == {"a": 0.25, "b": None, "c": 0.5}
+    assert math.isnan(inspection_of({"results": workers})["a"] or 0.0)
+
+
+class PartOfALayer(torch.nn.Module):
+    """A layer whose worker holds some of its rows and computes with them, as vLLM's linear layers do."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(rows, requires_grad=False)
+        self.quant_method, self.output_sizes = self, [8, 8]
+
+    def apply(self, layer: PartOfALayer, inputs: torch.Tensor, bias: None) -> torch.Tensor:
+        return inputs @ layer.weight.t()
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(1, pytest.approx(0.0, abs=1e-6)), (2, None)])
+def test_a_layer_whose_rows_workers_share_says_that_it_cannot_tell(ranks: int, told: Any) -> None:
+    difference = of_the_extension("PROBES = 4", "@dataclass\nclass Lease", {"torch": torch})["difference"]
+    sent = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+    norm = torch.nn.LayerNorm(6)
+    rows = torch.cat([part[: 8 // ranks] for part in sent.split(8)])  # of the first worker: its share of each matrix
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"gate_up_proj": PartOfALayer(rows)}), "norm": norm})
+    model.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+
+    gate = difference(model, "mlp.gate_proj.weight", sent[:8], ranks)
+    up = difference(model, "mlp.up_proj.weight", sent[8:], ranks)
+
+    assert (gate, up) == (told, told)
+    assert difference(model, "norm.weight", torch.ones(6), ranks) == 0.0

@@ -53,9 +53,8 @@ class RankProcess:
         """Return this machine's address as Ray knows it, its name, and the GPUs that Ray gives this actor."""
         import ray
 
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
-        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), gpus or visible.split(",")[:0]
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), gpus
 
     def free_port(self) -> int:
         """Return a port at which nobody listens now."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from holdfast.config.sections.launch import LaunchConfig
 from holdfast.errors import ConfigError
+from holdfast.files import python_module
 from holdfast.launch.environment import SRUN_VARIABLES, inherited, resolve_ranks, srun_task
 
 _ASK_SECONDS = 20
@@ -81,10 +82,12 @@ def batch_script(job: Job) -> str:
 _BODY = """
 cd {folder} || exit 2
 
-# The nodes meet on the first of them, at a port of this job's own.
+# The nodes meet on the first of them, which runs this shell, at the first port from the job's own on at which nobody
+# listens.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol --oneliner show node "$first" | sed 's/.*NodeAddr=\\([^ ]*\\).*/\\1/')
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+while (exec 3<> "/dev/tcp/127.0.0.1/$MASTER_PORT") 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done
 {interface}
 # Shortly before the time limit Slurm signals this shell alone. It passes SIGTERM on: the run saves and stops.
 pass_on() {{ timeout 10 scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null & }}
@@ -184,11 +187,15 @@ class JobStep:
 
     @property
     def meeting(self) -> dict[str, str]:
-        """Where the tasks meet: what the environment names, else the step's first node and a port of the job's."""
+        """Where the tasks meet: what the environment names, else the step's first node and a port of job and step.
+
+        Tasks that have not met cannot look for a free port together; a port in use is refused when they meet.
+        """
         host, port = self.environ.get("MASTER_ADDR"), self.environ.get("MASTER_PORT")
+        number = int(self.job) + 1009 * int(self.environ.get("SLURM_STEP_ID", 0))
         return {
             "MASTER_ADDR": host or self._first_node(),
-            "MASTER_PORT": port or str(20000 + int(self.job) % 10000),
+            "MASTER_PORT": port or str(20000 + number % 10000),
         }
 
     @property
@@ -289,7 +296,7 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
     task reaches torchrun once.
     """
     options = agent_options(step, launch)
-    command = [sys.executable, "-m", "holdfast.cli.main", *sys.argv[1:]]
+    command = [*python_module("holdfast.cli.main"), *sys.argv[1:]]
     variables = {
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         # torchrun kills ranks 30 seconds after SIGTERM unless this says otherwise, which may be shorter than a save
@@ -297,7 +304,7 @@ def become_launcher(step: JobStep, launch: LaunchConfig, grace_seconds: float) -
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_seconds) + _AGENT_SECONDS),
         "PYTHONUNBUFFERED": "1",
     }
-    argv = [sys.executable, "-m", "holdfast.launch.agent", *options, *command]
+    argv = [*python_module("holdfast.launch.agent"), *options, *command]
     os.execve(sys.executable, argv, inherited(variables))
 
 

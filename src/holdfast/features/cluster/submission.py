@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from holdfast.config.verbs.roots import load_run, verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.features.cluster.ray import RayOptions, launch_ray
 from holdfast.features.cluster.slurm import Job, batch_script, check_cluster, submit
+from holdfast.files import python_module
 from holdfast.launch.environment import resolve_ranks
 from holdfast.launch.start import check_paths
 from holdfast.training.directory import run_directory
@@ -37,7 +37,7 @@ def launch_on_ray(file: Path, overrides: Sequence[str], options: RayOptions) -> 
     loaded = load_run(file, overrides)
     verb = verb_of(as_plain(loaded.config))
     check_paths(verb, loaded.config, loaded.base)
-    command = [sys.executable, "-m", "holdfast.cli.main", verb, str(file), *overrides]
+    command = [*python_module("holdfast.cli.main"), verb, str(file), *overrides]
     return launch_ray(command, options, loaded.config.launch)
 
 

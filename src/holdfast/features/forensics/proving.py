@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from holdfast.config.verbs.training import TrainingConfig
 from holdfast.config.yaml12 import parse_file
 from holdfast.environments.pool import EnvironmentPool
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.files import python_module
 from holdfast.launch.environment import inherited, resolve_ranks
 
 PROOF_PHASES = {
@@ -159,7 +159,7 @@ def _refuse_unrecorded(config: TrainingConfig, outside: str) -> None:
 def _run(plan: ProofPlan, directory: Path, variables: Mapping[str, str], *, expected: int) -> int:
     """Run the command and return its process id."""
     command = [
-        sys.executable, "-m", "holdfast.cli.main", plan.verb, str(plan.file), *plan.overrides, f"steps={plan.steps}",
+        *python_module("holdfast.cli.main"), plan.verb, str(plan.file), *plan.overrides, f"steps={plan.steps}",
         f"run.name={directory.name}", f"run.dir={directory.parent}", f"checkpoint.every_steps={plan.every}",
         "checkpoint.at_end=true", "checkpoint.export_at_end=false", "metrics.log_every=1", "launch.max_restarts=0",
         "checkpoint.storage=null",  # the two runs, and the user's own, would find each other's checkpoints there

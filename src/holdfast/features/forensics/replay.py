@@ -60,7 +60,7 @@ def replay_step(config: GRPOConfig, directory: Path, step: int, world: World) ->
         ConfigError: The step was not kept, or there is no checkpoint right before it.
     """
     record = read_record(directory, step)
-    with _rebuilt(config, directory, record, world) as rebuilt:
+    with _rebuilt(config, _checkpoints(config, directory, step - 1), record, world) as rebuilt:
         rebuilt.go_to(step - 1)
         _, metrics = learn(rebuilt.run, record.rollout)
     scale = max(abs(record.metrics["grad_norm"]), 1e-6)
@@ -99,11 +99,11 @@ def explain_mismatch(config: GRPOConfig, directory: Path, step: int, world: Worl
     tried = causes(groups[0].trajectories[0].temperature or 1.0, support, renormalised=rollout.renormalise)
     as_it_was = dict([next(iter(tried.items()))])
     logprobs_of = next(iter(tried.values()))
-    with _rebuilt(config, directory, record, world) as rebuilt:
+    with _rebuilt(config, _checkpoints(config, directory, step - 1), record, world) as rebuilt:
         sharded = rebuilt.run.trained
         further_fits: list[Fit] = []
         earlier, before = None, f"step {step - 2}"
-        if step > 1 and rebuilt.has(step - 2):
+        if step > 1 and _has(rebuilt.storage, step - 2):
             rebuilt.go_to(step - 2)
             stale = f"stale weights: those of {before}"
             if rollout.max_staleness:
@@ -137,32 +137,38 @@ class _Rebuilt:
     run: PolicyRun
     storage: Storage
 
-    def has(self, step: int) -> bool:
-        """Whether there is a checkpoint of a step; the start of the run needs none."""
-        return step == 0 or self.storage.exists(step_name(step))
-
     def go_to(self, step: int) -> None:
-        """Take over the state of a step.
-
-        Raises:
-            ConfigError: There is no checkpoint of it.
-        """
+        """Take over the state of a step that there is a checkpoint of."""
         if step == 0:
             return  # as it was built; nothing goes back there from another step
-        if not self.has(step):
-            raise ConfigError(
-                f"Step {step + 1} is made again from the checkpoint of step {step}, and {self.storage.root} has none. "
-                "Keep checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
-            )
         name, ranks = step_name(step), self.run.setting.ranks
         manifest = verified_manifest(self.storage, name, ranks)
         choice = ResumeChoice(name, manifest, f"weights of step {step}")
         resume(self.run.common, self.storage, choice, ranks, manifest.run_id)
 
 
-@contextmanager
-def _rebuilt(config: GRPOConfig, directory: Path, record: Record, world: World) -> Iterator[_Rebuilt]:
+def _has(storage: Storage, step: int) -> bool:
+    """Whether there is a checkpoint of a step; the start of the run needs none."""
+    return step == 0 or storage.exists(step_name(step))
+
+
+def _checkpoints(config: GRPOConfig, directory: Path, step: int) -> Storage:
+    """Return where a run's checkpoints lie, before a model is built in vain.
+
+    Raises:
+        ConfigError: There is none of this step.
+    """
     storage = open_storage(config.checkpoint.storage or directory / CHECKPOINTS)
+    if not _has(storage, step):
+        raise ConfigError(
+            f"Step {step + 1} is made again from the checkpoint of step {step}, and {storage.root} has none. "
+            "Keep checkpoints of the steps you want to replay: checkpoint.every_steps, checkpoint.keep.every."
+        )
+    return storage
+
+
+@contextmanager
+def _rebuilt(config: GRPOConfig, storage: Storage, record: Record, world: World) -> Iterator[_Rebuilt]:
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as folder:
         # Nothing is sampled here, so nothing need rest meanwhile, no server need live, and no step comes early.
         changed = {

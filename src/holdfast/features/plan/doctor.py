@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -39,7 +40,7 @@ def doctor(
     if not is_first_rank():  # under torchrun: it is there to be met
         findings = list(findings_of([check for check in checks if check.name == RANKS]))
         return int(any(finding.grade is Grade.fail for finding in findings))
-    for finding in findings_of(checks):
+    for finding in findings_of([told(check) for check in checks]):
         counts[finding.grade] += 1
         findings.append(finding)
         if not as_json:
@@ -49,6 +50,22 @@ def doctor(
     else:
         typer.echo(", ".join(f"{count} {grade.value}" for grade, count in sorted(counts.items())))
     return int(counts[Grade.fail] > 0)
+
+
+def told(check: Check, after_seconds: float = 1.0) -> Check:
+    """Return a check that is named on standard error once it has lasted for some time."""
+    from holdfast.features.plan.checks.findings import Check
+
+    def look() -> Iterator[Finding]:
+        news = threading.Timer(after_seconds, lambda: typer.echo(f"looking at {check.name}", err=True))
+        news.daemon = True
+        news.start()
+        try:
+            yield from check.look()
+        finally:
+            news.cancel()
+
+    return Check(check.name, look)
 
 
 def _chosen(checks: list[Check], only: Sequence[str]) -> list[Check]:

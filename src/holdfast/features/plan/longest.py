@@ -15,7 +15,6 @@ from typing import Any
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig, as_plain
@@ -23,8 +22,9 @@ from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.counting.kinds import ACTIVATIONS, CACHE, TEMPORARY
 from holdfast.features.plan.devices import GIB, device_named
 from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.process import tell
 from holdfast.features.plan.records import RankSpec, plain_plan, room_for_tensors
-from holdfast.features.plan.request import made, turns
+from holdfast.features.plan.request import made, sequences_of_row, turns
 
 MOST_EXECUTIONS = 6
 """Of one `context` and one `offload`; three suffice as a rule."""
@@ -219,6 +219,8 @@ class _Searching:
         }
 
     def _measured(self, config: TrainingConfig) -> Measured:
+        parallel = config.parallel
+        tell(f"context {parallel.context}, offload [{', '.join(parallel.offload)}]: rows of {config.data.max_length:,}")
         execution = made(config, self._base, self._spec, self._no_guard)
         self.executions += 1
         self.executed = self.executed and execution.executed
@@ -239,8 +241,8 @@ class _Searching:
             ConfigError: Its rows cannot be shared, or not so much can be kept in host memory.
         """
         plain = as_plain(self._config)
-        sequences = 2 if isinstance(self._config, DPOConfig) and self._config.preference.takes_pairs else 1
-        plain["data"] |= {"max_length": tokens, "tokens_per_micro_batch": -(-tokens * sequences // context)}
+        least = -(-tokens * sequences_of_row(self._config) // context)
+        plain["data"] |= {"max_length": tokens, "tokens_per_micro_batch": least}
         plain["parallel"] |= {"context": context, "shard": "auto", "offload": offload, "cpu_offload": False}
         if self._rollout is not None and not self._has_turns:
             plain["rollout"] |= {"max_new_tokens": tokens - self._prompt}

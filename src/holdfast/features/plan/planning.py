@@ -19,6 +19,8 @@ from holdfast.config.verbs.roots import load_run
 from holdfast.config.verbs.training import TrainingConfig, as_plain
 from holdfast.errors import ConfigError, HoldfastError, UserError
 from holdfast.features.plan.devices import DEVICES, bytes_of, device_named
+from holdfast.features.plan.execution.process import NEWS
+from holdfast.files import python_module
 from holdfast.training.directory import check_writable, run_directory, save_plan
 
 
@@ -90,7 +92,7 @@ def options_here(launch: LaunchConfig, ranks: int) -> PlanOptions:
 
 
 def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:
-    """Return a plan, made by a process of its own.
+    """Return a plan, made by a process of its own; what that does is told on standard error meanwhile.
 
     Raises:
         UserError: The run could not start.
@@ -99,17 +101,11 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
     request = _request(loaded, options)
     with tempfile.TemporaryDirectory(prefix="holdfast-plan-") as folder:
         output = Path(folder) / "plan.json"
-        message_text = json.dumps({**request, "output": str(output)})
-        done = subprocess.run(
-            [sys.executable, "-m", "holdfast.features.plan.execution.process"],
-            input=message_text,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        request["output"] = str(output)
+        code, complaints = _executed(request, Path(folder))
         if not output.exists():
-            reason = (done.stderr.strip() or "it says nothing").splitlines()[-1]
-            message = f"No plan could be made: the process that executes it ended with code {done.returncode}: {reason}"
+            reason = (complaints.strip() or "it says nothing").splitlines()[-1]
+            message = f"No plan could be made: the process that executes it ended with code {code}: {reason}"
             raise NoPlan(message)
         answer: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     if "error" in answer:
@@ -124,6 +120,23 @@ def planned_apart(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) ->
             "another, and --device cpu, or launch.device: cpu, plans for this machine's CPU",
         )
     return plan_made
+
+
+def _executed(request: dict[str, Any], folder: Path) -> tuple[int, str]:
+    """Let a process answer a request, pass its news on, and return its exit code and what it complained of."""
+    ranks = f"{request['ranks']} rank{'s' if request['ranks'] > 1 else ''} of {request['device']}"
+    what = "steps of rows of many lengths are" if request["longest"] else "a step is"
+    print(f"{NEWS}{what} executed for {ranks}, on devices that compute nothing", file=sys.stderr, flush=True)
+    (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+    errors = folder / "errors.txt"
+    with (folder / "request.json").open(encoding="utf-8") as asked, errors.open("wb") as complaints:
+        command = python_module("holdfast.features.plan.execution.process")
+        with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=complaints, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(NEWS):
+                    print(line, end="", file=sys.stderr, flush=True)
+    return process.returncode, errors.read_text(encoding="utf-8", errors="replace")
 
 
 def _request(loaded: LoadedConfig[TrainingConfig], options: PlanOptions) -> dict[str, Any]:

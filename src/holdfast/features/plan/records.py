@@ -16,7 +16,7 @@ from holdfast.parallel.plan import ShardPlan
 PLAN_FORMAT = 1
 CONTEXT, NCCL, FRAGMENTATION = 0.7 * GIB, 1.0 * GIB, 0.05
 """What no tensor holds: the context and workspaces of a process, buffers of collectives where there are several ranks,
-and the share of the peak that the allocator cannot use. Stated, since no GPU of ours has measured them."""
+and the share of the peak that the allocator cannot use. Stated, not measured."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,13 @@ from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import HoldfastError
 from holdfast.features.plan.counting.kinds import ACTIVATIONS, GATHERED, GRADIENTS, HEAD, OPTIMIZER, PARAMETERS
 from holdfast.features.plan.counting.memory import Peak
-from holdfast.features.plan.devices import Device, device_named
+from holdfast.features.plan.devices import GIB, Device, device_named
 from holdfast.features.plan.execution.execute import execute, import_first
 from holdfast.features.plan.execution.origin import without_files
+from holdfast.features.plan.execution.process import tell
 from holdfast.features.plan.execution.saved import (
     ahead_bytes,
     checkpoint_bytes,
@@ -47,6 +49,8 @@ from holdfast.models.setup.model import Blueprint, blueprint, set_storage, stora
 from holdfast.parallel.plan import ShardPlan
 from holdfast.training.setup.model import make_plan, policy_model
 
+_NO_FORMULA = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What formulas raise of a model whose configuration they do not know."""
 _KEPT = {"none": 34.0, "selective": 18.0, "full": 2.0}
 """Bytes that a block keeps for each number of the hidden state of a token (Korthikanti et al., arXiv:2205.05198)."""
 
@@ -67,11 +71,24 @@ def planned(request: dict[str, Any], no_guard: str = "") -> dict[str, Any]:
     device = None if on_cpu else device_named(request["device"])
     spec = RankSpec(request["ranks"], 0, "cpu" if on_cpu else "cuda", request["memory"])
     base = Path(request["base"])
+    if not no_guard:
+        _tell_formulas(config, base, spec)
     plan = plain_plan(made(config, base, spec, no_guard), device, request["memory"])
     plan["servers"] = registry.load(registry.SERVER_COMMANDS)(config, spec.ranks, on_cpu=on_cpu)
     if plan["peak_bytes"] + plan["allowance_bytes"] > request["memory"]:
         plan["turns"] = list(_turns(config, base, spec, device, no_guard))
     return plan
+
+
+def _tell_formulas(config: TrainingConfig, base: Path, spec: RankSpec) -> None:
+    """Tell what formulas say, which takes seconds where an execution takes a minute."""
+    try:
+        plan = plain_plan(_by_formulas(config, base, spec, ""), None, spec.memory)
+    except (HoldfastError, *_NO_FORMULA):
+        return
+    rest = f", without {plan['uncounted']}" if plan["uncounted"] else ""
+    sizes = f"{plan['peak_bytes'] / GIB:.2f} of {spec.memory / GIB:.2f} GiB"
+    tell(f"by formulas {sizes} at the peak{rest}; the execution follows")
 
 
 def made(config: TrainingConfig, base: Path, spec: RankSpec, no_guard: str) -> Execution:
@@ -97,6 +114,7 @@ def _turns(
 ) -> list[dict[str, Any]]:
     records = []
     for turn in turns(config, spec):
+        tell(f"it does not fit; {turn.key}: {turn.value} is executed")
         plan = plain_plan(made(turn.config, base, spec, no_guard), device, spec.memory)
         record = {"key": turn.key, "value": turn.value, "cost": turn.cost}
         records.append({**record, "peak_bytes": plan["peak_bytes"], "fits": plan["fits"]})
@@ -128,8 +146,13 @@ def turns(config: TrainingConfig, spec: RankSpec) -> Iterator[MemorySaving]:
 Change = Callable[[TrainingConfig, RankSpec], tuple[str, Any] | None]
 
 
+def sequences_of_row(config: TrainingConfig) -> int:
+    """Return how many sequences a row has, which no micro-batch splits: two of a pair, one of KTO and all others."""
+    return 2 if isinstance(config, DPOConfig) and config.preference.takes_pairs else 1
+
+
 def _fewer_tokens(config: TrainingConfig, _: RankSpec) -> tuple[str, TrainingConfig] | None:
-    least = -(-config.data.max_length * (2 if isinstance(config, DPOConfig) else 1) // config.parallel.context)
+    least = -(-config.data.max_length * sequences_of_row(config) // config.parallel.context)
     if config.data.tokens_per_micro_batch <= least:
         return None
     return str(least), _with(config, "data", tokens_per_micro_batch=least)
@@ -203,7 +226,8 @@ def _by_formulas(config: TrainingConfig, base: Path, spec: RankSpec, reason: str
     set_storage(origin.model, *storage_of(shapes.model))
     policy = policy_model(shapes, origin, None)
     plan = make_plan(shapes, policy, max(1, spec.ranks // shapes.parallel.replicate), spec.torch_device.type)
-    tokens = min(shapes.data.tokens_per_micro_batch, shapes.data.batch_size * shapes.data.max_length)
+    longest = shapes.data.batch_size * sequences_of_row(shapes) * shapes.data.max_length
+    tokens = min(shapes.data.tokens_per_micro_batch, longest)
     is_full = shapes.checkpoint.contents == "full"
     states = learned_states(shapes, policy)
     if states is None:

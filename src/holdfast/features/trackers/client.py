@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from holdfast import patience
 from holdfast.config.sections.metrics import Tracker, UserTrackerConfig
 from holdfast.errors import ConfigError
 from holdfast.features.trackers.environment import tracker_environment
-from holdfast.files import open_regular
+from holdfast.files import open_regular, python_module
 from holdfast.text.escaping import escaped
 
 _TAIL_BYTES = 4096
@@ -96,7 +95,7 @@ class _Process:
         folder = (self._directory / "trackers" / self._label).absolute()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _PROGRAM, "--of-run", *self._arguments()],
+                [*python_module(_PROGRAM), "--of-run", *self._arguments()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

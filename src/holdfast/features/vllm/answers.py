@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isnan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -231,11 +232,14 @@ def next_tops_of(answer: Any, count: int, vocabulary: int = LARGEST_VOCABULARY) 
 
 
 def inspection_of(answer: Any) -> dict[str, float | None]:
-    """Read how far tensors of a server are from those of a bucket; None where it cannot say.
+    """Read how far tensors of a server are from those of a bucket, on the worker that is furthest; None: none can say.
 
     Raises:
         EndpointMistaken: It answers something else.
     """
-    tensors = Field(RPC, answer).key("results").items(1)[0]
-    sizes = {name: tensors.key(name) for name in tensors.names()}
-    return {name: None if field.value is None else field.size() for name, field in sizes.items()}
+    sizes: dict[str, list[float]] = {}
+    for tensors in Field(RPC, answer).key("results").items(1):
+        for name in tensors.names():
+            field, told = tensors.key(name), sizes.setdefault(name, [])
+            told += [] if field.value is None else [field.size()]
+    return {name: max(told, key=lambda size: (isnan(size), size), default=None) for name, told in sizes.items()}

@@ -181,27 +181,33 @@ PROBES = 4
 """Random vectors that a layer is asked about."""
 
 
+def layer_of(model: torch.nn.Module, path: str) -> tuple[Any, int]:
+    """Return the layer that has the matrix of a module's name, and its first row in there; None if no layer has it."""
+    modules = dict(model.named_modules())
+    if path in modules:
+        return modules[path], 0
+    parent, _, leaf = path.rpartition(".")
+    for packed, leaves in getattr(model, "packed_modules_mapping", {}).items():
+        module: Any = modules.get(f"{parent}.{packed}") if leaf in leaves else None
+        if module is not None:
+            return module, sum(list(module.output_sizes)[: leaves.index(leaf)])
+    return None, 0
+
+
 @torch.no_grad()
-def difference(model: torch.nn.Module, name: str, sent: torch.Tensor) -> float | None:
+def difference(model: torch.nn.Module, name: str, sent: torch.Tensor, ranks: int) -> float | None:
     """Return how far what the model computes with is from a tensor that was sent, relative to it; None if none can say.
 
     A matrix is told by what its layer makes of random vectors: vLLM keeps packed copies, and its parameter may be the
     new one, the old one or empty meanwhile. A layer that holds several matrices is asked for the rows of this one.
+    Where several ranks share a server's model, layers with matrices hold parts of them, cut in a way of each kind of
+    layer, and cannot say.
     """
     path, _, kind = name.rpartition(".")
-    modules, rows = dict(model.named_modules()), slice(0, sent.shape[0])
-    module: Any = modules.get(path)
-    if module is None:
-        parent, _, leaf = path.rpartition(".")
-        for packed, leaves in getattr(model, "packed_modules_mapping", {}).items():
-            module = modules.get(f"{parent}.{packed}") if leaf in leaves else None
-            if module is not None:
-                sizes = list(module.output_sizes)
-                start = sum(sizes[: leaves.index(leaf)])
-                rows = slice(start, start + sent.shape[0])
-                break
+    module, start = layer_of(model, path)
+    rows = slice(start, start + sent.shape[0])
     module = getattr(module, "base_layer", module)  # adapters wrap layers
-    if module is None:
+    if module is None or (ranks > 1 and hasattr(module, "quant_method")):
         return None
     sent = sent.float()
     is_matrix = kind == "weight" and sent.ndim == 2 and type(module).__name__ != "VocabParallelEmbedding"
@@ -252,8 +258,9 @@ class Extension:
         """Return the difference of every tensor of a bucket from what the model computes with."""
         worker: Any = self
         model = worker.model_runner.get_model()
+        ranks = int(worker.model_runner.vllm_config.parallel_config.world_size)
         with safe_open(file, framework="pt") as bucket:
-            return {name: difference(model, name, bucket.get_tensor(name)) for name in bucket.keys()}  # noqa: SIM118
+            return {name: difference(model, name, bucket.get_tensor(name), ranks) for name in bucket.keys()}  # noqa: SIM118
 
     def holdfast_digests(self, directory: str, names: list[str]) -> dict[str, str]:
         """Return the hashes of the files in a directory that this worker sees."""

@@ -1,6 +1,6 @@
 """Pushes weights by NCCL, through vLLM's own transfer factory (`rollout.engine.transport: nccl`).
 
-Not run: nothing here had a GPU. The transport is vLLM's; ours are the source of tensors and the client, since vLLM's
+Never run (docs/status.md). The transport is vLLM's; ours are the source of tensors and the client, since vLLM's
 own trainer half never pauses, stamps a version or resets a cache, and speaks to one server. It needs vLLM where rank 0
 runs (constraints-vllm.txt). Hashes of bytes are not compared on this way; the proof behind a push is the same.
 """

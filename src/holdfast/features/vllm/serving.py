@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from holdfast.errors import ConfigError
 from holdfast.features.vllm.lora import AdapterLimits, limits_of, why_merged
 from holdfast.features.vllm.placement import gpus_of_servers, planned_gpus
 from holdfast.features.vllm.processes import Servers, ServerSpec, command_of, keep_logs
+from holdfast.files import python_module
 from holdfast.launch.environment import computes_on_cpu, visible_names
 from holdfast.training.directory import run_directory
 
@@ -97,7 +97,7 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
         file = folder / "config.json"
         file.write_text(json.dumps(as_plain(config)), encoding="utf-8")
         module = "holdfast.features.vllm.server_files"
-        command = [sys.executable, "-m", module, str(file), str(loaded.base), str(served.model)]
+        command = [*python_module(module), str(file), str(loaded.base), str(served.model)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ConfigError(

@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Self
 from holdfast import patience
 from holdfast.config.sections.reward import Reward, RewardPoolConfig, repeated_labels
 from holdfast.errors import ConfigError, RunStopped
-from holdfast.files import read_end
+from holdfast.files import python_module, read_end
 from holdfast.rewards.base import Sample, SampleOutcome, Scored
 from holdfast.rewards.combine import combine
 from holdfast.rewards.processes import framing, kernel
@@ -92,7 +91,7 @@ class RewardPool:
             return
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        command = [*_ENVIRONMENT, sys.executable, "-m", "holdfast.rewards.workers.worker", str(self.log_path)]
+        command = [*_ENVIRONMENT, *python_module("holdfast.rewards.workers.worker"), str(self.log_path)]
         self._process = subprocess.Popen(
             # Ctrl-C is sent to the terminal's process group; in a session of its own, the pool survives until the rank
             # ends it.

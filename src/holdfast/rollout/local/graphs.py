@@ -48,7 +48,7 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records CUDA graphs, which share one pool of memory: only one of them runs at a time.
 
-    A step must be a function of its buffers alone; tests check that on CPUs, and one H100 has replayed graphs.
+    A step must be a function of its buffers alone; tests check that on CPUs.
 
     Args:
         device: Whose work is recorded.

@@ -34,7 +34,7 @@ from holdfast.training.policy.ahead import CompletionsAhead
 from holdfast.training.policy.critic import add_critic
 from holdfast.training.policy.episodes import episodes_of
 from holdfast.training.policy.reward_columns import refuse_absent_columns
-from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, check_offload
+from holdfast.training.policy.run import PolicyEvaluation, PolicyRun, PromptSet, Sampler, Score, note_what_stays
 from holdfast.training.rollout_memory import deal_memory
 from holdfast.training.run import Setting, ShardedModel, Trained
 from holdfast.training.setup.begin import Live, RunSetup, begin, begin_evaluation, build_model, run_of
@@ -109,7 +109,7 @@ def build_policy_run(  # noqa: PLR0913 - a run's parts, and what rewards need
     if config.critic is not None:
         add_critic(run, config.critic, live)
     _deal_memory(config, evaluation, companions=run.common.companions.values())
-    check_offload(run)
+    note_what_stays(run)
     if world.is_first and (deleted := unreplayable_steps(config)):
         print(f"warning: {deleted}", flush=True)
     return run

@@ -104,7 +104,7 @@ def stored_scorer(config: ModelConfig, base: Path) -> Blueprint:
     )
 
 
-class SharedRewardModel:
+class ShardedRewardModel:
     """A reward model that is sharded over the ranks.
 
     Args:
@@ -176,7 +176,7 @@ def open_reward_model(section: ModelRewardConfig, setting: Setting) -> TextScore
     return scorer
 
 
-def _sharded_model(section: ModelRewardConfig, setting: Setting) -> tuple[SharedRewardModel, int]:
+def _sharded_model(section: ModelRewardConfig, setting: Setting) -> tuple[ShardedRewardModel, int]:
     """Return a sharded model, and the bytes of it that each rank holds."""
     assert isinstance(setting.config, GRPOConfig)
     config, world, ranks = reward_scoring(setting.config, section), setting.world, setting.ranks
@@ -189,7 +189,7 @@ def _sharded_model(section: ModelRewardConfig, setting: Setting) -> tuple[Shared
         sharded = build_policy(replace(setting, config=config), origin, trained=False)
     sharded.model.eval()
     ranks.on_all_ranks(lambda: check_place(sharded, "reward model"))
-    return SharedRewardModel(sharded.model, reading, world, ranks), sharded.plan.shard_bytes
+    return ShardedRewardModel(sharded.model, reading, world, ranks), sharded.plan.shard_bytes
 
 
 def _reading(section: ModelRewardConfig, origin: Blueprint) -> RewardFormat:

@@ -22,7 +22,6 @@ from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.data.batches.ahead import PromptsAhead
 from holdfast.data.tokens.vision import ImageSide
-from holdfast.errors import ConfigError
 from holdfast.parallel.shards import free_copies, sharded_parameters
 from holdfast.rewards.base import Sample, Scored
 from holdfast.rollout.engine import RolloutEngine
@@ -199,17 +198,13 @@ def restored_afterwards(trained: Trained) -> Iterator[None]:
         trained.restore()
 
 
-def check_offload(run: PolicyRun) -> None:
-    """Refuse to offload parameters that the engine reads.
-
-    Raises:
-        ConfigError: The engine has no copy of the parameters.
-    """
+def note_what_stays(run: PolicyRun) -> None:
+    """Note that `residency.parameters` moves nothing of a policy that the engine reads itself."""
     if run.config.residency.parameters == "host" and not _own_parameters(run):
-        raise ConfigError(
-            "residency.parameters: host, but the policy is not sharded, and what samples reads the very weights that "
-            f"are trained (one rank that computes in {run.trained.plan.compute_dtype}, as it stores). Leave it out, or "
-            "train on several ranks."
+        run.setting.log.messages.append(
+            "note: residency.parameters: host moves nothing of the policy here: it is not sharded, and what samples "
+            f"reads the very weights that are trained (one rank that computes in {run.trained.plan.compute_dtype}, as "
+            "it stores)"
         )
 
 

@@ -79,6 +79,9 @@ def build_policy(setting: Setting, origin: Blueprint, *, trained: bool = True) -
         lambda: materialise(policy, origin.source, origin.buffers, world.device, offload=plan.cpu_offload)
     )
     side = images if isinstance(images, ImageSide) else None
+    if plan.compile_blocks and world.is_first:
+        count = len(plan.compile_blocks)
+        print(f"blocks: {count} are compiled now, which takes minutes where torch's cache lacks them", flush=True)
     checked = check_compiled(sharded, compiler, lambda: check_model(sharded, side))
     head_line = check_head_form(sharded, side, no_kernels)
     if world.is_first:

@@ -25,6 +25,7 @@ from holdfast.config.sections.optim import (
     UserOptimizerConfig,
 )
 from holdfast.errors import ConfigError
+from holdfast.files import look_beside
 from holdfast.models.adapters.live import adapters_of
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.optim.averages import Averages
@@ -213,6 +214,7 @@ def _class_at(path: str, setting: ConfiguredRun) -> Any:
     module_path, _, name = path.rpartition(":")
     if module_path.endswith(".py"):
         return load_function(path, setting.base, "optim.path")
+    look_beside(setting.base)
     try:
         module = importlib.import_module(module_path)
     except Exception as error:  # the module's own code may raise anything

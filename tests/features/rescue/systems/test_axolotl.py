@@ -172,6 +172,21 @@ special_tokens: {pad_token: <|end|>}
         "checkpoint.every_steps": None, "checkpoint.keep.last": 5, "parallel.shard": 4, "parallel.replicate": 2,
         "parallel.compile": "blocks",
     })),
+    "rows that ranks share": (8, (MODEL + ROWS + """
+sequence_len: 8192
+micro_batch_size: 1
+gradient_accumulation_steps: 4
+context_parallel_size: 2
+""", {  # two neighbouring ranks have the same rows: 1 x 4 x 8 / 2
+        "parallel.context": 2, "data.batch_size": 16,
+    })),
+    "rows that ranks share, by its earlier name, with tensors in parts": (8, (MODEL + ROWS + """
+micro_batch_size: 2
+sequence_parallel_degree: 2
+tensor_parallel_size: 2
+""", {  # 2 x 1 x 8 / 4
+        "parallel.context": 2, "data.batch_size": 4,
+    })),
 }  # fmt: skip
 
 
@@ -182,3 +197,10 @@ def test_a_file_of_axolotl_becomes_what_is_computed_by_hand(
     ranks, case = CASES[name]
 
     check(case, "axolotl", ranks, converted, loads)
+
+
+def test_ranks_that_cannot_share_rows_evenly_are_left_to_a_person(converted: Convert) -> None:
+    conversion = converted(MODEL + ROWS + "micro_batch_size: 2\ncontext_parallel_size: 3\n", "axolotl", 8)
+
+    assert "data.batch_size" not in conversion.settings
+    assert [line.by_hand for line in conversion.lines if line.key == "micro_batch_size"] == [True]

@@ -7,14 +7,18 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from holdfast.config.tree import all_keys
+from holdfast.cli.main import COMMANDS
+from holdfast.config.tree import KeyType, all_keys
 from holdfast.config.verbs.roots import ROOTS
 from holdfast.features.rescue.configuration.rules import RULES
 from holdfast.features.rescue.systems.table import HINTED, READABLE, KeyEntry, hint, load_key_table, spelled
 
+ROOT = Path(__file__).parents[4]
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text())
 """Written by tools/foreign_fields.py."""
 OURS = {verb: set(all_keys(root)) for verb, root in ROOTS.items()}
@@ -30,6 +34,25 @@ UNNAMED = {
 """Keys of files that no class of the system has."""
 MAPPINGS = ("data.columns",)
 """Keys here that hold names of the user's."""
+PLACES = {
+    "split over ranks|context parallel": "parallel.context",
+    "sharded over all": "parallel.shard",
+    "uploaded|upload one": "holdfast push",
+    "Ray is": "holdfast launch ray",
+    "one turn|tools are": "environment",
+    "decoded in the training|are not engines|decodes its own": "rollout.engine",
+    "model merger": "holdfast checkpoint import",
+    "take turns": "rollout.max_staleness",
+    "whole sets": "evaluation.limit_samples",
+    "holdfast runs": "holdfast runs ls",
+    "share their weights": "rollout.max_staleness",
+    "observer.*state": "docs/python.md",
+    "one shared folder": "checkpoint.storage",
+    "options of an engine": "rollout.temperature",
+    "bound in GiB": "rollout.engine.start.gpu_memory_utilization",
+    "vespo is": "examples/losses/vespo.py",
+}
+"""Words about what Holdfast does, and the key, command or file that does it, which the entry must then name."""
 
 
 def entries() -> Iterator[tuple[str, KeyEntry]]:
@@ -45,6 +68,17 @@ def exists(key: str, keys: set[str]) -> bool:
     if key in keys or above in MAPPINGS:
         return True
     return any(re.fullmatch(each.replace(".", r"\.").replace("*", "[^.]+"), key) for each in keys if "*" in each)
+
+
+def defaults(section: type[BaseModel], dotted: str) -> Iterator[Any]:
+    """Yield the default of a key, of every kind of section that has it."""
+    name, _, below = dotted.removeprefix("*.").partition(".")
+    if name not in section.model_fields:
+        return
+    if not below:
+        yield section.model_fields[name].get_default(call_default_factory=True)
+    for child in KeyType((section,)).below(name).sections if below else ():
+        yield from defaults(child, below)
 
 
 def named_keys(entry: KeyEntry) -> set[str]:
@@ -129,6 +163,37 @@ def test_notes_are_short_sentences_without_a_period() -> None:
     long = [(system, entry.key) for system, entry in entries() if len(entry.note) > 220 or entry.note.endswith(".")]
 
     assert long == []
+
+
+def test_what_the_table_is_to_name_is_there() -> None:
+    keys = set().union(*OURS.values())
+    commands = {f"holdfast {name}" for name in COMMANDS}
+
+    assert [place for place in PLACES.values() if place not in keys | commands and not (ROOT / place).is_file()] == []
+
+
+@pytest.mark.parametrize("words", list(PLACES))
+def test_an_entry_that_speaks_of_what_is_here_names_it(words: str) -> None:
+    assert [
+        (system, entry.key, entry.note)
+        for system, entry in entries()
+        if re.search(words, entry.note) and PLACES[words] not in " ".join((entry.note, *entry.targets))
+    ] == []
+
+
+def test_what_an_entry_calls_the_default_is_the_default() -> None:
+    said = [
+        (system, entry.key, match[1], entry.targets[0])
+        for system, entry in entries()
+        if (match := re.search(r"([\w-]+) is the default", entry.note)) and entry.targets
+    ]
+
+    assert len(said) >= 4
+    assert [
+        (system, key, name)
+        for system, key, name, target in said
+        if name not in {str(value) for root in ROOTS.values() for value in defaults(root, target)}
+    ] == []
 
 
 def test_every_rule_is_one_of_the_closed_set_and_every_rule_is_used() -> None:

@@ -249,3 +249,27 @@ def test_an_option_of_another_schedule_is_left_to_a_person(converted: Convert) -
     conversion = converted("lr_scheduler_type: cosine\nlr_scheduler_kwargs: {num_cycles: 0.5}", "trl")
 
     assert [line.by_hand for line in conversion.lines if line.key == "lr_scheduler_kwargs"] == [True]
+
+
+def test_a_beta_of_zero_is_written_as_zero(converted: Convert) -> None:
+    conversion = converted("dataset_name: rows\nlabel_smoothing: 0.1\nbeta: 0.0", "trl")
+
+    assert (conversion.verb, conversion.settings["preference.loss"]["beta"]) == ("dpo", 0.0)
+
+
+def test_a_reference_that_follows_by_zero_is_written_as_zero_and_needs_steps(converted: Convert) -> None:
+    text = "dataset_name: rows\nbeta: 0.1\nsync_ref_model: true\nref_model_mixup_alpha: 0.0\nref_model_sync_steps: 0"
+
+    conversion = converted(text, "trl")
+
+    assert conversion.settings["reference.sync.mix"] == 0.0
+    assert [line.by_hand for line in conversion.lines if line.key == "ref_model_sync_steps"] == [True]
+    assert "reference.sync.every_steps" not in conversion.settings
+
+
+def test_the_default_number_of_updates_between_syncs_is_turned_into_rollouts_too(converted: Convert) -> None:
+    text = "num_generations: 4\nper_device_train_batch_size: 4\nsteps_per_generation: 8\nsync_ref_model: true"
+
+    settings = converted(text, "trl").settings  # 8 updates a rollout, and 512 updates are TRL's default
+
+    assert (settings["reference.sync.every_steps"], settings["reference.sync.mix"]) == (64, 0.6)

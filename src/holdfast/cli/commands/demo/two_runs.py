@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from importlib.resources import files
@@ -17,6 +16,7 @@ import psutil
 
 from holdfast import patience
 from holdfast.errors import RunStopped
+from holdfast.files import python_module
 from holdfast.launch.environment import cuda_devices
 
 _RANKS = 2
@@ -69,7 +69,8 @@ def demo(directory: Path, seed: int, *overrides: str, kill_at: int = KILL_AT) ->
     _run("checkpoint", "verify", str(run))
     _say("4/5  the export, loaded by plain transformers")
     export = run / "exports" / "final"
-    accuracy = _output("-m", "holdfast.cli.commands.generate.plain_completion", str(export), "100").split()[-1]
+    program = python_module("holdfast.cli.commands.generate.plain_completion")
+    accuracy = _output(*program, str(export), "100").split()[-1]
     print(f"right answers to 100 new questions: {accuracy}")
     _say("5/5  summary")
     for line in _summary(run, f"{killed}) at step {kill_at}", float(accuracy), time.monotonic() - began):
@@ -82,7 +83,7 @@ def _say(text: str) -> None:
 
 
 def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "holdfast.cli.main", *arguments]
+    return [*python_module("holdfast.cli.main"), *arguments]
 
 
 def _run(*arguments: str) -> None:
@@ -91,10 +92,10 @@ def _run(*arguments: str) -> None:
         raise RunStopped(f"`holdfast {' '.join(arguments)}` ended with exit code {code}.")
 
 
-def _output(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], check=False, stdout=subprocess.PIPE, text=True)
+def _output(*command: str) -> str:
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise RunStopped(f"`python {' '.join(arguments)}` ended with exit code {done.returncode}.")
+        raise RunStopped(f"`{' '.join(command)}` ended with exit code {done.returncode}.")
     return done.stdout
 
 

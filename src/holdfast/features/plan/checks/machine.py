@@ -30,7 +30,7 @@ from holdfast.config.sections.launch import LaunchConfig
 from holdfast.config.versions import versions
 from holdfast.errors import HoldfastError, UserError
 from holdfast.features.plan.checks.findings import RANKS, Check, Finding, fail, ok, since, unknown, warn
-from holdfast.files import size_words
+from holdfast.files import python_module, size_words
 from holdfast.launch.environment import cuda_devices, resolve_ranks, under_torchrun
 from holdfast.launch.local import launch_local
 
@@ -178,7 +178,7 @@ def look_at_ranks(launch: LaunchConfig, storage: Storage | None) -> Iterator[Fin
 def _started(task: RankTask, folder: Path) -> str | None:
     """Start ranks as a run does; return what went wrong with them."""
     task.write(folder)
-    command = [sys.executable, "-m", "holdfast.features.plan.checks.machine", "launch", str(folder)]
+    command = [*python_module("holdfast.features.plan.checks.machine"), "launch", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = process.communicate(timeout=patience.current.doctor_ranks_seconds)
@@ -308,7 +308,7 @@ def main(role: str, folder: Path) -> int:
     task = RankTask.read(folder)
     if role == "launch":
         launch = LaunchConfig.model_validate(task.launch).model_copy(update={"max_restarts": 0})
-        command = [sys.executable, "-m", "holdfast.features.plan.checks.machine", "rank", str(folder)]
+        command = [*python_module("holdfast.features.plan.checks.machine"), "rank", str(folder)]
         return launch_local(command, resolve_ranks(launch), launch, folder / "run")
     try:
         outcome = meet_ranks(task)

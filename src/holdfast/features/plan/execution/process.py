@@ -22,6 +22,8 @@ from holdfast.errors import HoldfastError, UserError
 from holdfast.text.quiet import hush
 
 SOURCE = Path(__file__).with_name("guard.cpp")
+NEWS = "plan: "
+"""Begins each line of standard output that says what is going on; the asking process prints it."""
 _COMPILERS = ("c++", "g++", "clang++")
 _OWN_GUARD_REFUSES = (2, 14)
 """From this version of torch on, a CUDA build differentiates nothing where there is no GPU."""
@@ -29,6 +31,11 @@ _OWN_GUARD_REFUSES = (2, 14)
 
 class NoGuard(UserError):
     """Fake CUDA devices cannot be used on this machine; the message gives the reason."""
+
+
+def tell(text: str) -> None:
+    """Say what is being planned, in a line for whoever waits."""
+    print(f"{NEWS}{text}", flush=True)
 
 
 def load_guard(cache: Path | None = None) -> Path | None:

@@ -266,7 +266,7 @@ def pair_losses(foreign: ForeignKey) -> KeyOutcome:
 
 
 def _pair_loss(name: str, weight: float, facts: Facts) -> dict[str, Any]:
-    loss: dict[str, Any] = {**_PAIR_LOSSES[name], "beta": facts.get("beta") or 0.1}
+    loss: dict[str, Any] = {**_PAIR_LOSSES[name], "beta": number(facts.get("beta"), 0.1)}
     smoothing = facts.get("label_smoothing")
     if smoothing and loss["kind"] in {"dpo", "robust"}:
         loss["label_smoothing"] = smoothing
@@ -316,14 +316,6 @@ def policy_kl(foreign: ForeignKey) -> KeyOutcome:
         return KeyOutcome({}, "no KL term")
     weighted = foreign.facts.get("use_bias_correction_kl")
     return KeyOutcome({"kl.coefficient": coefficient, "kl.importance_weighted": weighted is not False})
-
-
-def follow_reference(foreign: ForeignKey) -> KeyOutcome:
-    """Let the reference follow every 512 steps, TRL's number, unless the file says another."""
-    if foreign.value is not True:
-        return KeyOutcome({}, "the reference stays the model at start")
-    steps, mix = foreign.facts.get("ref_model_sync_steps") or 512, foreign.facts.get("ref_model_mixup_alpha") or 0.6
-    return KeyOutcome({"reference.sync.every_steps": steps, "reference.sync.mix": mix})
 
 
 def verl_advantage(foreign: ForeignKey) -> KeyOutcome:
@@ -384,7 +376,6 @@ _OWN: dict[str, Rule] = {
         clip_bounds,
         both_bounds,
         policy_kl,
-        follow_reference,
         verl_advantage,
         sampling_cut,
         filtered_reward,

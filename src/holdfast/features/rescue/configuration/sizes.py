@@ -34,6 +34,15 @@ def _per_device(facts: Facts) -> tuple[int, int]:
     return count(rows, 1), count(facts.get("gradient_accumulation_steps"), 1)
 
 
+def _row_ranks(facts: Facts) -> int:
+    """Return the ranks divided by those that have the same rows, since they share sequences or matrices there."""
+    sharing = count(facts.get("context_parallel_size", "sequence_parallel_degree"), 1)
+    sharing *= count(facts.get("tensor_parallel_size"), 1)
+    if facts.ranks % sharing:
+        raise NotConverted(f"{facts.ranks} ranks are no multiple of the {sharing} that have the same rows there")
+    return facts.ranks // sharing
+
+
 def _micro_batch(rows: int, facts: Facts) -> dict[str, Any]:
     """Return the tokens of a number of the longest rows; a pair has two sequences."""
     length = _length(facts)
@@ -42,19 +51,19 @@ def _micro_batch(rows: int, facts: Facts) -> dict[str, Any]:
 
 
 def batch(foreign: ForeignKey) -> KeyOutcome:
-    """Multiply rows of one device by accumulation and ranks; of completions, divide by those of a prompt."""
+    """Multiply rows of one device by accumulation and ranks with own rows; of completions, divide by a prompt's."""
     rows, passes = _per_device(foreign.facts)
-    update = rows * passes * foreign.facts.ranks
-    ranks = f"{foreign.facts.ranks} rank{'s' if foreign.facts.ranks > 1 else ''}"
-    product = f"{rows} x {passes} x {ranks} = {update}"
+    ranks = _row_ranks(foreign.facts)
+    update = rows * passes * ranks
+    shared = f" / {foreign.facts.ranks // ranks}" if ranks < foreign.facts.ranks else ""
+    of_ranks = f"{foreign.facts.ranks} rank{'s' if foreign.facts.ranks > 1 else ''}{shared}"
+    product = f"{rows} x {passes} x {of_ranks} = {update}"
     if foreign.facts.verb != "grpo":
         packed = any(spelled(foreign.facts.get(key)) == "true" for key in ("packing", "sample_packing"))
         remark = f"{product}; a row is a full pack there, so multiply by the rows of a pack" if packed else product
         return KeyOutcome({"data.batch_size": update, **_micro_batch(rows, foreign.facts)}, remark)
     group = count(foreign.facts.get("num_generations"), 8)
-    generated = count(
-        foreign.facts.get("generation_batch_size"), rows * foreign.facts.ranks * _steps_per_generation(foreign.facts)
-    )
+    generated = count(foreign.facts.get("generation_batch_size"), rows * ranks * _steps_per_generation(foreign.facts))
     prompts, mini_batches = generated / group, generated / update
     if prompts != int(prompts) or mini_batches != int(mini_batches):
         raise NotConverted(
@@ -77,8 +86,9 @@ def updates_per_rollout(facts: Facts) -> int:
     if facts.verb != "grpo":
         return 1
     rows, passes = _per_device(facts)
-    generated = count(facts.get("generation_batch_size"), rows * facts.ranks * _steps_per_generation(facts))
-    return max(1, generated // (rows * passes * facts.ranks)) * count(facts.get("num_iterations"), 1)
+    ranks = _row_ranks(facts)
+    generated = count(facts.get("generation_batch_size"), rows * ranks * _steps_per_generation(facts))
+    return max(1, generated // (rows * passes * ranks)) * count(facts.get("num_iterations"), 1)
 
 
 def rounds(foreign: ForeignKey) -> KeyOutcome:

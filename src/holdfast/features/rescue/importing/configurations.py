@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.errors import CheckpointMismatch
 from holdfast.config.sections.model import LoRAConfig, ModelConfig
-from holdfast.errors import ModelError
+from holdfast.config.verbs.training import TrainingConfig
+from holdfast.errors import ConfigError, ModelError
 from holdfast.features.rescue.reading.record import ForeignCheckpoint
 from holdfast.files import read_json
 from holdfast.models.setup.model import configured
@@ -52,6 +54,24 @@ def compare_configurations(checkpoint: ForeignCheckpoint, run: Run) -> list[str]
             "that it was trained from, or mend the configuration that is wrong. Nothing was written."
         )
     return notes
+
+
+def refuse_without_weights(checkpoint: ForeignCheckpoint, config: TrainingConfig, base: Path) -> None:
+    """Refuse a run whose model is the folder beside the checkpoint that has configuration and tokenizer alone.
+
+    Raises:
+        ConfigError: It is.
+    """
+    folder = checkpoint.model_files
+    named = [] if folder is None or config.model.path is None else [Path(config.model.path), base / config.model.path]
+    if folder is None or any(folder.glob("*.safetensors")):
+        return
+    if any(path.is_dir() and path.samefile(folder) for path in named):
+        raise ConfigError(
+            f"model.path: {folder} has configuration and tokenizer, and no weights: {checkpoint.system} keeps these in "
+            f"the ranks' files. Make a model of them, and name it in model.path:\n  holdfast checkpoint import "
+            f"{checkpoint.path} --export OUT\nNothing was written."
+        )
 
 
 def _differences(foreign: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

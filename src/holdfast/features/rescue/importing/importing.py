@@ -33,7 +33,7 @@ from holdfast.config.versions import versions
 from holdfast.data.batches.cursor import Cursor
 from holdfast.errors import ConfigError
 from holdfast.features.rescue.export import finite
-from holdfast.features.rescue.importing.configurations import compare_configurations
+from holdfast.features.rescue.importing.configurations import compare_configurations, refuse_without_weights
 from holdfast.features.rescue.importing.states import PlannedTensor, described_state, planned_states, rate_of
 from holdfast.features.rescue.importing.weightless import weightless_run
 from holdfast.features.rescue.reading.alignment import align
@@ -85,6 +85,7 @@ def import_run(
     if not options.trust_rank_order:
         refuse_untold_order(checkpoint, "weights", "optimizer")
     step = _step(checkpoint, options)
+    refuse_without_weights(checkpoint, config, base)
     run = weightless_run(config, base, world)
     if directory.is_run(run.setting.directory):
         raise ConfigError(

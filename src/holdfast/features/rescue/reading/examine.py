@@ -32,8 +32,8 @@ _LAYER = re.compile(r"^(.*\.\d+)\.")
 """Up to the last number in a name: its layer, or its expert."""
 _OF_EVERY_PARAMETER = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "compensation"}
 """States that an optimizer has of each parameter; others, such as those of quantised moments, of large ones alone."""
-_FEW = 8
-"""Parameters whose small states are compared between ranks without reading all of them."""
+_FEW, _SMALL = 8, 1 << 20
+"""Tensors with copies that are compared without reading all of them, and their most bytes."""
 
 
 def examine(checkpoint: ForeignCheckpoint, level: ForeignLevel = "tensors") -> None:
@@ -233,23 +233,34 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _compare_copies(checkpoint: ForeignCheckpoint, most: int | None) -> None:
-    """Compare what every rank should hold alike: a step that differs is of another save."""
+    """Compare what several ranks should hold alike: a difference is of another save, or of copies that diverged."""
     compared = 0
     for name, tensor in _named_tensors(checkpoint):
-        if not tensor.copies:
+        if not tensor.copies or (most is not None and tensor.nbytes > _SMALL):
             continue
         compared += 1
         if most is not None and compared > most:
             return
-        first_values = _read_piece(checkpoint, name, tensor.pieces[0])
-        for copy in tensor.copies:
-            copied_values = _read_piece(checkpoint, name, copy)
-            if first_values is not None and copied_values is not None and not torch.equal(first_values, copied_values):
-                values = f" ({first_values.item():g} and {copied_values.item():g})" if first_values.numel() == 1 else ""
-                checkpoint.add(
-                    "damage", f"{tensor.pieces[0].file} and {copy.file} are of two steps: {name} differs{values}"
-                )
+        for piece in tensor.pieces:
+            if 0 not in piece.sizes and _differs_from_copies(checkpoint, name, tensor, piece):
                 return
+
+
+def _differs_from_copies(checkpoint: ForeignCheckpoint, name: str, tensor: StoredTensor, piece: TensorPiece) -> bool:
+    """Return whether a copy of a piece has other numbers, which is noted."""
+    values = _read_piece(checkpoint, name, piece)
+    for copy in tensor.copies:
+        if (copy.offsets, copy.sizes) != (piece.offsets, piece.sizes):
+            continue
+        copied_values = _read_piece(checkpoint, name, copy)
+        if values is not None and copied_values is not None and not torch.equal(values, copied_values):
+            numbers = f" ({values.item():g} and {copied_values.item():g})" if values.numel() == 1 else ""
+            checkpoint.add(
+                "damage",
+                f"{piece.file} and {copy.file} are of two steps, or of copies that diverged: {name} differs{numbers}",
+            )
+            return True
+    return False
 
 
 def _compare_ties(checkpoint: ForeignCheckpoint) -> None:

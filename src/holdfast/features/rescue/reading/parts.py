@@ -58,7 +58,7 @@ def joined_tensor(ranks: Sequence[tuple[TorchFile, Any]]) -> StoredTensor:
         return StoredTensor(
             first.shape, first.dtype, tuple(sorted(pieces, key=lambda tensor_piece: tensor_piece.offsets))
         )
-    return StoredTensor(first.shape, first.dtype, in_a_row(_along_axis(ranks, first.cut_axis), first.dim))
+    return StoredTensor(first.shape, first.dtype, *_along_axis(ranks, first.cut_axis, first.dim))
 
 
 def _refuse_unlike(shards: Sequence[Any]) -> None:
@@ -69,24 +69,41 @@ def _refuse_unlike(shards: Sequence[Any]) -> None:
         raise DamagedFile("has another shape, dtype or cut on another rank")
 
 
-def _along_axis(ranks: Sequence[tuple[TorchFile, Any]], axis: int) -> list[TensorPiece]:
-    """Return the pieces of a tensor in the order of a mesh axis; of copies over other axes, the first.
+def _along_axis(
+    ranks: Sequence[tuple[TorchFile, Any]], axis: int, dim: int
+) -> tuple[tuple[TensorPiece, ...], tuple[TensorPiece, ...]]:
+    """Return the pieces of a tensor in the order of a mesh axis, and their copies over the other axes.
 
     Raises:
-        DamagedFile: A shard is there twice, or a file is another rank's.
+        DamagedFile: A shard is there twice, a file is another rank's, or copies are cut in other places.
     """
-    pieces: dict[int, TensorPiece] = {}
-    coordinates: set[tuple[int, ...]] = set()
+    copies: dict[tuple[int, ...], dict[int, TensorPiece]] = {}
     for number, (file, shard) in enumerate(ranks):
         coordinate = shard.coordinate or (number,)
-        if coordinate in coordinates:
+        pieces = copies.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), {})
+        if coordinate[axis] in pieces:
             raise DamagedFile(f"is there twice: {file.path.name} holds the part of another rank")
-        coordinates.add(coordinate)
-        if not any(index for mesh_axis, index in enumerate(coordinate) if mesh_axis != axis):
-            pieces[coordinate[axis]] = stored_piece(file, shard.local)
-    if sorted(pieces) != list(range(len(pieces))):
-        raise DamagedFile(f"lacks a part: the files are those of ranks {sorted(pieces)} of the mesh")
-    return [pieces[coordinate] for coordinate in sorted(pieces)]
+        pieces[coordinate[axis]] = stored_piece(file, shard.local)
+    for pieces in copies.values():
+        if sorted(pieces) != list(range(len(pieces))):
+            raise DamagedFile(f"lacks a part: the files are those of ranks {sorted(pieces)} of the mesh")
+    ordered = [[copies[place][index] for index in sorted(copies[place])] for place in sorted(copies)]
+    return _in_rows(ordered, dim)
+
+
+def _in_rows(
+    copies: Sequence[Sequence[TensorPiece]], dim: int
+) -> tuple[tuple[TensorPiece, ...], tuple[TensorPiece, ...]]:
+    """Return the pieces of the first copy and those of the others, each copy's one behind another.
+
+    Raises:
+        DamagedFile: Copies are cut in other places.
+    """
+    first, *others = (in_a_row(pieces, dim) for pieces in copies)
+    places = [(piece.offsets, piece.sizes) for piece in first]
+    if any([(piece.offsets, piece.sizes) for piece in other] != places for other in others):
+        raise DamagedFile("is cut in other places in a copy on other ranks")
+    return first, tuple(piece for other in others for piece in other)
 
 
 def stored_piece(file: TorchFile, view: Any, offsets: tuple[int, ...] | None = None) -> TensorPiece:

@@ -96,7 +96,7 @@ class StoredTensor:
     dtype: torch.dtype
     pieces: tuple[TensorPiece, ...]
     copies: tuple[TensorPiece, ...] = ()
-    """The other ranks' copies, where every rank stores the whole tensor."""
+    """The same blocks as pieces, where several ranks store them."""
     flat: bool = False
     """Whether pieces are runs of the tensor's elements in row-major order, as FSDP1 cuts them."""
 
