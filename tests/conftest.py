@@ -7,9 +7,10 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -19,8 +20,7 @@ import tests.short_times  # noqa: F401 - for what is waited for in this process
 if TYPE_CHECKING:
     from tests.cli.warm import WarmPython
 
-# budgets imports lanes, whose assertions pytest rewrites first
-pytest_plugins = ["tests.lanes", "tests.budgets", "tests.entered.recording", "tests.selection", "tests.cli.fixtures"]
+pytest_plugins = ["tests.cli.fixtures"]
 
 settings.register_profile("shared machine", deadline=None)  # a neighbour's work is no failure
 settings.load_profile("shared machine")
@@ -49,6 +49,34 @@ def _may_hold_files(place: Path) -> bool:
 # A run of a test calls fsync sixty times, which is half of its time where disks are shared.
 if _may_hold_files(MEMORY):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+PROCESSES = {"pools", "warm", "holdfast", "trained", "ground", "server"}
+"""Fixtures that start processes."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Mark all but some cases of a function that starts processes `slow`: two stay, or as many as `cases(n)` says.
+
+    The cases that stay are spread evenly, the first and the last among them; `cases("all")` keeps all.
+    """
+    functions = defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu")):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        own = cases[0].get_closest_marker("cases")
+        starts = PROCESSES & {*cases[0].fixturenames} - {*getattr(cases[0], "callspec", _NoCase).params}
+        number = own.args[0] if own else 2 if starts else "all"
+        if number != "all":
+            stay = {round(place * (len(cases) - 1) / max(number - 1, 1)) for place in range(number)}
+            for place in {*range(len(cases))} - stay:
+                cases[place].add_marker("slow")
+
+
+class _NoCase:
+    params: Mapping[str, object] = {}
 
 
 def pytest_collection_finish() -> None:
