@@ -22,7 +22,7 @@ from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import SavedCount, leaves
 from holdfast.config.load import EXPORTED_CONFIG
-from holdfast.config.public import portable_configuration
+from holdfast.config.public import WHOLE, public_configuration
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.cursor import StreamState
@@ -233,14 +233,14 @@ def _saved_settings(storage: Storage, name: str, manifest: Manifest) -> dict[str
     if file not in manifest.files:
         return {}
     tree = settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")
-    return dict(leaves(portable_configuration(tree)))
+    return dict(leaves(public_configuration(tree, WHOLE)))
 
 
 def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not saved_settings:
         return []
-    settings = dict(leaves(portable_configuration(as_plain(run.setting.config))))
+    settings = dict(leaves(public_configuration(as_plain(run.setting.config), WHOLE)))
     changes = [
         f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
         for key in sorted({*saved_settings, *settings})
