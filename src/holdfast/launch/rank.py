@@ -16,10 +16,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.config.load import from_mapping
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.files import NotRegular
@@ -128,12 +129,12 @@ def _models(outcome: Outcome) -> list[str]:
 
 
 def main() -> None:
-    """Run as `python -m holdfast.launch.rank VERB CONFIG.json BASE`."""
+    """Run as `python -m holdfast.launch.rank VERB TREE CONFIG.json BASE`; TREE is the verb of the configuration."""
     # A scheduler may send it to every process of a job, at any time; only a run that trains can save for it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hush()
-    verb, file, base = sys.argv[1:4]
-    config = run_from_mapping(json.loads(Path(file).read_text(encoding="utf-8")))
+    verb, tree, file, base = sys.argv[1:5]
+    config = from_mapping(json.loads(Path(file).read_text(encoding="utf-8")), ROOTS[tree])
     try:
         code = work(verb, config, Path(base))
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: there is nothing to tell

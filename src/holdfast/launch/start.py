@@ -59,7 +59,7 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
-        command = [sys.executable, "-m", "holdfast.launch.rank", verb, str(file), str(loaded.base)]
+        command = [sys.executable, "-m", "holdfast.launch.rank", verb, loaded.config.verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
         servers = registry.load(registry.SERVERS)(loaded) if engine_of(loaded.config) is not None else nullcontext()
         with servers:

@@ -97,7 +97,7 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
         file = folder / "config.json"
         file.write_text(json.dumps(as_plain(config)), encoding="utf-8")
         module = "holdfast.features.vllm.server_files"
-        command = [sys.executable, "-m", module, str(file), str(loaded.base), str(served.model)]
+        command = [sys.executable, "-m", module, config.verb, str(file), str(loaded.base), str(served.model)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ConfigError(
