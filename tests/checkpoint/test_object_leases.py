@@ -18,9 +18,10 @@ from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.keep.retention import steps
-from holdfast.checkpoint.place.object_lease import ObjectLease, machine
+from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.cli.commands.checkpoint.views import pruned
+from holdfast.files import machine
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, save_after
