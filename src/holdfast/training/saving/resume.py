@@ -63,7 +63,7 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
 
 
 def resume(run: Run, storage: Storage, choice: ResumeChoice, ranks: RankGroup, run_id: str) -> None:
-    """Continue from a verified checkpoint; what was declared to differ is printed.
+    """Continue from a checkpoint; what was declared to differ is printed.
 
     Args:
         run: As it was built.
@@ -92,7 +92,7 @@ class Continuation:
 def restore_run(  # noqa: PLR0913 - what is continued, and from what
     run: Run, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
 ) -> Continuation:
-    """Put a run where a verified checkpoint left it.
+    """Put a run where a checkpoint left it, whose bytes are verified while they are read.
 
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
@@ -111,7 +111,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
         ranks,
         declared=_declared(config),
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
-        verified=manifest,
+        manifest=manifest,
         averages=run.trained.averages.tensors if run.trained.averages is not None else {},
         companions=run.saved_companions,
         check=lambda shared, _: check_saved_state(run, shared, manifest.step),
