@@ -261,7 +261,7 @@ def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
     _delete(storage, leftovers, wait=wait)
     if storage.renames:
         return
-    # A save that was killed left objects under the name that the next save of this step will use. One that is under way,
+    # A save that was killed left objects under the name that the next save of this step will use. A save under way, one
     # of `checkpoint.save` in another process, looks the same and holds a lease of its name.
     for name in all_steps(storage):
         if not storage.exists(f"{name}/{NAME}"):
