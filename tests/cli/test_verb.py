@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -21,6 +24,16 @@ class Margin:
 def loss():
     return Margin()
 """
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "holdfast", "config", "schema", "grpo"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = subprocess.run([*command[:-1], "nothing"], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, refused.returncode) == (0, 2)
+    assert json.loads(done.stdout)["title"] == "GRPOConfig"
 
 
 def test_preferences_with_a_loss_file_that_is_named_after_another_verb(warm: WarmPython, tmp_path: Path) -> None:
