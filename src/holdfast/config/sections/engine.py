@@ -126,8 +126,8 @@ class VLLMEngineConfig(EndpointConfig):
     as a whole. Where adapters are pushed, completions that go on keep theirs."""
     push: Literal["auto", "adapters", "weights"] = "weights"
     """What a push sends of a policy with LoRA: `adapters` alone, beside a base that each server gets once; `weights`:
-    all of them, adapters merged. `auto`: adapters, where vLLM can load them and the servers take some. No vLLM has run
-    with adapters pushed yet, so they are asked for by name."""
+    all of them, adapters merged. `auto`: adapters, where vLLM can load them and the servers take some. Of vLLM, 0.32 on
+    a CPU has run with adapters pushed and no GPU has, so they are asked for by name."""
     transport: Literal["files", "nccl"] = "files"
     """How weights travel: `files` by buckets in `folder`; `nccl` from GPU to GPU through vLLM's own transfer, which
     needs vLLM where rank 0 runs. No GPU has run the second yet."""
