@@ -13,9 +13,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast import patience
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
@@ -141,10 +143,34 @@ def main() -> None:
         code = RunStopped.exit_code
     if any(thread.name in {"holdfast-save", "holdfast-rows"} for thread in threading.enumerate()):
         # It was given up because it hangs in a file system or in a filter; Python would wait for it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _exit_at_once(code)
+    exit_in_time(code)
     sys.exit(code)
+
+
+def exit_in_time(code: int) -> None:
+    """Have this process, which leaves with a code now, end within `exit_seconds` whatever its threads do.
+
+    Python waits for threads, such as one that an observer started, for as long as they go on.
+    """
+
+    def watch() -> None:
+        time.sleep(patience.current.exit_word_seconds)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        names = ", ".join(thread.name for thread in others if not thread.daemon)
+        if names:
+            seconds = f"{patience.current.exit_seconds:g} s"
+            print(f"Threads go on: {names}. The process waits for them {seconds} at most.", file=sys.stderr, flush=True)
+        time.sleep(max(0.0, patience.current.exit_seconds - patience.current.exit_word_seconds))
+        _exit_at_once(code)
+
+    threading.Thread(target=watch, name="holdfast-exit", daemon=True).start()
+
+
+def _exit_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
