@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch",),
     ("cli", "api"),
     ("features",),
+    ("__main__",),
 )
 """From the lowest up. Those of one layer never import each other."""
 

@@ -14,12 +14,11 @@ from tests.test_layers import SOURCE, imports, parts
 ROOMS = {
     "config": """
         base versions yaml12
-        public
         sections tree
         merge remedies
         load
         verbs
-        path_kinds
+        path_kinds public
         path_uses
     """,
     "data": """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from holdfast.config.public import argument_words
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
@@ -283,7 +284,7 @@ def _call_class(
     try:
         optimizer: Optimizer = kind(groups, lr=lr, **config.kwargs)
     except Exception as error:  # the class may raise anything
-        arguments = ", ".join(f"{name}={value!r}" for name, value in config.kwargs.items()) or "no arguments of its own"
+        arguments = argument_words(config.kwargs) or "no arguments of its own"
         raise ConfigError(
             f"optim.path {config.path} called with {arguments} raises {error_words(error)}. Mend the class or "
             "optim.kwargs."
