@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 import tests.short_times  # noqa: F401 - for what is waited for in this process
+from tests.orphans import end_with_this_process
 
 if TYPE_CHECKING:
     from tests.cli.warm import WarmPython
@@ -49,6 +50,11 @@ def _may_hold_files(place: Path) -> bool:
 # A run of a test calls fsync sixty times, which is half of its time where disks are shared.
 if _may_hold_files(MEMORY):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_configure() -> None:
+    """Let nothing that tests start outlive them."""
+    end_with_this_process()
 
 
 PROCESSES = {"pools", "warm", "holdfast", "trained", "ground", "server"}

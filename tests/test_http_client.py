@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,6 +164,43 @@ import atexit, sys
 from holdfast.http import Endpoint
 atexit.register(lambda: print(Endpoint(sys.argv[1], None, timeout_seconds=5.0, attempts=1).ask("GET", "/bye")))
 """
+
+
+def open_sockets() -> set[str]:
+    """Return the sockets of this process."""
+    files = Path("/proc/self/fd").iterdir()
+    return {target for file in files if file.is_symlink() and (target := str(file.readlink())).startswith("socket:")}
+
+
+class LateChoice:
+    """True, but only when the time of a request is over: its thread was kept waiting."""
+
+    def __bool__(self) -> bool:
+        time.sleep(0.5)
+        return True
+
+
+def test_a_connection_whose_answer_came_too_late_is_closed() -> None:
+    late: Any = LateChoice()
+    errors: list[Exception] = []
+    before = open_sockets()
+
+    def ask(port: int) -> None:
+        try:
+            Endpoint(f"http://127.0.0.1:{port}/v1", None, 0.3, 1, keeps_open=late).ask("GET", "/models")
+        except EndpointUnwell as error:
+            errors.append(error)  # with its traceback, which holds what the request had open
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asking = threading.Thread(target=ask, args=(server.getsockname()[1],))
+        asking.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(answer(b"{}"))
+            asking.join()
+    assert len(errors) == 1
+    assert open_sockets() == before
 
 
 def test_a_process_may_ask_at_its_very_end(serve: Serve) -> None:

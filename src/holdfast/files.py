@@ -342,7 +342,12 @@ def machine() -> list[str]:
     return [boot.read_text().strip(), str(space.readlink())] if boot.exists() and space.is_symlink() else []
 
 
+def is_of_here(holder: Mapping[str, Any]) -> bool:
+    """Return whether a process that recorded its `machine` runs, or ran, on this one."""
+    here = machine()
+    return bool(here) and holder.get("machine") == here
+
+
 def died_here(holder: Mapping[str, Any]) -> bool:
     """Return whether a process that recorded its `pid` and `machine` ran on this machine and has ended."""
-    here = machine()
-    return bool(here) and holder.get("machine") == here and not Path(f"/proc/{holder.get('pid')}").exists()
+    return is_of_here(holder) and not Path(f"/proc/{holder.get('pid')}").exists()

@@ -181,15 +181,17 @@ class Endpoint:
             received = response.read(self.most_bytes + 1)
             if response.length and len(received) <= self.most_bytes:
                 raise http.client.IncompleteRead(received, response.length)
-            stays_open = self.keeps_open and response.status < 500 and not response.will_close
+            # A part of the answer that is still to come would begin the next one.
+            may_stay = self.keeps_open and response.isclosed() and not response.will_close
+            if time.monotonic() >= deadline:  # what came may be the part before the alarm
+                raise EndpointUnwell(self._late)
+            stays_open = may_stay and response.status < 500
         finally:
             alarm.cancel()
             self._busy.discard(opened)
             if not stays_open:
                 connection.close()
-        if time.monotonic() >= deadline:  # what came may be the part before the alarm
-            raise EndpointUnwell(self._late)
-        if stays_open and response.isclosed():  # else a part of the answer would begin the next one
+        if stays_open:
             self._idle.append(connection)
         return response.status, received
 

@@ -113,6 +113,11 @@ class Patience:
     tracker_last_seconds: float = 5.0
     """For a tracker process to end after its run has died."""
 
+    exit_word_seconds: float = 5.0
+    """Before a rank that has done everything names the threads that keep its process."""
+    exit_seconds: float = 300.0
+    """Longest wait of a rank that has done everything for such threads, which are a user's own."""
+
     launcher_poll_seconds: float = 0.05
     """Between two looks of the launcher at its processes."""
     launcher_look_seconds: float = 0.25

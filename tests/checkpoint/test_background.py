@@ -52,6 +52,16 @@ def test_tensors_that_are_overwritten_after_the_copy_are_saved_as_they_were(
     assert {name: value for name, value in found.items() if "extra" not in name} == expected
 
 
+def test_memory_of_names_that_are_saved_no_more_is_given_back() -> None:
+    buffers: dict[str, torch.Tensor] = {}
+    staged(take(torch.nn.ModuleDict({"before": torch.nn.Linear(3, 2), "both": torch.nn.Linear(2, 2)})), buffers)
+
+    later = staged(take(torch.nn.ModuleDict({"both": torch.nn.Linear(2, 2), "after": torch.nn.Linear(3, 3)})), buffers)
+
+    assert set(buffers) == set(later.tensors)
+    assert not any("before" in name for name in buffers)
+
+
 def test_later_saves_copy_into_the_memory_of_the_first() -> None:
     model, buffers = torch.nn.Linear(3, 2), {}
     first = staged(take(model), buffers).tensors

@@ -17,10 +17,11 @@ from holdfast import checkpoint, patience
 from holdfast.checkpoint import verify
 from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.format.manifest import NAME
-from holdfast.checkpoint.keep.retention import steps
-from holdfast.checkpoint.place.object_lease import ObjectLease, machine
+from holdfast.checkpoint.keep.retention import remove_leftovers, steps
+from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.cli.commands.checkpoint.views import pruned
+from holdfast.files import machine
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.mesh import World
 from tests.checkpoint.cases import build, save_after
@@ -48,6 +49,22 @@ def test_a_second_job_is_refused_and_a_dead_one_is_not(server: dict[str, str]) -
         with ObjectLease(storage):
             assert storage.names() == [SECOND]
     assert storage.names() == []
+
+
+def test_a_start_leaves_a_save_under_way_of_another_process_alone(server: dict[str, str]) -> None:
+    storage, name = open_storage("s3://bucket/under-way"), "step-00000007"
+    storage.put_new(f"{name}/dcp/__0_0.distcp", b"half of it")
+
+    with ObjectLease(storage), ObjectLease(storage, name):
+        held_by(storage, f".lease-{name}.00000001.json", 1)
+        remove_leftovers(storage, wait=True)
+        under_way = storage.exists(f"{name}/dcp/__0_0.distcp")
+        held_by(storage, f".lease-{name}.00000001.json", 4194305)
+        remove_leftovers(storage, wait=True)
+
+    assert under_way
+    assert not storage.exists(f"{name}/dcp/__0_0.distcp")
+    assert not any(each.startswith(f".lease-{name}") for each in storage.names())
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[1]", b"[" * 100_000, b"\xff\xfe"])

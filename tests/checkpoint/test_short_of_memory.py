@@ -77,7 +77,7 @@ def save_twice_and_resume_with(world: World, directory: str, mib: int) -> tuple[
             model.weight.zero_()
         try:
             choice = newest_verified(
-                storage, ranks, use=lambda name, found: load_state(storage, name, model, None, ranks, verified=found)
+                storage, ranks, use=lambda name, found: load_state(storage, name, model, None, ranks, manifest=found)
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
             return type(error).__name__, str(error), float(model.weight.detach().to_local().max())

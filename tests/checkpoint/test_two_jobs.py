@@ -24,8 +24,10 @@ from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.place.layout import LEASE
 from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.storage import rename_new
+from holdfast.files import machine
 from holdfast.parallel.mesh import World
 from holdfast.patience import Patience
+from holdfast.training.run_state import state_of
 from tests.checkpoint.cases import build, contents, load_into_other, optimizer_of, save_after, step
 from tests.crash.processes import DoomedRanks
 from tests.training.cases import run, tree
@@ -174,34 +176,55 @@ with Lease(Path(sys.argv[1])):
 """
 
 
-def test_a_job_of_another_host_holds_the_directory_by_its_name_until_it_renews_no_more(tmp_path: Path) -> None:
-    """A host name of its own, as a second machine on a network file system that passes no locks on."""
+class OwnLocks(Lease):
+    """On a file system that tells a machine of no locks but its own."""
+
+    def _lock(self, file: Any) -> bool | None:  # noqa: ARG002 - the interface's
+        return True
+
+
+def test_a_job_of_another_machine_of_the_same_name_holds_the_directory_until_it_renews_no_more(tmp_path: Path) -> None:
+    """Process numbers of its own, as a container or a second machine has them."""
     held = tmp_path / "held"
-    words = ["unshare", "--uts", "sh", "-c", 'hostname far-away && exec "$@"', "sh", sys.executable, "-c", OTHER_HOST]
-    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs root for a host name of its own")
-    holder = subprocess.Popen([*words, str(tmp_path / "c"), str(held)])
+    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs root for process numbers of its own")
+    holder = subprocess.Popen([*apart, sys.executable, "-c", OTHER_HOST, str(tmp_path / "c"), str(held)])
     while not held.exists():
         assert holder.poll() is None
         time.sleep(0.01)
     file = tmp_path / "c" / LEASE
+    assert json.loads(file.read_text())["host"] == socket.gethostname()
 
-    with pytest.raises(DirectoryTaken, match=rf"process {holder.pid} on far-away"):
-        Lease(tmp_path / "c").__enter__()
+    with pytest.raises(DirectoryTaken):
+        OwnLocks(tmp_path / "c").__enter__()
     holder.kill()
     holder.wait()
-    with pytest.raises(DirectoryTaken, match=rf"process {holder.pid} on far-away"):
-        Lease(tmp_path / "c").__enter__()  # its lock is gone, and nobody here knows whether it is
+    with pytest.raises(DirectoryTaken):
+        OwnLocks(tmp_path / "c").__enter__()  # nobody here knows whether it is gone
 
-    for jump in (-86_400, 86_400):  # what its clock said is nobody's business
+    for jump in (-3_600, 3_600, -86_400, 86_400):  # what its clock said is nobody's business
         told = json.loads(file.read_text())
         file.write_text(json.dumps(told | {"time": told["time"] + jump}))
         with pytest.raises(DirectoryTaken):
-            Lease(tmp_path / "c").__enter__()
+            OwnLocks(tmp_path / "c").__enter__()
     renewed = file.stat().st_mtime - Patience().lease_stale_seconds - 1
     os.utime(file, (renewed, renewed))
-    with Lease(tmp_path / "c"):
-        assert json.loads(file.read_text())["host"] == socket.gethostname()
+    with OwnLocks(tmp_path / "c"):
+        assert json.loads(file.read_text())["pid"] == os.getpid()
+
+
+def test_a_run_of_another_machine_of_the_same_name_is_shown_as_alive_while_it_renews(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "1"}))
+    lease = leave_lease(tmp_path / "checkpoints", 1)
+    holder = json.loads(lease.read_text()) | {"host": socket.gethostname(), "pid": 2**22 + 1}
+
+    lease.write_text(json.dumps(holder | {"machine": ["another boot", "pid:[1]"]}))
+    there = state_of(tmp_path, [], None)
+    lease.write_text(json.dumps(holder | {"machine": machine()}))
+    here = state_of(tmp_path, [], None)
+
+    assert (there.name, here.name) == ("running", "failed")
 
 
 class Lockless(Lease):

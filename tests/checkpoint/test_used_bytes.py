@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.keep import find
+from holdfast.checkpoint.keep.choose import newest_verified
 from holdfast.checkpoint.loading import reader
 from holdfast.checkpoint.place.storage import LocalStorage
 from holdfast.optim.tagged_json import decode
@@ -61,7 +65,7 @@ def load(world: World, storage: LocalStorage, between: Callable[[], object]) -> 
     between()
     ranks.gather(None)
     try:
-        loaded = reader.load_state(storage, STEP, toy, optimizer, ranks, verified=manifest)
+        loaded = reader.load_state(storage, STEP, toy, optimizer, ranks, manifest=manifest)
     except Exception as error:  # noqa: BLE001 - which one it is, is the question
         return {"error": (type(error).__name__, str(error)), "untouched": contents(toy, optimizer) == before}
     return contents(toy, optimizer) | {"extra": decode(loaded.shared["extra"])}
@@ -132,3 +136,76 @@ def test_what_is_read_otherwise_each_time_is_no_damage(
     assert ("cannot be read: Input/output error" if file == SHARD else "has other bytes each time") in found[0][
         "error"
     ][1]
+
+
+class CountedFile:
+    """A file that counts the bytes that are read."""
+
+    def __init__(self, file: IO[bytes], count: Callable[[int], object]) -> None:
+        self._file, self._count = file, count
+
+    def __enter__(self) -> CountedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._count(len(data))
+        return data
+
+    def readinto(self, buffer: memoryview) -> int:
+        size: int = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self._count(size)
+        return size
+
+
+class CountingStorage(LocalStorage):
+    """A directory that counts the bytes that are read, by file."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.counts: Counter[str] = Counter()
+
+    def _count(self, path: str, size: int) -> None:
+        self.counts[path.partition("/")[2]] += size
+
+    def open(self, path: str) -> Any:
+        return CountedFile(super().open(path), partial(self._count, path))
+
+    def read(self, path: str) -> bytes:
+        data = super().read(path)
+        self._count(path, len(data))
+        return data
+
+    def hash(self, path: str, *, from_disk: bool = False) -> str:
+        self._count(path, self.size(path))
+        return super().hash(path, from_disk=from_disk)
+
+
+def resume(world: World, checkpoint: Path) -> Counter[str]:
+    """Resume from the newest checkpoint as a run does; return the bytes that were read, by file."""
+    toy = build(world, seed=1)
+    optimizer, storage, ranks = optimizer_of(toy), CountingStorage(checkpoint.parent), RankGroup()
+
+    def use(name: str, manifest: Manifest) -> None:
+        reader.load_state(storage, name, toy, optimizer, ranks, manifest=manifest)
+
+    choice = newest_verified(storage, ranks, use=use)
+
+    assert choice is not None
+    return storage.counts
+
+
+def test_a_resume_at_the_same_number_of_ranks_reads_its_bytes_once(
+    pools: Any, saved: tuple[Path, dict[str, Any]]
+) -> None:
+    counts = sum(pools(2).run(resume, saved[0]), Counter[str]())
+
+    first, second = (counts[file] / (saved[0] / file).stat().st_size for file in ("dcp/__0_0.distcp", SHARD))
+    assert first == 1
+    assert 1 <= second < 1.5  # tensors that are whole on both ranks lie in one of the files

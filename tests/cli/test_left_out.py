@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.cli.commands.push.upload import outgoing_files
 from holdfast.config.base import LEFT_OUT
 from holdfast.config.yaml12 import parse_file
 from tests.cli.fixtures import TINY, write_run
 from tests.cli.warm import WarmPython
 
-SECRETS = [f"planted{number:02d}" for number in range(4)]
+SECRETS = [f"planted{number:02d}" for number in range(7)]
 FUNCTIONS = """
+import torch
+
 def reward(completion, key, server):
     assert key.startswith("planted") and "@" in server
     return float(len(completion))
 
-def median(rewards, groups, key):
-    return rewards - rewards.mean()
+def mean(groups, key):
+    assert key == "planted03"
+    return groups.rewards - groups.rewards.mean(axis=1, keepdims=True)
+
+class SGD(torch.optim.SGD):
+    def __init__(self, parameters, lr, key, weight_decay=0.0):
+        assert key == "planted04"
+        super().__init__(parameters, lr, weight_decay=weight_decay)
+
+class Mine:
+    def __init__(self, run, key):
+        assert key == "planted05"
+        self.file = (run.folder / "mine.txt").open("a")
+
+    def write(self, step, metrics):
+        print(step, metrics, file=self.file, flush=True)
+
+    def close(self, status):
+        self.file.close()
+"""
+AGENT = """
+import json, os, sys, urllib.request
+
+assert sys.argv[1:] == ["--api-key", "planted06"]
+row = json.load(sys.stdin)
+body = {"model": "policy", "messages": [{"role": "user", "content": row["prompt"]}]}
+asked = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+urllib.request.urlopen(asked).read()
 """
 
 
@@ -27,6 +60,7 @@ def median(rewards, groups, key):
 def policy(tmp_path: Path) -> dict[str, Any]:
     """Return a run's tree with secrets in the arguments of a reward, and in the address of a judge nobody asks."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
+    (tmp_path / "agent.py").write_text(AGENT)
     address = f"https://me:{SECRETS[1]}@host.example/v1?token={SECRETS[2]}"
     kwargs = {"key": SECRETS[0], "server": address}
     return {
@@ -34,9 +68,12 @@ def policy(tmp_path: Path) -> dict[str, Any]:
         "model": {"config": dict(TINY), "tokenizer": "builtin:characters"},
         "data": {"synthetic": {"task": "reverse", "rows": 16}, "batch_size": 4, "max_length": 32},
         "rollout": {"group_size": 2, "max_new_tokens": 4},
+        "environment": {"kind": "endpoint", "command": [sys.executable, "agent.py", "--api-key", SECRETS[6]]},
         "reward": [{"path": "functions.py:reward", "kwargs": kwargs}],
+        "advantage": {"kind": "path", "path": "functions.py:mean", "kwargs": {"key": SECRETS[3]}},
+        "optim": {"kind": "path", "path": "functions.py:SGD", "kwargs": {"key": SECRETS[4]}},
         "evaluation": {"sets": {"held": {"synthetic": {"task": "reverse", "rows": 4, "seed": 1}}}},
-        "metrics": {"sinks": ["csv"]},
+        "metrics": {"sinks": ["csv", {"kind": "path", "path": "functions.py:Mine", "kwargs": {"key": SECRETS[5]}}]},
         "checkpoint": {"every_steps": 1, "keep": {"last": 9}},
         "launch": {"device": "cpu"},
     }
@@ -63,9 +100,12 @@ def test_no_argument_of_user_code_leaves_a_run_and_the_run_goes_on(
     assert evaluated.code == 2
     assert "evaluate with the file of the run: `holdfast eval RUN.yaml model.path=EXPORT`" in evaluated.err
     assert of_run.code == 0, of_run.err
-    secret = [name.encode() for name in SECRETS[:3]]
+    secret = [name.encode() for name in SECRETS]
     files = [path for path in run.rglob("*") if path.is_file() and path.name != "config.resolved.yaml"]
     assert len(files) > 30
     assert [str(path) for path in files if any(each in path.read_bytes() for each in secret)] == []
+    pushed = [file.content for file in outgoing_files(export)[0].values() if isinstance(file.content, bytes)]
+    assert len(pushed) == 2
+    assert not any(each in content for each in secret for content in pushed)
     texts = [done.out + done.err for done in (first, again, report, evaluated, of_run)]
     assert [text for text in texts if any(each.decode() in text for each in secret)] == []

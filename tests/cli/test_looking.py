@@ -147,7 +147,7 @@ def test_equal_runs_are_said_to_be(tmp_path: Path) -> None:
 
 
 def test_no_planted_secret_is_on_the_page_or_in_a_comparison(tmp_path: Path) -> None:
-    one = RunFolder(tmp_path, "one", **planted(tmp_path))
+    one = RunFolder(tmp_path, "one", **planted())
     two = RunFolder(tmp_path, "two")
     for folder in (one, two):
         folder.steps(1, 5)

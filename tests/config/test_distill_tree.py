@@ -8,10 +8,11 @@ import pytest
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.roots import run_from_mapping, verb_of
+from holdfast.config.verbs.roots import verb_of
 from holdfast.config.verbs.training import as_plain
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
+from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {"steps": 1, "model": {"path": "m"}, "data": {"path": "d"}, "teacher": {"path": "t"}}
 SCHEMA = DistillConfig.model_json_schema()

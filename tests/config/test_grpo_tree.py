@@ -8,9 +8,10 @@ import pytest
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import run_from_mapping, verb_of
+from holdfast.config.verbs.roots import verb_of
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
+from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {
     "steps": 1,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.dpo import ScorerConfig
-from holdfast.config.verbs.roots import run_from_mapping, verb_of
+from holdfast.config.verbs.roots import load_run, verb_of
 from holdfast.config.verbs.training import as_plain
+from holdfast.config.yaml12 import to_yaml
 from holdfast.errors import ConfigError
 from tests.config.json_schema import accepts
+from tests.trees import run_from_mapping
 
 LEAST: dict[str, Any] = {
     "steps": 1,
@@ -60,8 +63,44 @@ def test_what_policies_have_is_refused(change: dict[str, Any], words: str) -> No
     assert words in str(refused.value)
 
 
-def test_the_loss_tells_the_verb() -> None:
-    assert verb_of(LEAST) == "reward"
-    assert verb_of(LEAST | {"preference": {"loss": {"kind": "bradley_terry"}}}) == "reward"
-    assert verb_of(LEAST | {"preference": {"loss": "dpo"}}) == "dpo"
-    assert verb_of(LEAST | {"preference": {}}) == "dpo"
+@pytest.mark.parametrize(
+    ("loss", "verb"),
+    [
+        ("bradley_terry", "reward"),
+        ({"kind": "bradley_terry", "center": 0.1}, "reward"),
+        (["bradley_terry"], "reward"),
+        ([{"kind": "bradley_terry"}], "reward"),
+        ("dpo", "dpo"),
+        ("my_bradley_terry.py:loss", "dpo"),
+        ({"kind": "path", "path": "my_bradley_terry.py:loss"}, "dpo"),
+        ([{"kind": "path", "path": "losses/bradley_terry.py:loss"}, "ipo"], "dpo"),
+        (None, "dpo"),
+        ([], "dpo"),
+        (3, "dpo"),
+    ],
+)
+def test_the_loss_tells_the_verb(loss: Any, verb: str) -> None:
+    assert verb_of(LEAST | {"preference": {"loss": loss}}) == verb
+
+
+@pytest.mark.parametrize("preference", [{}, None, "dpo", []])
+def test_preferences_without_a_loss_are_those_of_dpo(preference: Any) -> None:
+    assert verb_of(LEAST | {"preference": preference}) == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("loss", "overrides", "verb"),
+    [
+        ("dpo", ["preference.loss=my_bradley_terry.py:loss"], "dpo"),
+        ("dpo", ["preference.loss=bradley_terry"], "reward"),
+        ("bradley_terry", ["preference.loss=ipo"], "dpo"),
+        ("bradley_terry", [], "reward"),
+    ],
+)
+def test_a_file_is_read_under_the_verb_that_its_overrides_leave(
+    loss: str, overrides: list[str], verb: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(LEAST | {"preference": {"loss": loss}}))
+
+    assert load_run(file, overrides).config.verb == verb

@@ -119,7 +119,7 @@ def look_after(world: World, directories: Sequence[Path]) -> list[dict[str, Any]
         choice = newest_verified(storage, ranks)
         chosen = None
         if choice is not None:
-            loaded = reader.load_state(storage, choice.name, toy, optimizer, ranks, verified=choice.manifest)
+            loaded = reader.load_state(storage, choice.name, toy, optimizer, ranks, manifest=choice.manifest)
             chosen = choice.manifest.step
             if loaded.rank_state is not None:
                 set_random_state(loaded.rank_state["random"])

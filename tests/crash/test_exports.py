@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from holdfast.checkpoint.export.adapters import Description, write_adapters
@@ -20,6 +21,7 @@ from holdfast.checkpoint.keep import find
 from holdfast.config.load import from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.data.tasks.synthetic import character_tokenizer
+from holdfast.errors import RunStopped
 from holdfast.parallel.mesh import World
 from holdfast.recipes.sft import sft
 from holdfast.training.setup.begin import Live
@@ -231,6 +233,38 @@ def test_one_bit_that_flips_in_a_staged_export_is_found_and_nothing_is_published
     assert {name for name, _ in errors} == {"ExportFailed"}
     assert errors[0] == errors[1]
     assert f"{file} reads back differently from what was written" in errors[0][1]
+    assert list((tmp_path / "r" / "exports").iterdir()) == []
+
+
+class Failing:
+    """A failure channel whose rank has an error of its own as its export begins."""
+
+    def __init__(self, inner: Any, error: Exception) -> None:
+        self._inner, self._error = inner, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def phase(self, name: str) -> Any:
+        if name == "export: tensors":
+            raise self._error
+        return self._inner.phase(name)
+
+
+def run_with_an_error(world: World, directory: Path, error: Exception) -> Any:
+    channel: Any = Failing(world.failure, error)
+    return run(replace(world, failure=channel), tree(str(directory), steps=1))
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), SafetensorError("too long"), RunStopped("asked to end")])
+def test_an_error_of_the_rank_that_writes_ends_an_export_on_all_ranks(
+    pools: Any, tmp_path: Path, error: Exception
+) -> None:
+    errors = pools(2).errors(run_with_an_error, tmp_path, error, timeout_seconds=60)
+
+    assert errors[0] == errors[1]
+    assert errors[0][0] == ("RunStopped" if isinstance(error, RunStopped) else "ExportFailed")
+    assert str(error) in errors[0][1]
     assert list((tmp_path / "r" / "exports").iterdir()) == []
 
 

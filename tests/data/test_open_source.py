@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.sections.data import SourceConfig
-from holdfast.data.rows.rows import Source, columns_of, from_rows, open_source
+from holdfast.data.rows.rows import SPREAD_ROWS, Source, columns_of, from_rows, open_source
 from holdfast.errors import DataError
 from holdfast.training.run import ConfiguredRun
 
@@ -270,6 +270,40 @@ def test_a_live_stream_is_read_anew_by_every_scan() -> None:
         source = from_rows(rows, "live")
         assert source.size is None
         assert rows_of(source) == rows_of(source) == ROWS
+
+
+@pytest.mark.parametrize("size", [3, 1_000, 20_000])
+@pytest.mark.parametrize("kind", ["list", "data set"])
+def test_the_fingerprint_of_live_rows_follows_those_in_the_middle(kind: str, size: int) -> None:
+    from datasets import Dataset
+
+    def fingerprint(rows: list[dict[str, str]]) -> str:
+        return from_rows(rows if kind == "list" else Dataset.from_list(rows), "live").fingerprint
+
+    rows = [{"question": f"{number}?", "answer": str(number)} for number in range(size)]
+    reversed_inside = [rows[0], *rows[-2:0:-1], rows[-1]]
+    changed = [*rows[: size // 2], {"question": "q", "answer": "a"}, *rows[size // 2 + 1 :]]
+
+    original = fingerprint(rows)
+
+    assert fingerprint([dict(row) for row in rows]) == original
+    assert (fingerprint(reversed_inside) == original) == (size == 3)
+    if size <= SPREAD_ROWS:
+        assert fingerprint(changed) != original
+
+
+def test_a_live_row_that_cannot_be_read_is_left_for_its_step() -> None:
+    class Damaged(list[dict[str, str]]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 1:
+                raise OSError(5, "Input/output error")
+            return super().__getitem__(index)
+
+    source = from_rows(Damaged(ROWS), "live")
+
+    assert source.row(0) == ROWS[0]
+    with pytest.raises(OSError, match="Input/output error"):
+        source.row(1)
 
 
 def test_the_fingerprint_of_live_rows_follows_their_ends_and_number() -> None:

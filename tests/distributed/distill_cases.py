@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.data.batches.packing import pack, unpack
 from holdfast.parallel.mesh import World
 from holdfast.parallel.shards import sharded_parameters
@@ -26,6 +25,7 @@ from holdfast.types import MiniBatch
 from tests.distributed.cases import recorded_gradients
 from tests.distributed.preference_cases import descend, parameters_of
 from tests.oracle import distillation as oracle
+from tests.trees import run_from_mapping
 
 Text = tuple[list[int], list[bool]]
 """Tokens, and which of them are trained."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from holdfast.config.verbs.dpo import PairDataConfig
-from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.data.tokens.chat import RowTokeniser
 from holdfast.data.tokens.preferences import LabelTokeniser, PairTokeniser
@@ -29,6 +28,7 @@ from holdfast.training.setup.begin import Live
 from holdfast.types import Example
 from tests.distributed.cases import recorded_gradients
 from tests.oracle import preference as oracle
+from tests.trees import run_from_mapping
 
 MAX_LENGTH = 48
 LETTERS = np.array(list("abcdefghij"))

@@ -249,10 +249,10 @@ def ready(world: Any) -> int:
 
 def spoiled_after_a_step(world: Any, tree: dict[str, Any], rows: Any, faults: str, fault: str) -> None:
     """Make a step, spoil the server, and make another."""
-    from holdfast.config.verbs.roots import run_from_mapping
     from holdfast.recipes.dpo import dpo_step
     from holdfast.training.preference.build import build_preference_run
     from holdfast.training.setup.begin import Live
+    from tests.trees import run_from_mapping
 
     run = build_preference_run(run_from_mapping(tree), Path.cwd(), world, Live(rows=rows))
     dpo_step(run)

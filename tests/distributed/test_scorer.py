@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from holdfast.checkpoint.export.stored import export_stored, export_stored_adapter
 from holdfast.checkpoint.keep import find
 from holdfast.config.sections.reward import ModelRewardConfig
-from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.data.tasks.synthetic import character_tokenizer
 from holdfast.metrics.sink import read_metrics
 from holdfast.models.heads.scorer import RewardModel
@@ -31,6 +30,7 @@ from holdfast.training.setup.begin import Live
 from tests.distributed.preference_cases import descend, pairs_of, parameters_of, sequences_of, settings, train
 from tests.distributed.test_preference import assert_same
 from tests.tiny import COMMON, tiny_directory
+from tests.trees import run_from_mapping
 
 ROWS = pairs_of(12)
 CENTER, LR = 0.05, 0.5

@@ -31,11 +31,11 @@ def make_models(folder: Path) -> None:
 
 def run(values: dict[str, Any], folder: Path, ranks: int, rank: int) -> dict[str, Any]:
     """Return what an execution said, JSON-ready."""
-    from holdfast.config.verbs.roots import run_from_mapping
     from holdfast.features.plan.execution.execute import execute
     from holdfast.features.plan.records import RankSpec
     from holdfast.rollout.local import graphs
     from holdfast.training import engines
+    from tests.trees import run_from_mapping
 
     recorders: list[object] = []
 

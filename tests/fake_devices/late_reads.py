@@ -20,13 +20,13 @@ def main(ranks: str) -> None:
     load_guard()
     from torch import Tensor
 
-    from holdfast.config.verbs.roots import run_from_mapping
     from holdfast.features.plan.execution import steps
     from holdfast.features.plan.execution.execute import execute
     from holdfast.features.plan.records import RankSpec
     from holdfast.training.step import Update, start_step
     from holdfast.types import answered_by
     from tests.fake_devices.cases import RUNS, tree
+    from tests.trees import run_from_mapping
 
     order: list[str] = []
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.features.plan.counting.kinds import CHECKPOINT
 from holdfast.features.plan.execution.execute import execute
 from holdfast.features.plan.records import Execution, RankSpec
 from tests.training.cases import run, tree
+from tests.trees import run_from_mapping
 
 pytestmark = [pytest.mark.devices, pytest.mark.timeout(900)]
 

@@ -110,25 +110,31 @@ def test_under_the_launcher_a_killed_rank_0_is_named_although_the_store_outlives
     assert "frame #" not in log.read_text()
 
 
-def test_a_survivor_outside_any_collective_is_ended_with_the_cause():
+@pytest.mark.parametrize("error", ["ValueError", "ConfigError"])
+def test_a_survivor_outside_any_collective_is_ended_with_the_cause(error):
     script = """
         import threading, time
         import torch.distributed as dist
+        from holdfast.errors import ConfigError
         from holdfast.parallel.failure.channel import FailureChannel
         store = dist.HashStore()
         other = FailureChannel(store, 1, 2)
         other.phase("reward")
-        threading.Timer(0.2, other.report, [ValueError("boom")]).start()
+        threading.Timer(0.2, other.report, [ERROR("boom")]).start()
         with FailureChannel(store, 0, 2).guard(exit_seconds=0.5):
             time.sleep(60)
     """
 
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, text=True, check=False, timeout=30
+        [sys.executable, "-c", textwrap.dedent(script).replace("ERROR", error)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=30,
     )
 
     assert ended.returncode == 3
-    assert ended.stderr.startswith("Rank 1 failed in phase 'reward': ValueError: boom\nRank 0 therefore stops.")
+    assert ended.stderr.startswith(f"Rank 1 failed in phase 'reward': {error}: boom\nRank 0 therefore stops.")
 
 
 def broken_collective():

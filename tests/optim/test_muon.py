@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from holdfast import checkpoint
 from holdfast.config.load import from_mapping
 from holdfast.config.sections.optim import MuonConfig
-from holdfast.config.verbs.roots import run_from_mapping
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.errors import ConfigError
 from holdfast.optim.muon import Stack, orthogonalised
@@ -32,6 +31,7 @@ from tests.distributed.preference_cases import pairs_of
 from tests.distributed.preference_cases import settings as preference_settings
 from tests.distributed.toys import Toy, shard
 from tests.tiny import tiny_directory
+from tests.trees import run_from_mapping
 from tests.vision import picture_rows, vision_directory
 
 Array = NDArray[np.float64]

@@ -51,7 +51,10 @@ def test_a_rank_takes_its_place_from_the_environment(
     assert found in done.stdout, done.stderr
 
 
-def test_ranks_that_no_launcher_counted_count_those_of_their_machine(warm: WarmPython, script: Path) -> None:
+@pytest.mark.parametrize(("told", "found"), [({}, 2), ({"LOCAL_WORLD_SIZE": "1"}, 1)], ids=["nobody", "one"])
+def test_ranks_that_no_launcher_counted_count_those_of_their_machine(
+    warm: WarmPython, script: Path, told: dict[str, str], found: int
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -60,15 +63,15 @@ def test_ranks_that_no_launcher_counted_count_those_of_their_machine(warm: WarmP
     ranks = [
         subprocess.Popen(
             [warm.program, script],
-            env={**os.environ, **shared, "RANK": str(rank), "SLURM_LOCALID": str(rank)},
+            env={**os.environ, **shared, "RANK": str(rank), "SLURM_LOCALID": str(rank), **(told if rank == 0 else {})},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    found = sorted(rank.communicate(timeout=120)[0].strip() for rank in ranks)
+    words = sorted(rank.communicate(timeout=120)[0].strip() for rank in ranks)
 
-    assert found == ["found 0 2 0 2", "found 1 2 1 2"]
+    assert words == [f"found 0 2 0 {found}", "found 1 2 1 2"]
 
 
 def on_two_machines(world: World, attempt: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.config.load import from_mapping
+from holdfast.config.verbs.dpo import DPOConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig
 from holdfast.training.fingerprints import _loss, changed_fingerprints, filter_hashes, reward_model_hashes, user_files
@@ -42,6 +44,33 @@ def test_smoothed_labels_are_part_of_a_run() -> None:
 
     assert plain == zero == '{"kind":"nll","label_smoothing":0.0}'
     assert smoothed == '{"kind":"nll","label_smoothing":0.1}'
+
+
+OWN = {"kind": "path", "path": "a.py:f"}
+JUDGE = {"kind": "judge", "url": "http://me:one1@h/v1", "model": "m", "prompt": "{completion}"}
+
+
+@pytest.mark.parametrize(
+    ("root", "sections"),
+    [
+        (SFTConfig, {"objective": OWN | {"kwargs": {"at": "one1"}}}),
+        (DPOConfig, {"preference": {"loss": ["ipo", OWN | {"kwargs": {"a": ["one1"]}}]}}),
+        (GRPOConfig, {"reward": [OWN | {"kwargs": {"hf-token": "one1"}}]}),
+        (GRPOConfig, {"reward": "exact", "advantage": OWN | {"kwargs": {"a": "one1"}}}),
+        (GRPOConfig, {"reward": "environment", "environment": {"kind": "endpoint", "command": ["a", "one1"]}}),
+        (GRPOConfig, {"reward": JUDGE}),
+    ],
+)
+def test_what_may_be_secret_of_a_loss_is_compared_by_hashes(root: Any, sections: dict[str, Any]) -> None:
+    tree = {"model": {"path": "m"}, "steps": 1, "data": {"path": "r.jsonl", "max_length": 256}} | sections
+    changed = json.loads(json.dumps(tree).replace("one1", "two2"))
+
+    first, again, other = (json.dumps(_loss(from_mapping(values, root))) for values in (tree, tree, changed))
+
+    assert first == again
+    assert (first != other) == ("sha256 " in first)
+    assert "one1" not in first
+    assert "two2" not in other
 
 
 def test_how_tokens_are_decoded_is_no_part_of_a_run() -> None:

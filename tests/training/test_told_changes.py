@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from holdfast.config.base import leaves
-from holdfast.config.verbs.roots import ROOTS, run_from_mapping
+from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import as_plain
 from holdfast.training.saving.resume import MOVES_NUMBERS
+from tests.trees import run_from_mapping
 
 SILENT = {
     "checkpoint", "determinism", "dry_run", "evaluation", "launch", "limit_batches", "max_minutes", "metrics",

@@ -44,7 +44,7 @@ def user_advantages(function: Callable[[Groups], object], groups: Groups, name: 
     prompts, size = groups.rewards.shape
     try:
         values = np.asarray(function(copied_groups), dtype=np.float64)
-    except Exception as error:  # the user's own code may raise anything, and return anything
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, and return anything
         raise AdvantageFailed(
             f"advantage.path {name}, given the rewards of {prompts} prompts with {size} completions each, raises "
             f"{error_words(error):.300}. It must return {prompts} x {size} numbers; mend the function."

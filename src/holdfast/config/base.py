@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -15,7 +16,6 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -25,31 +25,39 @@ Mistake = tuple[str, str]
 """A key of the section (dotted if it lies deeper), and what is wrong with it and what to write."""
 
 
-EXPORTED = "exported"
-"""The context of a validation: the values come from an export, which nobody has to edit."""
+LEFT_OUT = "left out: it may be secret"
+"""Stands in the place of a value that is not public."""
 
 
-LEFT_OUT = "left out: what a run's own code takes may be secret"
-"""Stands in exports and checkpoints in the place of `kwargs`, and of values under names such as api_key."""
+def is_left_out(value: Any) -> bool:
+    """Return whether a value is the mark of one that was left out, in the words of any version."""
+    return isinstance(value, str) and value.startswith("left out: ")
 
 
-def _kwargs_of_training(value: Any, info: ValidationInfo) -> Any:
-    return {} if value == LEFT_OUT and info.context == EXPORTED else value
+class Declared(Enum):
+    """What a section says of a key beside its type.
+
+    Numbers, truth values and members of a `Literal` are public. A text is public only where its type says so, and
+    nothing else is: free mappings, lists of commands, passwords in addresses.
+    """
+
+    PUBLIC = "public"
+    """A text that may leave the run; passwords in it may not."""
+    NUMBER = "number"
+    """A value of any type that may leave the run if it is a number or a truth value."""
+    VARIABLE = "variable"
+    """A text that may leave the run if it is the name of an environment variable."""
+    SPARED = "spared"
+    """A value without which an export is complete: it belongs to training, or is in the model's own files."""
 
 
-def _kwargs_of_evaluations(value: Any) -> Any:
-    if value == LEFT_OUT:
-        raise PydanticCustomError(
-            "left_out",
-            "an export does not say what it is, since it may be secret; evaluate with the file of the run: "
-            "`holdfast eval RUN.yaml model.path=EXPORT`",
-        )
-    return value
-
-
-Kwargs = Annotated[dict[str, Any], BeforeValidator(_kwargs_of_training)]
+PublicStr = Annotated[str, Declared.PUBLIC]
+VariableName = Annotated[str, Declared.VARIABLE]
+Kwargs = Annotated[dict[str, Any], Declared.SPARED]
 """Arguments of a user's code that trains, which nobody asks an export for."""
-RewardKwargs = Annotated[dict[str, Any], BeforeValidator(_kwargs_of_evaluations)]
+PrivateFields = Annotated[dict[str, Any], Declared.SPARED]
+"""Fields of the model's own files."""
+RewardKwargs = dict[str, Any]
 """Arguments of a user's code that measures."""
 
 
@@ -114,13 +122,13 @@ def _refuse_truth_value(value: Any) -> Any:
     return value
 
 
-Pattern = Annotated[str, AfterValidator(_check_pattern)]
+Pattern = Annotated[PublicStr, AfterValidator(_check_pattern)]
 """A regular expression, searched (not anchored) in canonical parameter or module names."""
 
-FunctionPath = Annotated[str, AfterValidator(_check_function_path)]
+FunctionPath = Annotated[PublicStr, AfterValidator(_check_function_path)]
 """`file.py:function`; a relative file is looked up beside the YAML."""
 
-ImportPath = Annotated[str, AfterValidator(_check_import_path)]
+ImportPath = Annotated[PublicStr, AfterValidator(_check_import_path)]
 """A function in a file, or in a module that can be imported."""
 
 _A_NUMBER = BeforeValidator(_refuse_truth_value)

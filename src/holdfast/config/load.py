@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from holdfast import registry
-from holdfast.config.base import EXPORTED, Section, kinds_of
+from holdfast.config.base import Declared, Section, is_left_out, kinds_of
 from holdfast.config.merge import merged
 from holdfast.config.remedies import belongs_to_sibling, example, path_of_default, written_as_section
-from holdfast.config.tree import all_keys, key_path, section_at, takes_null
+from holdfast.config.tree import all_keys, key_path, marks_of, section_at, takes_null
 from holdfast.config.yaml12 import Document, KeyPath, parse_file, parse_value
 from holdfast.errors import ConfigError
 
@@ -290,22 +290,54 @@ def check_draft(draft: Draft, root: type[Root]) -> Root:
     """
     document = draft.document
     mistakes = [(document.order(file, line), f"{file}:{line}: {message}") for file, line, message in document.twice]
+    missed = [_placed(path, _UNKNOWN, document, draft.origins) for path in _missed(document, root)]
+    mistakes += missed
     config: Root | None = None
     try:
-        exported = Path(document.file).name == EXPORTED_CONFIG
-        config = root.model_validate(document.values, context=EXPORTED if exported else None)
+        config = None if missed else root.model_validate(document.values)
     except ValidationError as error:
         mistakes += explain(error, document, root, draft.origins)
     lines = [text for _, text in sorted(mistakes, key=lambda pair: pair[0])] + draft.mistakes
     if config is not None and not lines:
         return config
+    raise ConfigError(_listed(lines, document))
+
+
+def _listed(lines: Sequence[str], document: Document) -> str:
     of_command_line = all(text.startswith(_COMMAND_LINE) for text in lines)
     has = "have" if document.later_files and not of_command_line else "has"
     heading = f"{f'The {_COMMAND_LINE}' if of_command_line else document.files} {has} {len(lines)} mistakes:\n"
-    raise ConfigError((heading if len(lines) > 1 else "") + "\n".join(lines))
+    return (heading if len(lines) > 1 else "") + "\n".join(lines)
 
 
 _COMMAND_LINE = "command line"
+_UNKNOWN = (
+    "an export does not say what it is, since it may be secret; evaluate with the file of the run: `holdfast eval "
+    "RUN.yaml model.path=EXPORT`"
+)
+
+
+def _missed(document: Document, root: type[BaseModel]) -> Iterator[KeyPath]:
+    """Yield the keys that an export left out, but those that it can do without, which are removed."""
+    for path in [*_left_out(document.values)]:
+        section = section_at(root, path[:-1], document.values)[0]
+        field = None if section is None else section.model_fields.get(str(path[-1]))
+        if Path(document.file).name == EXPORTED_CONFIG and field is not None and Declared.SPARED in marks_of(field):
+            container: Any = document.values
+            for key in path[:-1]:
+                container = container[key]
+            del container[path[-1]]
+        else:
+            yield path
+
+
+def _left_out(values: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the path of every value in whose place the mark of one that was left out stands."""
+    if is_left_out(values):
+        yield path
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in pairs:
+        yield from _left_out(value, (*path, key))
 
 
 def _apply(draft: Draft, override: str, root: type[BaseModel]) -> None:

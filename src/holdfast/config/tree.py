@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from holdfast.config.base import PATH, ByKind, kinds_of, section_of
 from holdfast.config.yaml12 import KeyPath
@@ -60,7 +61,7 @@ class KeyType:
         if self.section is None or key not in self.section.model_fields:
             return KeyType()
         field = self.section.model_fields[str(key)]
-        tag = next((item for item in (*field.metadata, *_marks(field.annotation)) if isinstance(item, ByKind)), None)
+        tag = next((item for item in marks_of(field) if isinstance(item, ByKind)), None)
         origin = typing.get_origin(field.annotation)
         sections = tuple(_sections_in(field.annotation))
         return KeyType(sections, origin in {list, dict}, origin is list, None if tag is None else tag.default)
@@ -70,9 +71,10 @@ class KeyType:
         return self.below(0) if self.is_list and value is not None and not isinstance(value, list) else self
 
 
-def _marks(annotation: Any) -> Iterator[Any]:
-    """Yield what is attached to the items of a list or mapping."""
-    for argument in typing.get_args(annotation):
+def marks_of(field: FieldInfo) -> Iterator[Any]:
+    """Yield what is attached to a key, to the items of its list or mapping, or to the members of its union."""
+    yield from field.metadata
+    for argument in typing.get_args(field.annotation):
         yield from getattr(argument, "__metadata__", ())
 
 

@@ -13,13 +13,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast import patience
+from holdfast.config.load import from_mapping
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
-from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.config.verbs.roots import ROOTS
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import HoldfastError, RankFailed, RunStopped, UserError, how_to_go_on
 from holdfast.files import NotRegular
@@ -128,22 +131,46 @@ def _models(outcome: Outcome) -> list[str]:
 
 
 def main() -> None:
-    """Run as `python -m holdfast.launch.rank VERB CONFIG.json BASE`."""
+    """Run as `python -m holdfast.launch.rank VERB TREE CONFIG.json BASE`; TREE is the verb of the configuration."""
     # A scheduler may send it to every process of a job, at any time; only a run that trains can save for it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hush()
-    verb, file, base = sys.argv[1:4]
-    config = run_from_mapping(json.loads(Path(file).read_text(encoding="utf-8")))
+    verb, tree, file, base = sys.argv[1:5]
+    config = from_mapping(json.loads(Path(file).read_text(encoding="utf-8")), ROOTS[tree])
     try:
         code = work(verb, config, Path(base))
     except KeyboardInterrupt:  # before the first step, or the second Ctrl-C: there is nothing to tell
         code = RunStopped.exit_code
     if any(thread.name in {"holdfast-save", "holdfast-rows"} for thread in threading.enumerate()):
         # It was given up because it hangs in a file system or in a filter; Python would wait for it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _exit_at_once(code)
+    exit_in_time(code)
     sys.exit(code)
+
+
+def exit_in_time(code: int) -> None:
+    """Have this process, which leaves with a code now, end within `exit_seconds` whatever its threads do.
+
+    Python waits for threads, such as one that an observer started, for as long as they go on.
+    """
+
+    def watch() -> None:
+        time.sleep(patience.current.exit_word_seconds)
+        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        names = ", ".join(thread.name for thread in others if not thread.daemon)
+        if names:
+            seconds = f"{patience.current.exit_seconds:g} s"
+            print(f"Threads go on: {names}. The process waits for them {seconds} at most.", file=sys.stderr, flush=True)
+        time.sleep(max(0.0, patience.current.exit_seconds - patience.current.exit_word_seconds))
+        _exit_at_once(code)
+
+    threading.Thread(target=watch, name="holdfast-exit", daemon=True).start()
+
+
+def _exit_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

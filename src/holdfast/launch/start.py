@@ -28,7 +28,7 @@ from holdfast.errors import RunStopped
 from holdfast.files import python_module
 from holdfast.launch.environment import is_first_rank, resolve_ranks, srun_task, under_torchrun
 from holdfast.launch.local import launch_local
-from holdfast.launch.rank import work
+from holdfast.launch.rank import exit_in_time, work
 from holdfast.models.files.places import local_directory
 from holdfast.training.directory import count_starts, run_directory
 from holdfast.training.observe import find_script
@@ -51,6 +51,8 @@ def start(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
         raise RunStopped("Ctrl-C: stopped before the first step. The same command starts the run.") from None
     if verb in ROOTS and is_first_rank():
         registry.load(registry.RUN_PAGE)(directory, before, stopped=code == RunStopped.exit_code)
+    if under_torchrun():
+        exit_in_time(code)
     return code
 
 
@@ -59,7 +61,8 @@ def _launch(verb: str, loaded: LoadedConfig[TrainingConfig]) -> int:
     with tempfile.TemporaryDirectory(prefix="holdfast-config-") as directory:
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(as_plain(loaded.config)), encoding="utf-8")
-        command = [*python_module("holdfast.launch.rank"), verb, str(file), str(loaded.base)]
+        program = python_module("holdfast.launch.rank")
+        command = [*program, verb, loaded.config.verb, str(file), str(loaded.base)]
         ranks = resolve_ranks(loaded.config.launch)
         servers = registry.load(registry.SERVERS)(loaded) if engine_of(loaded.config) is not None else nullcontext()
         with servers:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from holdfast.config.public import argument_words
 from holdfast.config.sections.optim import UserOptimizerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.optim.groups import REST, GroupPlan, param_groups, plan_groups
@@ -41,13 +42,17 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 rounded in another order."""
 
 
-def try_optimizer(build: Build, parameters: Parameters, ranks: RankGroup, name: str) -> None:
+def try_optimizer(
+    build: Build, parameters: Parameters, ranks: RankGroup, all_raise: Callable[[], bool], name: str
+) -> None:
     """Step, save and restore an optimizer on stand-ins of the trained parameters; all ranks call this together.
 
     Args:
         build: Builds the optimizer.
         parameters: The model's parameters by canonical name.
         ranks: The group of all ranks.
+        all_raise: Returns, asked within an error, whether all ranks raise. Steps on shards may wait for other ranks: an
+            error of one rank alone is raised as it is.
         name: Name of the optimizer in messages.
 
     Raises:
@@ -62,19 +67,19 @@ def try_optimizer(build: Build, parameters: Parameters, ranks: RankGroup, name: 
         shards = {key: nn.Parameter(_shard_of(_start(value), value)) for key, value in small.items()}
         with ranks.together():
             straight = build(unsharded)
-            _run(straight, unsharded, _FIRST, f"{name} fails in its first steps")
+            _run(straight, unsharded, _FIRST, f"{name} fails in its first steps", lambda: True)
         with ranks.together():
             optimizer = build(shards)
-            _run(optimizer, shards, _FIRST, f"{name} works on whole parameters and fails on shards of them")
+            _run(optimizer, shards, _FIRST, f"{name} works on whole parameters and fails on shards of them", all_raise)
         _check_on_shards(unsharded, shards, _FIRST.stop, ranks, name)
         saved = ranks.on_all_ranks(lambda: collect(optimizer, shards))
         _check_alike(saved, ranks, name)
         with ranks.together():
             copies = {key: nn.Parameter(value.detach().clone()) for key, value in shards.items()}
             heir, lost = _restored_copy(build, optimizer, copies, saved)
-            _run(straight, unsharded, _LAST, f"{name} fails in its first steps")
-            _run(optimizer, shards, _LAST, f"{name} works on whole parameters and fails on shards of them")
-            _run(heir, copies, _LAST, f"{name} fails in its first steps after a save")
+            _run(straight, unsharded, _LAST, f"{name} fails in its first steps", all_raise)
+            _run(optimizer, shards, _LAST, f"{name} works on whole parameters and fails on shards of them", all_raise)
+            _run(heir, copies, _LAST, f"{name} fails in its first steps after a save", all_raise)
         _check_on_shards(unsharded, shards, _LAST.stop, ranks, name)
         equal = {key: torch.equal(local_part(shards[key].detach()), local_part(copies[key].detach())) for key in copies}
         everywhere = ranks.gather(equal)
@@ -96,7 +101,9 @@ def _stand_in(parameter: Tensor) -> Tensor:
     return zeros((1,) * parameter.ndim if parameter.numel() == 1 else sides, parameter)
 
 
-def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: str) -> None:
+def _run(
+    optimizer: Optimizer, parameters: Parameters, steps: range, failing: str, all_raise: Callable[[], bool]
+) -> None:
     try:
         for step in steps:
             torch.manual_seed(step)
@@ -107,6 +114,8 @@ def _run(optimizer: Optimizer, parameters: Parameters, steps: range, failing: st
     except HoldfastError:
         raise
     except Exception as error:  # the class may raise anything
+        if not all_raise():
+            raise
         raise ConfigError(
             f"{failing}: {error_words(error):.300} Choose another class, mend it, or change optim.kwargs."
         ) from error
@@ -212,8 +221,7 @@ def build_user_optimizer(
     kind: Callable[..., Any],
     parameters: Mapping[str, nn.Parameter],
     ranks: RankGroup,
-    *,
-    has_numbers: bool = True,
+    all_raise: Callable[[], bool] | None,
 ) -> Optimizer:
     """Return an optimizer of the user's class, tried on small parameters first; all ranks call this together.
 
@@ -222,7 +230,7 @@ def build_user_optimizer(
         kind: The optimizer's class.
         parameters: All parameters of the model by canonical name.
         ranks: The group of all ranks.
-        has_numbers: False in a plan, whose tensors hold no numbers that a trial could compare.
+        all_raise: As of `try_optimizer`; None in a plan, whose tensors hold no numbers that a trial could compare.
 
     Raises:
         ConfigError, UnsavableOptimizer: The class, its arguments or its state cannot do what a run needs.
@@ -237,8 +245,8 @@ def build_user_optimizer(
         plan = GroupPlan(REST, True, tuple(small), _TRIAL_LR, config.weight_decay)
         return _call_class(config, kind, param_groups([plan], small), _TRIAL_LR)
 
-    if has_numbers:
-        try_optimizer(build_small, parameters, ranks, f"optim.path {config.path}")
+    if all_raise is not None:
+        try_optimizer(build_small, parameters, ranks, all_raise, f"optim.path {config.path}")
     return ranks.on_all_ranks(lambda: _call_class(config, kind, param_groups(plans, parameters), config.lr))
 
 
@@ -283,7 +291,7 @@ def _call_class(
     try:
         optimizer: Optimizer = kind(groups, lr=lr, **config.kwargs)
     except Exception as error:  # the class may raise anything
-        arguments = ", ".join(f"{name}={value!r}" for name, value in config.kwargs.items()) or "no arguments of its own"
+        arguments = argument_words(config.kwargs) or "no arguments of its own"
         raise ConfigError(
             f"optim.path {config.path} called with {arguments} raises {error_words(error)}. Mend the class or "
             "optim.kwargs."

@@ -93,6 +93,7 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with on_loopback(os.environ):
         store = store_of(call, rank, size, timeout, os.environ)
+        agree_on_device(store, f"rank {rank} on {machine_name()}", size, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         try:
             host = machine_name()
@@ -105,7 +106,8 @@ def joined_world(launch: LaunchConfig, call: int | None = None, *, logs: bool = 
                 "" if directory or size == 1 else host,
             )
             with channel.guard():
-                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_on(store, host)
+                counted = ranks_on(store, host)  # on all ranks, although a launcher may have told some of them
+                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or counted
                 log = RankLog(rank, size, host) if logs and not directory and size > 1 else None
                 broken = os.environ.get(BREAK_VARIABLE)
                 yield World(rank, size, local_rank, device, channel, local_size, broken, began, host, log)
@@ -133,6 +135,37 @@ def ranks_on(store: Store, machine: str) -> int:
     store.add(name, 1)
     dist.barrier()
     return int(store.add(name, 0))
+
+
+def agree_on_device(store: Store, name: str, size: int, device: torch.device) -> None:
+    """Refuse ranks of which some compute on GPUs and others on the CPU; all ranks call this together.
+
+    Args:
+        store: All ranks', under a prefix that nobody has used.
+        name: Of this rank, with its machine.
+        size: Number of ranks.
+        device: Where this rank computes.
+
+    Raises:
+        ConfigError: Some have no GPU; on all ranks.
+    """
+    counts = {kind: f"ranks on {kind}" for kind in ("cpu", "cuda")}
+    number = store.add(counts[device.type], 1)
+    store.set(f"{counts[device.type]}/{number}", name)
+    if sum(store.add(count, 0) for count in counts.values()) == size:
+        store.set("all ranks have a device", "")
+    store.wait(["all ranks have a device"])
+    on_cpu = store.add(counts["cpu"], 0)
+    if 0 < on_cpu < size:
+        names = [store.get(f"{counts['cpu']}/{index}").decode() for index in range(1, min(on_cpu, _NAMED) + 1)]
+        more = f" and {on_cpu - _NAMED} more" if on_cpu > _NAMED else ""
+        raise ConfigError(
+            f"{size - on_cpu} of {size} ranks have a GPU, and torch finds none for {', '.join(names)}{more}. Look at "
+            "`nvidia-smi` and torch's build there, or set launch.device: cpu."
+        )
+
+
+_NAMED = 4
 
 
 def _kill_point(rank: int) -> KillPoint | None:

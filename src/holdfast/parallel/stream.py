@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -213,3 +214,19 @@ def _handed_out(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Pieces]]:
     while tensors:
         name = next(iter(tensors))
         yield name, iter([tensors.pop(name)])
+
+
+@contextmanager
+def drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Walk through the rest of a stream at the end of the block: the other ranks gather with this one, and would wait.
+
+    Ctrl-C walks no further: the other ranks have left.
+    """
+    try:
+        yield tensors
+    except Exception:
+        for _ in tensors:
+            pass
+        raise
+    for _ in tensors:
+        pass

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.config.base import Section
 from holdfast.config.path_kinds import PathKind, recognise
 from holdfast.config.path_uses import use
-from holdfast.config.public import portable_configuration
+from holdfast.config.public import WHOLE, public_configuration
 from holdfast.config.verbs.training import as_plain
 from holdfast.config.versions import versions
 from holdfast.config.yaml12 import to_yaml
@@ -125,14 +125,17 @@ def create(
 
 
 def save_plan(directory: Path, plan: dict[str, Any]) -> None:
-    """Leave what `holdfast plan` says beside a run, or where one will be.
+    """Leave what `holdfast plan` says beside a run, or where one will be, without command lines of servers.
+
+    Their flags may be secret.
 
     Raises:
         ConfigError: Nothing can be written there.
     """
     with refusing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        _write(directory / PLAN, json.dumps(plan, indent=2) + "\n")
+        public = {key: value for key, value in plan.items() if key != "servers"}
+        _write(directory / PLAN, json.dumps(public, indent=2) + "\n")
 
 
 def is_run(directory: Path) -> bool:
@@ -197,8 +200,8 @@ def resolved_yaml(config: Section) -> str:
 
 
 def portable_yaml(config: Section) -> str:
-    """Return the whole tree as YAML for what leaves the run's directory: without passwords and what user code takes."""
-    return to_yaml(portable_configuration(as_plain(config)))
+    """Return the whole tree as YAML for checkpoints and exports, without what could be secret."""
+    return to_yaml(public_configuration(as_plain(config), WHOLE))
 
 
 def remove(directory: Path) -> None:

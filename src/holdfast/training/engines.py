@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from holdfast.models.check.shrink import layers_in
 from holdfast.models.layers.rotary import angles_by_length
 from holdfast.models.setup.model import Blueprint
 from holdfast.parallel.host_memory import live_tensors
+from holdfast.parallel.stream import drained
 from holdfast.rollout.engine import RolloutEngine
 from holdfast.rollout.local.generation import TransformersEngine
 from holdfast.rollout.local.graphs import CudaRecorder
@@ -71,8 +73,7 @@ def open_engine(sharded: ShardedModel, rollout: EngineConfig, *, tells_experts: 
         recorded: RolloutEngine = ranks.on_all_ranks(lambda: open_recorded(sharded.setting.base / section.path))
         return recorded
     if isinstance(section, UserEngineConfig):
-        make = load_function(section.path, sharded.setting.base, "rollout.engine.path")
-        return ranks.on_all_ranks(lambda: _user_engine(make(**section.kwargs), section.path))
+        return ranks.on_all_ranks(lambda: _user_engine(section, sharded.setting.base))
     agree_on_decoding(sharded.origin, ranks.gather)
     return ranks.on_all_ranks(
         lambda: build_engine(sharded, section.kind, rollout.rows, rollout.graphs, tells_experts=tells_experts)
@@ -105,12 +106,13 @@ def _refuse_unserved(sharded: ShardedModel, *, tells_experts: bool) -> None:
 _MEMBERS = ("update_weights", "submit", "collect", "sleep", "close")
 
 
-def _user_engine(engine: Any, path: str) -> RolloutEngine:
+def _user_engine(section: UserEngineConfig, base: Path) -> RolloutEngine:
+    engine = load_function(section.path, base, "rollout.engine.path")(**section.kwargs)
     missing = [name for name in _MEMBERS if not callable(getattr(engine, name, None))]
     if missing:
         raise ConfigError(
-            f"rollout.engine.path: what {path} returns has no {', '.join(missing)}; an engine has the members of "
-            "holdfast.rollout.engine.RolloutEngine."
+            f"rollout.engine.path: what {section.path} returns has no {', '.join(missing)}; an engine has the members "
+            "of holdfast.rollout.engine.RolloutEngine."
         )
     rollout_engine: RolloutEngine = engine
     return rollout_engine
@@ -125,7 +127,9 @@ def give_weights(engine: RolloutEngine, sharded: ShardedModel) -> None:
         # The run may have been continued since the engine was opened.
         settle_blocks(sharded, engine, engine.block_room)
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-    engine.update_weights(live_tensors(sharded.model, sharded.setting.ranks, dtype), sharded.state.updates)
+    tensors = live_tensors(sharded.model, sharded.setting.ranks, dtype)
+    with sharded.setting.ranks.together(), drained(tensors):
+        engine.update_weights(tensors, sharded.state.updates)
     if isinstance(engine, InProcessEngine):
         settle_pieces(sharded, engine)
 

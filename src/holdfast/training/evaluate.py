@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from holdfast.config.sections.metrics import CompletionsConfig
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.data.batches.packing import to_device
 from holdfast.data.batches.stream import SampleStream
+from holdfast.errors import RunStopped, how_to_go_on
 from holdfast.objectives.base import ratio
 from holdfast.parallel.collectives import reduce_sums
 from holdfast.rollout.engine import Request, RolloutEngine, generate
@@ -23,7 +25,7 @@ from holdfast.rollout.sampling import mixed
 from holdfast.training.directory import COMPLETIONS
 from holdfast.training.engines import build_engine, give_weights
 from holdfast.training.rollout_memory import limit_blocks
-from holdfast.training.run import Evaluation, ShardedModel
+from holdfast.training.run import Evaluation, Setting, ShardedModel
 from holdfast.types import Example, Finish, LossSum, MiniBatch, host_value
 
 Prepare = Callable[[MiniBatch], MiniBatch]
@@ -77,9 +79,7 @@ def evaluate(
                     return metrics
                 more, answered = completed
                 set_metrics |= more
-                if setting.world.is_first:
-                    name = f"{label}.{held_out.name.replace('/', '-')}.jsonl"
-                    write_completions(setting.directory / COMPLETIONS / name, answered)
+                keep_completions(setting, label, held_out.name, partial(write_completions, answered))
             metrics |= {f"eval/{held_out.name}/{name}": value for name, value in set_metrics.items()}
     return metrics
 
@@ -174,9 +174,29 @@ def split_at_answer(example: Example) -> tuple[list[int], list[int]]:
     return example.tokens[:start].tolist(), example.tokens[start:end].tolist()
 
 
-def write_completions(path: Path, answered: Sequence[ComparedCompletion]) -> None:
+def keep_completions(setting: Setting, label: str, name: str, write: Callable[[Path], None]) -> None:
+    """Write completions/<label>.<name>.jsonl on rank 0; all ranks call this together.
+
+    Raises:
+        RunStopped: The disk does not take it; on all ranks, so that what was trained can be saved.
+    """
+
+    def written() -> None:
+        path = setting.directory / COMPLETIONS / f"{label}.{name.replace('/', '-')}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+        except OSError as error:
+            raise RunStopped(
+                f"The completions of the evaluation {label} cannot be written: {error}. Make room, or put a directory "
+                f"there that this user can write to. {how_to_go_on(1)}"
+            ) from error
+
+    setting.ranks.on_first_rank(written)
+
+
+def write_completions(answered: Sequence[ComparedCompletion], path: Path) -> None:
     """Write one JSON object per completion."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(item), ensure_ascii=False) for item in answered]
     # Half an emoji, which UTF-8 cannot hold, is written as JSON's own escape of it.
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from holdfast.checkpoint.place.hashing import hash_bytes, hash_file
-from holdfast.config.public import hashed
+from holdfast.config.base import Section
+from holdfast.config.public import HASHED, public_configuration, public_section
 from holdfast.config.sections.advantage import UserAdvantageConfig
 from holdfast.config.sections.algorithm import UserObjectiveConfig
 from holdfast.config.sections.environment import AgentConfig
@@ -73,7 +74,8 @@ def identity(
     config = setting.config
     data = {f"rows of source {index}": mark for index, mark in enumerate(stream.fingerprint)}
     data |= marks
-    data |= {f"data.{name}": json.dumps(getattr(config.data, name), sort_keys=True) for name in (*_ORDER, *_TEXT)}
+    rows = public_section(type(config.data), config.data.model_dump(mode="json", include={*_ORDER, *_TEXT}), HASHED)
+    data |= {f"data.{name}": json.dumps(rows[name], sort_keys=True) for name in (*_ORDER, *_TEXT)}
     data["data.on_bad_row"] = config.data.on_bad_row
     data["data.seed"] = str(config.seed if config.data.seed is None else config.data.seed)
     data["data.rows"] = json.dumps([source.rows for source in config.data.all_sources()])
@@ -85,7 +87,7 @@ def identity(
         model["model.path"] = weights_fingerprint(origin, config.seed)
     model |= _adapter_of_reference(setting)
     rules = {_IMAGE_RULES: json.dumps(dict(image_rules), sort_keys=True)} if image_rules else {}
-    kinds = {
+    return {
         "data": data,
         "files": user_files(setting) | reward_model_hashes(setting),
         "tokenizer": {"tokenizer": tokenizer_hash(origin.tokenizer)} | _image_settings(config, origin) | rules,
@@ -93,14 +95,21 @@ def identity(
         | {"model.dropout": str(config.model.dropout)},
         "objective": _loss(config),
     }
-    return {kind: {what: hashed(value) for what, value in values.items()} for kind, values in kinds.items()}
 
 
 def _adapters(config: TrainingConfig) -> dict[str, str]:
     lora = config.model.lora
     if lora is None:
         return {}
-    return {"model.lora": lora.model_dump_json()}
+    return {"model.lora": _text(lora)}
+
+
+def _text(section: Section, **options: Any) -> str:
+    """Return a section in JSON, with hashes in the place of what could be secret."""
+    text = section.model_dump_json(**options)
+    values = json.loads(text)
+    public = public_section(type(section), values, HASHED)
+    return text if public == values else json.dumps(public, sort_keys=True)
 
 
 def _starts_from_files(config: TrainingConfig) -> bool:
@@ -138,32 +147,32 @@ def _loss(config: TrainingConfig) -> dict[str, str]:
     """Return what the loss is made of."""
     loss: dict[str, str] = {"data.average": config.data.average}
     if isinstance(config, SFTConfig | GRPOConfig):
-        loss["objective"] = config.objective.model_dump_json()
+        loss["objective"] = _text(config.objective)
     if isinstance(config, SFTConfig) and config.neftune_alpha is not None:
         loss["neftune_alpha"] = str(config.neftune_alpha)
     if isinstance(config, DPOConfig):
-        loss |= {"preference": config.preference.model_dump_json(), "data.unusable": config.data.unusable}
+        loss |= {"preference": _text(config.preference), "data.unusable": config.data.unusable}
     if isinstance(config, DPOConfig | GRPOConfig):
         sync = sync_of(config.reference)
-        loss["reference.sync"] = "null" if sync is None else sync.model_dump_json()
+        loss["reference.sync"] = "null" if sync is None else _text(sync)
     return loss | (_loss_of_policy(config) if isinstance(config, GRPOConfig) else {})
 
 
 def _loss_of_policy(config: GRPOConfig) -> dict[str, str]:
     # Neither moves a number.
     moved: dict[str, Any] = {"rewards": {"step_timeout_seconds"}, "reward": {"__all__": {"place"}}}
-    tree = config.model_dump(mode="json", exclude=moved)
+    tree = public_configuration(config.model_dump(mode="json", exclude=moved), HASHED)
     for section, keys in _LATER_KEYS.items():
         tree[section] = {key: value for key, value in tree[section].items() if keys.get(key, ...) != value}
     loss = {name: json.dumps(tree[name], sort_keys=True) for name in _OF_POLICIES}
     loss["data.max_prompt_length"] = str(config.data.max_prompt_length)
-    loss["rollout"] = config.rollout.model_dump_json(include=_SAMPLED_BY)
+    loss["rollout"] = _text(config.rollout, include=_SAMPLED_BY)
     loss["rollout.seed"] = str(config.seed if config.rollout.seed is None else config.rollout.seed)
     if config.environment is not None:
         # How many live at a time moves no number, as above; the other keys tell the kind.
-        loss["environment"] = config.environment.model_dump_json(exclude={"instances", "kind"})
+        loss["environment"] = _text(config.environment, exclude={"instances", "kind"})
     if config.critic is not None:
-        loss["critic"] = config.critic.model_dump_json(include={"value_clip", "warmup_steps"})
+        loss["critic"] = _text(config.critic, include={"value_clip", "warmup_steps"})
     return loss
 
 

@@ -50,7 +50,7 @@ class Observer:
             answer = self.function(event, state) if self._takes_state else self.function(event)
             json.dumps(state, allow_nan=False)
             answers = [] if answer is None else [answer] if isinstance(answer, str) else list(answer)  # type: ignore[call-overload]
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would leave the other ranks waiting
             raise ObserverFailed(f"Observer {self.name} failed at step {event.step}: {error_words(error)}.") from error
         wrong = [item for item in answers if item not in ANSWERS]
         if wrong:

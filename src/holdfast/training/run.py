@@ -7,9 +7,11 @@ evaluation sets. A `Run` has a `Trained` model, an `Evaluation` and a stream of 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -100,6 +102,13 @@ class Setting(ConfiguredRun):
     def gather_once(self, item: T) -> list[T]:
         """Return the items of those ranks that have different batches: of a context group, its first rank's."""
         return self.ranks.gather(item)[:: self.config.parallel.context]
+
+    def whether_all_raise(self) -> Callable[[], bool]:
+        """Return what tells a rank within an error whether all ranks raise; all ranks call this together beforehand.
+
+        Between two collectives no rank can agree on anything: one that raises alone there must leave.
+        """
+        return partial(self.world.failure.all_ranks_raise, self.ranks.agree(uuid.uuid4().hex[:8]))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

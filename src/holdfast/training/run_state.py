@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast import patience
-from holdfast.files import RegularFile, parse_json, read_bytes, read_json
+from holdfast.files import RegularFile, died_here, is_of_here, parse_json, read_bytes, read_json
 from holdfast.metrics.sink import BY_METRIC, BY_OBSERVER, METRICS
 
 _LEASE = "checkpoints/.lease.json"
@@ -94,10 +93,10 @@ def _holder(lease: Path) -> dict[str, Any]:
 def _is_alive(lease: Path, holder: Mapping[str, Any]) -> bool:
     """Return whether a holder lives, by the rules of the lease: its lock within this machine, its age beyond."""
     young = time.time() - lease.stat().st_mtime < patience.current.lease_stale_seconds
-    if holder.get("host") != socket.gethostname():
+    if not is_of_here(holder):
         return young
     # A lock that is tried refuses a run that takes it at that moment; without its process nobody needs to try.
-    if not Path(f"/proc/{holder.get('pid')}").exists():
+    if died_here(holder):
         return False
     with RegularFile(lease) as file:
         try:

@@ -45,7 +45,8 @@ def export(tmp_path: Path) -> Path:
     (place / "config.json").write_text("{}")
     (place / "holdfast.yaml").write_text("model: {path: /home/planted/model}\nserver: https://user:planted@host/v1\n")
     files = {"model.safetensors": {"size": len(WEIGHTS), "xxh3_128": hash_bytes(WEIGHTS)}}
-    about = Exported("1" * 32, "tiny", 40, parent={"model": "/home/planted/model"}, files=files)
+    parent = {"model": "/home/planted/model", "adapters": "/planted/lora", "init_from": "s3://me:planted@bucket/step-1"}
+    about = Exported("1" * 32, "tiny", 40, parent=parent, files=files)
     texts = {"holdfast_export.json": about.text(), CARD: card_of({}, "sft", about, {"eval/s/loss": 0.5}, {})}
     for name, text in with_card(texts).items():
         (place / name).write_text(text)
@@ -228,14 +229,14 @@ def test_a_card_of_a_users_own_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_no_planted_secret_is_in_a_card(tmp_path: Path) -> None:
-    tree = planted(tmp_path) | {
+    tree = planted() | {
         "model": {
             "path": f"/home/{SECRETS[20]}/model",
             "revision": f"https://user:{SECRETS[10]}@host/x?y={SECRETS[11]}",
         },
         "reward": [{"kind": "path", "path": f"/home/{SECRETS[21]}/reward.py:f", "kwargs": {"key": SECRETS[0]}}],
         "objective": {"kind": "path", "api_key": SECRETS[1], "path": f"/home/{SECRETS[22]}/loss.py:f"},
-        "teacher": {"path": f"s3://bucket/{SECRETS[23]}/teacher"},
+        "advantage": {"kind": "path", "kwargs": {"hf-token": SECRETS[23]}},
     }
     tree["data"] |= {"sources": [{"path": f"/home/{SECRETS[24]}/a.jsonl"}, {"name": f"https://u:{SECRETS[12]}@h/rows"}]}
     parent = {

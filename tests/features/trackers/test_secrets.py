@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.config.public import public_configuration, public_text
+from holdfast.config.public import public_text
 from holdfast.features.trackers.environment import tracker_environment
 from tests.features.trackers.cases import WrittenRun, skip_without, text_of
 
@@ -15,14 +15,15 @@ SECRETS = [f"planted-{number:02d}-{place}" for place in ("variable", "address", 
 LIBRARIES = ("wandb", "mlflow", "trackio", "swanlab")
 
 
-def planted(directory: Path) -> dict[str, Any]:
+def planted() -> dict[str, Any]:
     """Return a configuration with secrets in addresses and paths."""
-    addresses = {
-        f"server_{number}": f"https://user:{secret}@host.example:8000/v1?token={secret}"
-        for number, secret in enumerate(SECRETS[10:20])
-    }
-    paths = {f"file_{number}": f"/home/{secret}/rows.jsonl" for number, secret in enumerate(SECRETS[20:30])}
-    return {"data": paths, "servers": addresses, "reward": [{"kind": "path", "kwargs": {"key": SECRETS[0]}}]}
+    sources = [
+        {"path": f"https://user:{secret}@host.example:8000/rows.jsonl?token={secret}"} for secret in SECRETS[10:20]
+    ]
+    rewards = [
+        {"kind": "path", "path": f"/home/{secret}/rows.py:f", "kwargs": {"key": secret}} for secret in SECRETS[20:]
+    ]
+    return {"data": {"sources": sources}, "reward": rewards}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_no_planted_secret_reaches_a_tracker(kind: str, tmp_path: Path, monkeypa
             ["OPENAI_API_KEY", "MY_TOKEN", "AWS_PROFILE", "DATABASE_URL"][number % 4] + str(number), secret
         )
     monkeypatch.setenv("HF_TOKEN", SECRETS[0])
-    run = WrittenRun(tmp_path / "r", [kind], **planted(tmp_path))
+    run = WrittenRun(tmp_path / "r", [kind], **planted())
     run.start()
     run.step(1, loss=1.0)
     run.sample(1, "a prompt", "an answer", 1.0)
@@ -61,6 +62,7 @@ def test_no_planted_secret_reaches_a_tracker(kind: str, tmp_path: Path, monkeypa
         ("https://hooks.example/services/T0/B0/abc", "https://hooks.example"),
         ("s3://bucket/private/rows.jsonl", "s3://bucket"),
         ("http://[broken", "(text of 14 characters)"),
+        ("ask https://me:word@host.example", "(text of 32 characters)"),
         ("You are a bank.\nThe code is 1234.", "(text of 33 characters)"),
         ("my_reward.py:short", "my_reward.py:short"),
         ("half \ud83d", "half \\ud83d"),
@@ -68,21 +70,6 @@ def test_no_planted_secret_reaches_a_tracker(kind: str, tmp_path: Path, monkeypa
 )
 def test_text_is_reduced_to_what_names_something(text: str, public: str) -> None:
     assert public_text(text) == public
-
-
-def test_what_users_code_takes_and_credentials_are_left_out() -> None:
-    values = {
-        "kwargs": {"a": 1},
-        "api_key": "x",
-        "api_key_variable": "Y",
-        "tokens_per_micro_batch": 5,
-        "hub_token": "z",
-    }
-
-    assert public_configuration({"reward": [values], "lr": 0.1}) == {
-        "reward": [{"tokens_per_micro_batch": 5}],
-        "lr": 0.1,
-    }
 
 
 def test_a_library_sees_its_own_credentials_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from holdfast.checkpoint.export.about import with_file_hashes
@@ -120,11 +121,18 @@ def write_model(
     conversions, headers = _planned(held_headers, origin)
     tensors = converted_tensors(holdings, conversions, form.dtype, keep=ranks.rank == 0)
     with ranks.together():
-        if ranks.rank == 0:
-            _write(directory, origin, headers, tensors, form)
-        else:
-            for _ in tensors:
-                pass
+        try:
+            if ranks.rank == 0:
+                _write(directory, origin, headers, tensors, form)
+        except Exception:
+            _gather(tensors)  # the other ranks do; leaving now would make them wait
+            raise
+        _gather(tensors)
+
+
+def _gather(tensors: Iterator[tuple[str, Pieces]]) -> None:
+    for _ in tensors:
+        pass
 
 
 def check_export_names(policy: nn.Module, origin: Blueprint, dtype: torch.dtype | None) -> dict[str, Header]:
@@ -201,10 +209,9 @@ def _write(
         form.reached("publish")
         replace_directory(staging, directory)
         form.reached("published")
-    except OSError as error:
-        for _ in tensors:  # the other ranks are gathering; leaving now would make them wait
-            pass
-        raise ExportFailed(f"{directory} could not be written: {error}.") from error
+    except (OSError, MemoryError, SafetensorError) as error:
+        what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ExportFailed(f"{directory} could not be written: {what}.") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

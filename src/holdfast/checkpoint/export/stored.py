@@ -37,7 +37,7 @@ from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import ASSETS, STAGING
 from holdfast.checkpoint.place.storage import rename_new
 from holdfast.config.load import EXPORTED_CONFIG
-from holdfast.config.public import portable_configuration
+from holdfast.config.public import WHOLE, public_configuration
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.verbs.roots import verb_of
 from holdfast.config.yaml12 import to_yaml
@@ -159,7 +159,7 @@ def export_stored_adapter(
 def _texts(checkpoints: Sequence[StoredCheckpoint], folder: Path, *, averaged: bool) -> dict[str, str]:
     """Return what an export holds besides the model's own files: configuration, and what it is an export of."""
     manifest, steps = checkpoints[-1].manifest, [checkpoint.manifest.step for checkpoint in checkpoints]
-    config = to_yaml(portable_configuration(_settings(folder)))  # of checkpoints of earlier commits, whole
+    config = to_yaml(public_configuration(_settings(folder), WHOLE))  # of checkpoints of earlier commits, whole
     parent = folder / PARENT
     about = Exported(
         run_id=manifest.run_id,
@@ -215,8 +215,9 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 def _model_section(folder: Path) -> ModelConfig:
-    """Return the run's model section."""
-    return ModelConfig(**_settings(folder)["model"])
+    """Return the run's model section, with what the checkpoint's own files say in the place of its origin."""
+    section = {**_settings(folder)["model"], "path": str(folder), "config": None}
+    return ModelConfig(**section | {"config_override": {}, "image_processor": None})
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -182,8 +182,11 @@ def take(
 def staged(snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
     """Return a snapshot whose tensors are copies on the host.
 
-    Training waits only for this copy in a background save. `buffers` receives the copies, and is reused by later calls.
+    Training waits only for this copy in a background save. `buffers` receives the copies, is reused by later calls, and
+    keeps none under names that this snapshot does not have.
     """
+    for name in buffers.keys() - snapshot.tensors.keys():
+        del buffers[name]
     copies: dict[str, Tensor] = {}
     for name, tensor in snapshot.tensors.items():
         local = local_part(tensor.detach())

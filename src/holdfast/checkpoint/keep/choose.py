@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from holdfast.checkpoint.errors import CheckpointCorrupt, CheckpointUnreadable, NoCheckpoint, TensorsDiffer
+from holdfast.checkpoint.errors import (
+    CheckpointCorrupt,
+    CheckpointUnreadable,
+    NoCheckpoint,
+    TensorsDiffer,
+)
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.verification import patiently, read_manifest
 from holdfast.checkpoint.keep.retention import put_aside, renamed_checkpoints, steps
-from holdfast.checkpoint.loading.reader import verified_manifest
+from holdfast.checkpoint.loading.reader import named_manifest, verified_manifest
 from holdfast.checkpoint.place.layout import NOT_FINITE, QUARANTINE, fresh
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.parallel.collectives import RankGroup
@@ -43,7 +48,7 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
     quarantine: bool = True,
     not_finite: bool = False,
     check: Inspect = lambda _, __: None,
-    use: Inspect = lambda _, __: None,
+    use: Inspect | None = None,
 ) -> ResumeChoice | None:
     """Return the newest intact checkpoint, or None if there never was one.
 
@@ -59,8 +64,10 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
         quarantine: Whether to rename skipped checkpoints, so that they are not tried again.
         not_finite: Whether to accept a checkpoint that holds NaN or infinity.
         check: Raises, on rank 0, if a checkpoint that would be renamed belongs to another run.
-        use: Loads the choice; all ranks call it together, and it raises on all of them. After `TensorsDiffer` it is
-            called with the next older candidate.
+        use: Loads the choice, whose names and sizes of files have been compared, and verifies its bytes in the same
+            pass. All ranks call it together, and it raises on all of them. Where it
+            raises `TensorsDiffer`, or `CheckpointCorrupt` and a file is damaged, it is called with the next older
+            candidate. Default: the choice is verified and not loaded.
 
     Raises:
         CheckpointUnreadable: The directory, or a file of a candidate, cannot be read; the candidate may be intact.
@@ -70,12 +77,16 @@ def newest_verified(  # noqa: PLR0913 - where one looks, what is done with what 
     passed = _SkippedCheckpoints()
     choice: tuple[str, Manifest] | None = None
     for step, name in candidates:
-        manifest = _verified(storage, step, name, ranks, passed)
-        if manifest is not None and not (manifest.finite or not_finite):
-            passed.spoiled[step] = name
-        elif manifest is not None and _used(storage, name, manifest, use, passed):
+        manifest = _named(storage, step, name, ranks, passed)
+        if manifest is None:
+            continue
+        is_spoiled = not (manifest.finite or not_finite)
+        if not _used(storage, name, manifest, None if is_spoiled else use, ranks, passed):
+            continue
+        if not is_spoiled:
             choice = name, manifest
             break
+        passed.spoiled[step] = name
     if quarantine:
         _check_each(storage, [*passed.damaged, *passed.differing, *passed.spoiled.values()], ranks, check)
         # If no tensors are what was saved, in any checkpoint, it may be this reader that is wrong.
@@ -108,10 +119,10 @@ class _SkippedCheckpoints:
         return self.reasons + [f"step {step} ({_NOT_FINITE})" for step in self.spoiled]
 
 
-def _verified(storage: Storage, step: int, name: str, ranks: RankGroup, passed: _SkippedCheckpoints) -> Manifest | None:
-    """Return a candidate's manifest; None, and words about it, if it is damaged or none of ours."""
+def _named(storage: Storage, step: int, name: str, ranks: RankGroup, passed: _SkippedCheckpoints) -> Manifest | None:
+    """Return a candidate's manifest; None, and words about it, if its files are others, or it is none of ours."""
     try:
-        return verified_manifest(storage, name, ranks)
+        return named_manifest(storage, name, ranks)
     except (CheckpointCorrupt, NoCheckpoint) as error:
         reason = _reason(storage, name, error)
         ours = isinstance(error, CheckpointCorrupt)
@@ -121,13 +132,35 @@ def _verified(storage: Storage, step: int, name: str, ranks: RankGroup, passed: 
     return None
 
 
-def _used(storage: Storage, name: str, manifest: Manifest, use: Inspect, passed: _SkippedCheckpoints) -> bool:
-    """Return whether a candidate was used; words about it if its tensors, read only now, are not what was saved."""
+def _used(  # noqa: PLR0913, PLR0917 - what is read, by whom, and where it is told
+    storage: Storage,
+    name: str,
+    manifest: Manifest,
+    use: Inspect | None,
+    ranks: RankGroup,
+    passed: _SkippedCheckpoints,
+) -> bool:
+    """Return whether a candidate was used, or verified; words about it if its bytes are not what was saved."""
     try:
-        use(name, manifest)
-    except TensorsDiffer as error:
+        if use is None:
+            verified_manifest(storage, name, ranks)
+        else:
+            use(name, manifest)
+    except CheckpointCorrupt as error:
+        differs = isinstance(error, TensorsDiffer)
+        if use is not None and not differs and _is_whole(storage, name, ranks):
+            raise
         passed.reasons.append(f"step {manifest.step} ({_reason(storage, name, error)})")
-        passed.differing.append(name)
+        (passed.differing if differs else passed.damaged).append(name)
+        return False
+    return True
+
+
+def _is_whole(storage: Storage, name: str, ranks: RankGroup) -> bool:
+    """Return whether all files have their hashes, so that what was refused of them is not damage."""
+    try:
+        verified_manifest(storage, name, ranks)
+    except CheckpointCorrupt:
         return False
     return True
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from holdfast.checkpoint.errors import CheckpointCorrupt
+from holdfast.checkpoint.errors import CheckpointCorrupt, DirectoryTaken
 from holdfast.checkpoint.format.manifest import NAME, Manifest, NewerFormat, parse
 from holdfast.checkpoint.place.hashing import hash_bytes
 from holdfast.checkpoint.place.layout import (
@@ -24,6 +24,7 @@ from holdfast.checkpoint.place.layout import (
     step_name,
     step_of,
 )
+from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.storage import Storage
 from holdfast.files import NotRegular, parse_json
 
@@ -258,9 +259,15 @@ def remove_leftovers(storage: Storage, *, wait: bool = False) -> None:
     """Remove what earlier runs left half written or half deleted; the caller holds the directory's lease."""
     leftovers = [name for name in storage.names() if name.startswith((STAGING, TRASH, REHEARSAL))]
     _delete(storage, leftovers, wait=wait)
-    if not storage.renames:
-        # A save that was killed left objects under the name that the next save of this step will use.
-        _delete(storage, [name for name in all_steps(storage) if not storage.exists(f"{name}/{NAME}")], wait=True)
+    if storage.renames:
+        return
+    # A save that was killed left objects under the name that the next save of this step will use. A save under way, one
+    # of `checkpoint.save` in another process, looks the same and holds a lease of its name.
+    for name in all_steps(storage):
+        if not storage.exists(f"{name}/{NAME}"):
+            with suppress(DirectoryTaken), ObjectLease(storage, name):
+                if not storage.exists(f"{name}/{NAME}"):  # committed in the meantime
+                    _delete(storage, [name], wait=True)
 
 
 def _delete(storage: Storage, names: Sequence[str], *, wait: bool) -> None:

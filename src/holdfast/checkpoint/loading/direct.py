@@ -41,21 +41,16 @@ class _ChunkDiffers(Exception):  # noqa: N818 - says what happened
 
 
 def read_parts(
-    targets: Mapping[str, Target],
-    storage: Storage,
-    name: str,
-    manifest: Manifest,
-    ranks: RankGroup,
-    *,
-    verify: bool,
+    targets: Mapping[str, Target], storage: Storage, name: str, manifest: Manifest, ranks: RankGroup
 ) -> dict[str, Tensor] | None:
-    """Read the tensors whose saved chunks equal the live shards on every rank; all ranks call this together.
+    """Read the tensors whose saved chunks equal the live shards on every rank, and hash every file.
+
+    All ranks call this together.
 
     Args:
         targets: The tensors to read, under the same names on every rank.
         storage, name, manifest: The checkpoint, whose file names and sizes have been verified.
         ranks: A separate process group.
-        verify: Whether to compare the hash of every file of the checkpoint too.
 
     Returns:
         This rank's shards by name, each compared with the hash of its chunk. None, on all ranks, if anything could not
@@ -70,7 +65,7 @@ def read_parts(
     items: dict[str, list[_StoredChunk]] | None = None
     with suppress(_ChunkDiffers):
         items = _items(direct, storage, name, manifest)
-    owned = _dealt(manifest, items, ranks) if verify else set()
+    owned = _dealt(manifest, items, ranks)
     if items is not None:
         with suppress(_ChunkDiffers):
             shards = _read(direct, items, owned, storage, name, manifest)

@@ -86,7 +86,7 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
     *,
     declared: Declared | None = None,
     hyperparameters: Literal["live", "checkpoint"] = "live",
-    verified: Manifest | None = None,
+    manifest: Manifest | None = None,
     averages: Mapping[str, Tensor] | None = None,
     companions: Mapping[str, Companion] | None = None,
     check: StateCheck = lambda _, __: None,
@@ -102,7 +102,7 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
         declared: Allowed deviations.
         hyperparameters: Whether betas, epsilon and the like stay as they are or come from the checkpoint. The
             scheduled learning rate is a function of the step and is never read.
-        verified: The manifest, if the hashes of its files have just been verified.
+        manifest: The manifest, if the names and sizes of its files have just been compared with it.
         averages: Averages of trained parameters to load as well; None ignores those of the checkpoint.
         companions: Further models to load, by name; None ignores those of the checkpoint.
         check: Raises if the state besides tensors is not usable for the caller.
@@ -111,12 +111,12 @@ def load_state(  # noqa: PLR0913 - what a checkpoint is read into, and how it ma
         NoCheckpoint, CheckpointCorrupt, CheckpointMismatch, CheckpointUnreadable: On all ranks; nothing was changed.
     """
     declared = declared or Declared()
-    manifest = verified if verified is not None else named_manifest(storage, name, ranks)
+    manifest = manifest or named_manifest(storage, name, ranks)
     parameters = sharded_parameters(model)
     live = LiveState(model, parameters, optimizer, averages, companions)
     full_path = f"{storage.root}/{name}"
     plans = ranks.on_all_ranks(lambda: plan_load(live, manifest, declared, hyperparameters, full_path))
-    tensors = _tensors(plans.targets, storage, name, manifest, ranks, verify=verified is None)
+    tensors = _tensors(plans.targets, storage, name, manifest, ranks)
     small, states = list[tuple[dict[str, Any] | None, dict[str, Any]]](), dict[str, OptimizerState | None]()
     with ranks.together():
         small.append(_small(storage, name, manifest, ranks, model))
@@ -164,16 +164,10 @@ def verified_manifest(storage: Storage, name: str, ranks: RankGroup, *, from_dis
 
 
 def _tensors(
-    targets: Mapping[str, Target],
-    storage: Storage,
-    name: str,
-    manifest: Manifest,
-    ranks: RankGroup,
-    *,
-    verify: bool,
+    targets: Mapping[str, Target], storage: Storage, name: str, manifest: Manifest, ranks: RankGroup
 ) -> dict[str, Tensor]:
-    """Read and verify this rank's shard of every target."""
-    shards = read_parts(targets, storage, name, manifest, ranks, verify=verify)
+    """Read this rank's shard of every target, and verify all files of the checkpoint."""
+    shards = read_parts(targets, storage, name, manifest, ranks)
     if shards is None:  # in doubt: every file is asked twice, and says what is wrong with it
         verified_manifest(storage, name, ranks)
         shards = {}

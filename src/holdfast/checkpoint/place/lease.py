@@ -19,7 +19,7 @@ from holdfast.checkpoint.place.layout import FOLDER, LEASE
 from holdfast.checkpoint.place.renewal import RenewedLease, Told, after_silence
 from holdfast.checkpoint.place.storage import LocalStorage, make_durably
 from holdfast.errors import UserError
-from holdfast.files import NotRegular, RegularFile, parse_json, read_bytes
+from holdfast.files import NotRegular, RegularFile, died_here, is_of_here, machine, parse_json, read_bytes
 
 _WIDTH = 512
 
@@ -28,8 +28,9 @@ class Lease(RenewedLease):
     """Held by rank 0 for the length of a block.
 
     A lock on the file holds within a machine and dies with the process. Network file systems may not pass it on to
-    other machines, so the file also names its holder and is renewed while the run goes on. Its age is told by the file
-    system's own clock: those of two machines may differ, and either may jump.
+    other machines, so the file also names its holder and the machine (`files.machine`; host names may be shared), and
+    is renewed while the run goes on. Its age is told by the file system's own clock: those of two machines may differ,
+    and either may jump.
 
     Args:
         directory: Of the checkpoints.
@@ -74,7 +75,7 @@ class Lease(RenewedLease):
 
     def _refuse_living(self, file: RegularFile) -> None:
         holder = self._living(file)
-        if self._notify is not None and holder.get("host") not in {None, socket.gethostname()}:
+        if self._notify is not None and "host" in holder and not is_of_here(holder):
             self._notify(waiting_words(self._place, holder))
             holder = after_silence(holder, lambda: self._living(file))
         if holder:
@@ -84,9 +85,8 @@ class Lease(RenewedLease):
         """Return who holds the place; empty if nobody does."""
         locked = self._lock(file)
         holder = self._holder()
-        here = holder.get("host") == socket.gethostname()
-        # Without locks, and on other machines, the holder's name and age decide.
-        unlocked = "host" in holder and (not here or (locked is None and _lives(holder)))
+        # A lock that was given says nothing of other machines, and there may be none; then the age decides.
+        unlocked = "host" in holder and (not is_of_here(holder) or (locked is None and _lives(holder)))
         if locked is False or (unlocked and self._storage.age(LEASE) < patience.current.lease_stale_seconds):
             return holder or {"pid": "?"}
         return {}
@@ -177,12 +177,13 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 def holder_text(**more: Any) -> bytes:
     """Return who holds a lease, as it is written down."""
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), **more}).encode()
+    holder = {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid(), "time": time.time()}
+    return json.dumps(holder | more).encode()
 
 
 def _lives(holder: dict[str, Any]) -> bool:
     """Whether the holder is another process of this machine that goes on."""
-    return holder.get("pid") != os.getpid() and Path(f"/proc/{holder.get('pid')}").exists()
+    return holder.get("pid") != os.getpid() and not died_here(holder)
 
 
 def taken(directory: str, holder: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from holdfast.checkpoint.errors import DirectoryTaken, PlaceLost
 from holdfast.checkpoint.place.lease import Lease, holder_text, lost, parsed_holder, taken, waiting_words
 from holdfast.checkpoint.place.renewal import RenewedLease, Told, after_silence
 from holdfast.checkpoint.place.storage import Storage
-from holdfast.files import died_here, machine
+from holdfast.files import died_here, is_of_here
 
 
 class ObjectLease(RenewedLease):
@@ -110,7 +110,7 @@ class ObjectLease(RenewedLease):
 
     def _refuse_living(self, turns: list[int], notify: Told | None = None) -> None:
         holder = self._living(turns)
-        if notify is not None and holder and not _is_of_here(holder):
+        if notify is not None and holder and not is_of_here(holder):
             notify(waiting_words(self._place, holder))
             holder = after_silence(holder, lambda: self._living(turns))
         if holder:
@@ -141,7 +141,7 @@ class ObjectLease(RenewedLease):
         return f"{self._prefix}{turn:08d}.json"
 
     def _text(self) -> bytes:
-        return holder_text(token=self._token, machine=machine())
+        return holder_text(token=self._token)
 
     def _holder(self, turn: int) -> dict[str, Any]:
         """Return who holds a turn; empty if it was given back in the meantime, or is damaged."""
@@ -154,9 +154,3 @@ class ObjectLease(RenewedLease):
 def lease_of(storage: Storage) -> Lease | ObjectLease:
     """Return the lease of a place of checkpoints, of either kind."""
     return Lease(Path(storage.root)) if storage.renames else ObjectLease(storage)
-
-
-def _is_of_here(holder: dict[str, Any]) -> bool:
-    """Whether the holder is, or was, a process of this machine."""
-    here = machine()
-    return bool(here) and holder.get("machine") == here

@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,8 +162,9 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
         with ranks.together():
             if ranks.rank == 0:
                 if storage.renames:
-                    storage.remove(f"{name}/{DCP}")  # its room is that of a checkpoint to come
+                    _remove(storage, f"{name}/{DCP}")  # its room is that of a checkpoint to come
                 _check_space(storage, name, report.bytes_, counts)
+                _remove(storage, name)
     except CheckpointError as error:
         before, trained = "before the first step", "Nothing was trained."
         if trained_steps:
@@ -173,8 +175,19 @@ def run_rehearsal(  # noqa: PLR0913 - the options of `rehearse`, passed on
         ) from error
     finally:
         if ranks.rank == 0:
-            storage.remove(name)
+            with suppress(OSError):  # after an error, which counts
+                storage.remove(name)
     return report
+
+
+def _remove(storage: Storage, path: str) -> None:
+    try:
+        storage.remove(path)
+    except OSError as error:
+        raise RehearsalFailed(
+            f"{storage.root} takes files and lets none be removed: {error.strerror or error} ({path}). Older "
+            "checkpoints would stay, and fill it. Mend its permissions, or choose another place."
+        ) from error
 
 
 def _state(model_parts: LiveTensors, optimizer: Optimizer | None) -> Optimizer | OptimizerState | None:
@@ -237,8 +250,7 @@ def check_shared(storage: Storage, ranks: RankGroup) -> None:
     except OSError:
         is_seen = False
     answers = ranks.gather((socket.gethostname(), is_seen))
-    if ranks.rank == 0:
-        storage.remove(folder)
+    ranks.on_first_rank(lambda: _remove(storage, folder))
     blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(answers) if not sees]
     if blind:
         raise RehearsalFailed(

@@ -9,7 +9,7 @@ import typer
 from holdfast.cli.arguments import Model, OptionalRunFile, Overrides, Rows, Teacher
 from holdfast.config.load import LoadedConfig, from_mapping, load_config
 from holdfast.config.verbs.distill import DistillConfig
-from holdfast.config.verbs.roots import ROOTS, sections_of, verb_of
+from holdfast.config.verbs.roots import ROOTS, verb_of_file
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.launch.start import start
@@ -88,7 +88,7 @@ def _load(verb: str, path: Path, overrides: Sequence[str]) -> LoadedConfig[Train
         return load_config(path, overrides, ROOTS[verb])
     except ConfigError as error:
         try:
-            meant = verb_of(sections_of(path, overrides))
+            meant = verb_of_file(path, overrides)
         except ConfigError:
             raise error from None
         if meant in {verb, SFTConfig.verb}:  # a file of supervised training has no section of its own

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import AtLeastTwo, Count, Mistake, Pattern, Positive, PositiveInt, Section
+from holdfast.config.base import AtLeastTwo, Count, Mistake, Pattern, Positive, PositiveInt, PublicStr, Section
 from holdfast.config.sections.measured import MetricConfig
 
 
@@ -29,7 +29,7 @@ class RetentionConfig(Section):
     """Keep the checkpoints with the best values of a metric as well."""
 
 
-CheckpointPath = Annotated[str, Field(min_length=1)]
+CheckpointPath = Annotated[PublicStr, Field(min_length=1)]
 
 
 class ResumeConfig(Section):
@@ -105,11 +105,11 @@ class CheckpointConfig(Section):
     """Training waits for one copy of the state, and a thread writes it. Off: training waits for the disk."""
     read_back: bool = True
     """Read every file back after a save and compare hashes, before older checkpoints may be deleted."""
-    storage: str | None = None
+    storage: PublicStr | None = None
     """Where checkpoints are, such as s3://bucket/run; default: checkpoints in the run's directory."""
     keep: RetentionConfig = RetentionConfig()
     resume: ResumeConfig = ResumeConfig()
-    init_from: str | None = None
+    init_from: PublicStr | None = None
     """A checkpoint whose weights the run starts from, at step 0 and with a new optimizer."""
     rehearsal: RehearsalConfig = RehearsalConfig()
     grace_seconds: Positive = 30.0

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from holdfast.config.base import (
     Count,
+    Declared,
     Fraction,
     FunctionPath,
     Mistake,
     Positive,
     PositiveInt,
     ProperFraction,
+    PublicStr,
     Section,
     Seed,
 )
@@ -45,22 +47,22 @@ class SyntheticConfig(Section):
 class SourceConfig(Section):
     """One set of rows."""
 
-    path: str | None = None
+    path: PublicStr | None = None
     """A .jsonl, .json, .csv, .tsv, .parquet or .arrow file, a directory or glob of them, a directory written by
     `datasets.save_to_disk`, or a hub name; `name@split` picks a split."""
     synthetic: SyntheticConfig | None = None
     """A generated task instead of a path."""
-    name: str | None = None
+    name: PublicStr | None = None
     """Name in metrics; default: the file's stem or the task."""
     weight: Positive | None = None
     """Relative share of draws from this source. Set it on all sources or on none; none means every row once."""
     rows: RowFormat = "auto"
     """Shape of a row; `auto` recognises it by its columns and refuses what fits two shapes."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: dict[PublicStr, PublicStr] = Field(default_factory=dict)
     """Our column name to the file's, as in {prompt: problem, completion: solution}."""
-    config_name: str | None = None
+    config_name: PublicStr | None = None
     """Configuration of a hub data set, such as `main` for openai/gsm8k."""
-    revision: str | None = None
+    revision: PublicStr | None = None
     """Branch, tag or commit on the hub."""
     streaming: bool = False
     """Read front to back without an index, for sets that do not fit the disk."""
@@ -95,16 +97,16 @@ class TextConfig(Section):
     """Train the prompt of prompt/completion rows too."""
     append_eos: bool = True
     """End `completion` and `text` rows with the tokenizer's end-of-sequence token."""
-    format: str | None = None
+    format: PublicStr | None = None
     """A jinja file (or the template itself) that turns the row's columns into the user prompt; `{{ content }}` is the
     prompt that the row has already."""
-    system: str | None = None
+    system: PublicStr | None = None
     """A system message for conversations that have none."""
-    chat_template: str | None = None
+    chat_template: PublicStr | None = None
     """A jinja file (or the template itself) that replaces the tokenizer's chat template."""
-    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    template_kwargs: dict[PublicStr, Annotated[Any, Declared.NUMBER]] = Field(default_factory=dict)
     """Extra variables for the chat template, such as {enable_thinking: false}."""
-    image_dir: str | None = None
+    image_dir: PublicStr | None = None
     """Where relative paths of images and films start; it is looked up in the current directory, then beside the YAML.
     Default: those two themselves."""
     min_pixels: PositiveInt | None = None
@@ -139,7 +141,7 @@ _ORIGINS = ("path", "synthetic")
 class DataConfig(SourceConfig, TextConfig):
     """Training data. One source is written in place; several go under `sources`."""
 
-    path: str | None = None
+    path: PublicStr | None = None
     sources: list[SourceConfig] = Field(default_factory=list)
     """Several sources instead of one."""
     filter: FunctionPath | None = None

@@ -17,6 +17,7 @@ from holdfast.config.base import (
     OnOrSection,
     Positive,
     PositiveInt,
+    PublicStr,
     Section,
 )
 from holdfast.config.sections.server import EndpointConfig, endpoint_mistakes
@@ -48,7 +49,7 @@ class RecordedEngineConfig(Section):
     """What an earlier run sampled and kept (`rollout.record`), in the place of sampling."""
 
     kind: Literal["recorded"] = "recorded"
-    path: str
+    path: PublicStr
     """Directory of the recorded run."""
 
 
@@ -101,15 +102,15 @@ class VLLMEngineConfig(EndpointConfig):
     """Servers of vLLM over HTTP. Weights are pushed to all of them before a rollout, and every push is verified."""
 
     kind: Literal["vllm"] = "vllm"
-    url: Annotated[list[str], Field(min_length=1), OneOrSeveral()]
+    url: Annotated[list[PublicStr], Field(min_length=1), OneOrSeveral()]
     """One address or several, without a version, as in http://127.0.0.1:8700."""
-    version: str = "0.32"
+    version: PublicStr = "0.32"
     """Beginning of the version of vLLM that servers are expected to have; of another one the run lists the routes that
     it looked for, and goes on."""
     start: Annotated[StartConfig | None, OnOrSection()] = None
     """Start a server at each address beside the ranks, as `holdfast serve` does, and end it with them; `true` starts
     them by the defaults."""
-    python: str = "python"
+    python: PublicStr = "python"
     """The Python in whose environment vLLM is installed, for servers that we start."""
     open_to_network: bool = False
     """Let servers that we start listen at an address that other machines reach. Their routes take weights and requests
@@ -129,7 +130,7 @@ class VLLMEngineConfig(EndpointConfig):
     transport: Literal["files", "nccl"] = "files"
     """How weights travel: `files` by buckets in `folder`; `nccl` from GPU to GPU through vLLM's own transfer, which
     needs vLLM where rank 0 runs (docs/status.md: never run)."""
-    folder: str = "/dev/shm"  # noqa: S108 - memory, and files with names that nobody can guess
+    folder: PublicStr = "/dev/shm"  # noqa: S108 - memory, and files with names that nobody can guess
     """Directory in which buckets of weights are written for the servers; they must see it under the same path."""
     bucket_mib: Positive = 256.0
     """Size of a bucket; a larger tensor has one of its own."""

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from holdfast.config.base import NonNegative, PositiveInt, Section
+from holdfast.config.base import NonNegative, PositiveInt, PublicStr, Section
 
 
 class MetricConfig(Section):
     """What is better than what."""
 
-    metric: str = Field(min_length=1)
+    metric: PublicStr = Field(min_length=1)
     """Name of the metric in metrics.jsonl, such as eval/validation/loss."""
     mode: Literal["max", "min"]
     """Whether a larger (`max`) or a smaller (`min`) value is better."""

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, FunctionPath, Kwargs, Mistake, NonNegative, Positive, PositiveInt, Section
+from holdfast.config.base import (
+    ByKind,
+    FunctionPath,
+    Kwargs,
+    Mistake,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    PublicStr,
+    Section,
+)
 from holdfast.config.sections.data import SourceConfig
 from holdfast.config.sections.rollout import SamplingConfig
 
@@ -105,7 +115,7 @@ class CompletionsConfig(Section):
 class EvaluationConfig(Section):
     """When and on what the model is evaluated."""
 
-    sets: dict[str, SourceConfig] = Field(default_factory=dict)
+    sets: dict[PublicStr, SourceConfig] = Field(default_factory=dict)
     """Named evaluation sets."""
     every_steps: PositiveInt | None = None
     """Steps between evaluations."""

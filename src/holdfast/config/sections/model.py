@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,9 @@ from holdfast.config.base import (
     Pattern,
     Positive,
     PositiveInt,
+    PrivateFields,
     ProperFraction,
+    PublicStr,
     Section,
 )
 
@@ -96,7 +98,7 @@ class LoRAConfig(Section):
     `bitsandbytes`."""
     train: list[Pattern] = Field(default_factory=list)
     """Parameters that are trained whole, beside the adapters: norms or embeddings, for example."""
-    path: str | None = None
+    path: PublicStr | None = None
     """A directory in peft's format to start from; its ranks and targets must be these."""
     any_base: bool = False
     """Accept adapters in `path` that were trained beside other weights than those in `model.path`."""
@@ -145,27 +147,27 @@ class ModelConfig(Section):
         "and after that run go on without it and with checkpoint.resume.unfreeze: [PATTERN]"
     }
 
-    path: str | None = None
+    path: PublicStr | None = None
     """A local directory with safetensors files, or a hub name."""
 
-    config: dict[str, Any] | None = None
+    config: PrivateFields | None = None
     """A transformers configuration with `model_type`; weights start random, the same for every number of ranks."""
 
-    revision: str | None = None
+    revision: PublicStr | None = None
     """Branch, tag or commit of `path` on the hub; other repositories are taken as they are now."""
 
     hub: Literal["hf", "modelscope"] = "hf"
     """Where a name that is not a local directory is looked up."""
 
-    tokenizer: str | None = None
+    tokenizer: PublicStr | None = None
     """Directory or hub name of the tokenizer, or `builtin:characters` for generated tasks (`builtin:pictures` for those
     with images). Default: `model.path`."""
 
-    image_processor: dict[str, Any] | None = None
+    image_processor: PrivateFields | None = None
     """Settings of the image processor, as preprocessor_config.json holds them, for a random start that sees images.
     Default: the file in `path`, or in the directory of the tokenizer."""
 
-    config_override: dict[str, Any] = Field(default_factory=dict)
+    config_override: PrivateFields = Field(default_factory=dict)
     """Fields of the transformers configuration to replace, such as `rope_scaling`; dotted names reach
     sub-configurations (`text_config.rope_theta`)."""
 

@@ -19,6 +19,7 @@ from holdfast.config.base import (
     Positive,
     PositiveInt,
     ProperFraction,
+    PublicStr,
     Section,
 )
 from holdfast.config.sections.measured import PatienceConfig
@@ -190,7 +191,9 @@ class _Optim(Section):
     """Peak learning rate."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of the parameters that `no_decay` does not name."""
-    groups: dict[Annotated[str, AfterValidator(_check_group_name)], ParameterGroupConfig] = Field(default_factory=dict)
+    groups: dict[Annotated[PublicStr, AfterValidator(_check_group_name)], ParameterGroupConfig] = Field(
+        default_factory=dict
+    )
     """Rates and decays of parameters chosen by name, as in `groups: {vision: {match: visual, lr: 1e-6}}`. What no group
     matches has `lr` and `weight_decay`."""
     no_decay: list[Pattern] = Field(default_factory=lambda: [r"bias$", r"norm", r"\bln_"])
@@ -325,7 +328,7 @@ class UserOptimizerConfig(_Optim):
     """
 
     kind: Literal["path"] = "path"
-    path: Annotated[str, AfterValidator(_check_class_path)]
+    path: Annotated[PublicStr, AfterValidator(_check_class_path)]
     """`file.py:Class`, a relative file looked up beside the YAML, or `package.module:Class`."""
     kwargs: Kwargs = Field(default_factory=dict)
     """Its constructor's arguments besides lr and weight_decay."""

@@ -123,7 +123,7 @@ class ClipCovConfig(Section):
     low: Fraction = 0.2
     """Lower bound, as in `clip`."""
     high: Positive = 0.2
-    """Lower bound, as in `clip`."""
+    """Upper bound, as in `clip`."""
     share: Annotated[float, Field(gt=0, le=1)] = 2e-4
     """Share of all tokens that are left out; at least one, where there is one to leave out."""
     covariance_low: float = 1.0

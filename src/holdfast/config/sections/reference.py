@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-from holdfast.config.base import ByKind, Mistake, Positive, Section
+from holdfast.config.base import ByKind, Mistake, Positive, PublicStr, Section
 from holdfast.config.sections.rollout import ReferenceConfig, ReferenceSyncConfig
 from holdfast.config.sections.server import ServerConfig
 
@@ -26,7 +26,7 @@ class _PrecomputedReference(Section):
     """Score all rows once before the first step, keep the numbers in a file, and train without the reference in
     memory. A later start finds the file. Not for kto, which compares with answers of
     other rows of a batch."""
-    cache: str | None = None
+    cache: PublicStr | None = None
     """File of the precomputed scores; default: `.NAME.reference` beside the run's directory. A file that was made from
     other rows, or by another model or tokenizer, is refused.
     """

@@ -16,8 +16,10 @@ from holdfast.config.base import (
     Pattern,
     Positive,
     PositiveInt,
+    PublicStr,
     RewardKwargs,
     Section,
+    VariableName,
 )
 from holdfast.config.sections.server import endpoint_mistakes
 
@@ -29,7 +31,7 @@ def _check_name(name: str) -> str:
 
 
 class _RewardSection(Section):
-    name: Annotated[str, AfterValidator(_check_name)] | None = None
+    name: Annotated[PublicStr, AfterValidator(_check_name)] | None = None
     """Name in metrics and messages; default: the function's name, or the kind. Two rewards never share one."""
     weight: float = 1.0
     """Factor of the reward in the sum; 0 records the reward and does not train on it."""
@@ -60,7 +62,7 @@ class ExactConfig(_RewardSection):
     """1 where the stripped completion is the row's answer, else 0."""
 
     kind: Literal["exact"] = "exact"
-    column: str = "answer"
+    column: PublicStr = "answer"
     """Column of the right answer."""
 
 
@@ -68,7 +70,7 @@ class MathConfig(_RewardSection):
     """1 where math-verify finds the final answer equal to the row's, else 0. Needs `pip install holdfast[math]`."""
 
     kind: Literal["math"] = "math"
-    column: str = "answer"
+    column: PublicStr = "answer"
     """Column of the right answer: a number, LaTeX, or a worked solution that ends in `#### 42`."""
 
 
@@ -76,9 +78,9 @@ class CountdownConfig(_RewardSection):
     """1 where the completion is an expression of + - * / that uses each number once and reaches the target, else 0."""
 
     kind: Literal["countdown"] = "countdown"
-    numbers: str = "numbers"
+    numbers: PublicStr = "numbers"
     """Column of the numbers."""
-    target: str = "target"
+    target: PublicStr = "target"
     """Column of the target."""
 
 
@@ -142,16 +144,16 @@ class JudgeConfig(_RewardSection):
     """A number read from what a model behind an OpenAI-compatible endpoint says."""
 
     kind: Literal["judge"] = "judge"
-    url: str
+    url: PublicStr
     """Address of the endpoint up to and including the version, as in http://localhost:8000/v1."""
-    model: str
-    prompt: str
+    model: PublicStr
+    prompt: PublicStr
     """Sent as the user's message; {prompt}, {completion} and {column} are replaced, other braces stay."""
     regex: Pattern = r"-?\d+(?:\.\d+)?"
     """Where the number stands in the answer: the last match, or its one group."""
     scale: Positive = 1.0
     """The number that counts as a reward of 1."""
-    api_key_variable: str | None = None
+    api_key_variable: VariableName | None = None
     """Name of the environment variable that holds the key; a key itself never stands in a file."""
     max_tokens: PositiveInt = 512
     """Longest answer."""
@@ -177,7 +179,7 @@ class CodeConfig(_RewardSection):
     """
 
     kind: Literal["code"] = "code"
-    column: str = "tests"
+    column: PublicStr = "tests"
     """Column of the tests: Python text, or a list of texts, which call what the code defines."""
     grade: Literal["all", "share"] = "all"
     """1 only where all tests pass, or the share that passes."""
@@ -200,7 +202,7 @@ class ModelRewardConfig(_RewardSection):
     """
 
     kind: Literal["model"] = "model"
-    path: str
+    path: PublicStr
     """A directory or hub name with a model for sequence classification and its tokenizer."""
     output: Count | None = None
     """Which output of the model is the reward; default: the only one."""

@@ -16,6 +16,7 @@ from holdfast.config.base import (
     NonNegative,
     Positive,
     PositiveInt,
+    PublicStr,
     Section,
     Seed,
 )
@@ -51,7 +52,7 @@ class SamplingConfig(Section):
     """Draw among tokens at least this probable, relative to the most probable one (arXiv:2407.01082)."""
     repetition_penalty: Positive = 1.0
     """Divides positive logits of tokens seen before and multiplies negative ones (arXiv:1909.05858, section 4.1)."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[PublicStr] = Field(default_factory=list)
     """Texts that end a completion; they belong to it."""
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -143,7 +144,7 @@ class RolloutConfig(EngineConfig):
 class BetweenConfig(Section):
     """Which groups are worth training on, by the mean of one reward over the group."""
 
-    reward: str = Field(min_length=1)
+    reward: PublicStr = Field(min_length=1)
     """Name of a reward, or of its part as `name/part`."""
     low: float | None = None
     """Groups at or below it are left out."""

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
-from holdfast.config.base import Mistake, Positive, PositiveInt, Section
+from holdfast.config.base import Mistake, Positive, PositiveInt, PublicStr, Section, VariableName
 
 
 class EndpointConfig(Section):
     """How a server is asked, whatever for."""
 
-    model: str | None = None
+    model: PublicStr | None = None
     """Name that the server gives the model; default: the only model that it serves."""
-    api_key_variable: str | None = None
+    api_key_variable: VariableName | None = None
     """Name of the environment variable that holds the key; a key itself never stands in a file."""
     timeout_seconds: Positive = 60.0
     """Longest wait for one whole answer."""
@@ -28,7 +28,7 @@ class ServerConfig(EndpointConfig):
     """Where an endpoint is that tells the log-probabilities of given tokens, and how it is asked."""
 
     kind: Literal["server"] = "server"
-    url: str
+    url: PublicStr
     """Address of the endpoint up to and including the version, as in http://localhost:8000/v1."""
     answers: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
     """How the server is asked for log-probabilities: `prompt_logprobs` is vLLM's own form, which names every token by

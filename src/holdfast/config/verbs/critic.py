@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from holdfast.config.base import Count, Pattern, Positive, Section
+from holdfast.config.base import Count, Pattern, Positive, PublicStr, Section
 from holdfast.config.sections.model import ModelConfig
 from holdfast.config.sections.optim import AdamWConfig, OptimConfig
 from holdfast.config.sections.parallel import NoRecompute
@@ -18,7 +18,7 @@ class CriticConfig(Section):
     """The critic of `advantage: gae`: before every token of a completion, the reward that is still to come
     (Schulman et al., arXiv:1707.06347). It is built, sharded and stored like the policy (`model`, `parallel`)."""
 
-    path: str | None = None
+    path: PublicStr | None = None
     """Files that the critic starts from: those of a language model, whose output layer is replaced by a new layer
     `score`, or those of a reward model. Default: those of the policy, without adapters. The tokenizer must be the
     policy's.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.config.base import ByKind, Fraction, Mistake, NonNegative, Positive, PositiveInt, Section, Seed
+from holdfast.config.base import ByKind, Fraction, Mistake, NonNegative, Positive, PositiveInt, PublicStr, Section, Seed
 from holdfast.config.sections.rollout import EngineConfig
 from holdfast.config.sections.server import ServerConfig
 from holdfast.config.verbs.training import TrainingConfig
@@ -16,11 +16,11 @@ from holdfast.config.verbs.training import TrainingConfig
 class TeacherConfig(Section):
     """The model that is learned from: frozen, and never saved with the run."""
 
-    path: str = Field(min_length=1)
+    path: PublicStr = Field(min_length=1)
     """A local directory with safetensors files, or a hub name. Its size is its own; its tokenizer is the student's."""
-    revision: str | None = None
+    revision: PublicStr | None = None
     """Branch, tag or commit on the hub."""
-    tokenizer: str | None = None
+    tokenizer: PublicStr | None = None
     """Directory or hub name of its tokenizer, which must have the student's tokens; default: that of `path`."""
     kind: Literal["sharded", "offloaded"] = "sharded"
     """`sharded`: like the student; `offloaded`: in host memory, gathered unit by unit."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.config.load import LoadedConfig, from_mapping, load_config, split_overrides
+from holdfast.config.base import kinds_of
+from holdfast.config.load import LoadedConfig, load_config, read_draft
 from holdfast.config.sections.engine import VLLMEngineConfig
 from holdfast.config.verbs.distill import DistillConfig
 from holdfast.config.verbs.dpo import BradleyTerryConfig, DPOConfig, ScorerConfig
 from holdfast.config.verbs.grpo import GRPOConfig
 from holdfast.config.verbs.training import SFTConfig, TrainingConfig
-from holdfast.config.yaml12 import parse_file
 
 ROOTS: dict[str, type[TrainingConfig]] = {
     root.verb: root for root in (SFTConfig, DPOConfig, ScorerConfig, GRPOConfig, DistillConfig)
@@ -20,43 +20,44 @@ ROOTS: dict[str, type[TrainingConfig]] = {
 """Verb to root."""
 
 _OF_ROLLOUTS = {"rollout", "reward", "advantage"}
-_OF_PREFERENCES = {"preference"}
 _OF_DISTILLATIONS = {"teacher", "distill"}
-_OF_SCORERS = str(BradleyTerryConfig.model_fields["kind"].default)
 
 
 def verb_of(values: Mapping[str, Any]) -> str:
-    """Return the verb whose tree this is: a teacher makes it a distillation, rewards or rollouts a policy's.
+    """Return the verb whose tree this is, by the section that no other verb has.
 
-    Preferences make it DPO's or a scorer's.
+    Of the two with preferences, `reward` has a loss of its own, `bradley_terry`.
     """
     if _OF_DISTILLATIONS & set(values):
         return DistillConfig.verb
-    if _OF_PREFERENCES & set(values):
-        return ScorerConfig.verb if _OF_SCORERS in str(values["preference"]) else DPOConfig.verb
+    if "preference" in values:
+        scores = _kind_of_loss(values["preference"]) in kinds_of(BradleyTerryConfig)
+        return ScorerConfig.verb if scores else DPOConfig.verb
     return GRPOConfig.verb if _OF_ROLLOUTS & set(values) else SFTConfig.verb
 
 
-def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfig]:
-    """Read a run's file under the verb it is for.
-
-    Raises:
-        ConfigError: As `load`.
-    """
-    return load_config(path, overrides, ROOTS[verb_of(sections_of(path, overrides))])
+def _kind_of_loss(preference: Any) -> Any:
+    loss = preference.get("loss") if isinstance(preference, Mapping) else None
+    first = loss[0] if isinstance(loss, list) and loss else loss
+    return first.get("kind") if isinstance(first, Mapping) else first
 
 
-def sections_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the outermost keys of a run's files and overrides.
-
-    The value of each is that in the last file that has it; else the override.
+def verb_of_file(path: Path, overrides: Sequence[str]) -> str:
+    """Return the verb that a run's file is for, with its overrides.
 
     Raises:
         ConfigError: A file cannot be read.
     """
-    files, values = split_overrides(overrides)
-    keys = {override.partition(".")[0].partition("=")[0]: override for override in values}
-    return keys | {key: value for file in (path, *files) for key, value in parse_file(file).values.items()}
+    return verb_of(read_draft(path, overrides, DPOConfig).document.values)
+
+
+def load_run(path: Path, overrides: Sequence[str]) -> LoadedConfig[TrainingConfig]:
+    """Read a run's file under the verb that it is for; nobody else says which.
+
+    Raises:
+        ConfigError: As `load`.
+    """
+    return load_config(path, overrides, ROOTS[verb_of_file(path, overrides)])
 
 
 def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:
@@ -65,12 +66,3 @@ def engine_of(config: TrainingConfig) -> VLLMEngineConfig | None:
         return None
     engine = config.rollout.engine
     return engine if isinstance(engine, VLLMEngineConfig) else None
-
-
-def run_from_mapping(values: Mapping[str, Any]) -> TrainingConfig:
-    """Check a tree given as nested mappings, under the verb it is for.
-
-    Raises:
-        ConfigError: As `from_mapping`.
-    """
-    return from_mapping(values, ROOTS[verb_of(values)])

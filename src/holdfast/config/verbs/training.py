@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from holdfast.config.base import Count, FunctionPath, Mistake, Positive, PositiveInt, Section, Seed
+from holdfast.config.base import Count, FunctionPath, Mistake, Positive, PositiveInt, PublicStr, Section, Seed
 from holdfast.config.sections.algorithm import NLLConfig, SupervisedObjective
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.sections.data import DataConfig
@@ -32,9 +32,9 @@ def _check_run_name(name: str) -> str:
 class RunConfig(Section):
     """Where a run lives: everything it writes stands under dir/name."""
 
-    dir: str = "runs"
+    dir: PublicStr = "runs"
     """Folder of runs; relative to where the command is started."""
-    name: Annotated[str, AfterValidator(_check_run_name)] = "run"
+    name: Annotated[PublicStr, AfterValidator(_check_run_name)] = "run"
     """Default on the command line: the YAML's file name."""
 
 

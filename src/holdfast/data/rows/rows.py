@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -44,6 +45,8 @@ from holdfast.files import open_regular
 Row = Mapping[str, Any]
 
 _STREAM_HEAD_BYTES = 1 << 20
+SPREAD_ROWS = 1024
+"""Live rows that a fingerprint covers, spread evenly over all: every one of no more than so many."""
 
 
 class Source(Protocol):
@@ -283,7 +286,8 @@ def from_rows(
 ) -> Source:
     """Take live objects as a source: whatever has a length and numbers, else whatever can be iterated anew.
 
-    The fingerprint covers the length, the first and the last row.
+    The fingerprint covers the length and SPREAD_ROWS rows, with the first and the last; of a stream the first row.
+    A `datasets.Dataset` is read too: its own fingerprint follows from the times of files and from how it was made.
 
     Args:
         rows: The objects.
@@ -298,14 +302,23 @@ def from_rows(
     if isinstance(rows, Mapping):
         raise DataError(f"{name}: a mapping is one row. Pass a list of rows, or datasets.Dataset.from_dict(...).")
     if isinstance(rows, NumberedRows):
-        ends = [rows[0], rows[len(rows) - 1]] if len(rows) else []
-        return origin.by_number(rows, _hash_of([len(rows), ends]))
+        return origin.by_number(rows, _hash_of([len(rows), [*_spread(rows)]]))
     if iter(rows) is rows:
         raise DataError(
             f"{name}: a {type(rows).__name__} can be read once, but a run that resumes reads again. "
             "Pass a list, or an object whose __iter__ starts anew."
         )
     return origin.streamed(partial(_from_iterable, rows), _hash_of([next(iter(rows), None)]))
+
+
+def _spread(rows: NumberedRows) -> Iterator[Row | None]:
+    """Yield rows that are spread over all; None for one that cannot be read, which the step says that trains on it."""
+    last, gaps = len(rows) - 1, min(len(rows), SPREAD_ROWS) - 1
+    for number in range(gaps + 1):
+        row = None
+        with suppress(Exception):
+            row = rows[last * number // max(gaps, 1)]
+        yield row
 
 
 def _from_number(rows: NumberedRows, start: int) -> Iterator[Row]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import typer
 
-from holdfast.config.verbs.roots import load_run, verb_of
-from holdfast.config.verbs.training import as_plain
+from holdfast.config.verbs.roots import load_run
 from holdfast.features.cluster.ray import RayOptions, launch_ray
 from holdfast.features.cluster.slurm import Job, batch_script, check_cluster, submit
 from holdfast.files import python_module
@@ -35,7 +34,7 @@ def launch_on_ray(file: Path, overrides: Sequence[str], options: RayOptions) -> 
         UserError: The run would be refused, or Ray has no place for it.
     """
     loaded = load_run(file, overrides)
-    verb = verb_of(as_plain(loaded.config))
+    verb = loaded.config.verb
     check_paths(verb, loaded.config, loaded.base)
     command = [*python_module("holdfast.cli.main"), verb, str(file), *overrides]
     return launch_ray(command, options, loaded.config.launch)
@@ -49,10 +48,9 @@ def launch_slurm(file: Path, overrides: Sequence[str], options: SlurmOptions, *,
     """
     loaded = load_run(file, overrides)
     config = loaded.config
-    verb = verb_of(as_plain(config))
-    check_paths(verb, config, loaded.base)
+    check_paths(config.verb, config, loaded.base)
     job = Job(
-        command=[verb, str(file), *overrides],
+        command=[config.verb, str(file), *overrides],
         run_directory=run_directory(config),
         nodes=options.nodes,
         ranks_per_node=options.gpus_per_node or resolve_ranks(config.launch),

@@ -68,7 +68,7 @@ class ServerSpec:
 
 
 def command_of(served: ServerSpec, url: str) -> list[str]:
-    """Return the command of a server at an address; no secret stands in it."""
+    """Return the command of a server at an address; the key of its routes is not in it."""
     address, start = urlsplit(url), served.section.start or StartConfig()
     flags: dict[str, str] = {
         "--model": str(served.model),

@@ -141,8 +141,8 @@ class Prover:
             self.limit = max(self.limit, _ROUNDINGS[dtype] * rounding)
             wrong = ranks.agree(_beyond(proofs, self.limit))
         if wrong:
-            suspects = inspect(wrong)
             with ranks.together():
+                suspects = inspect(wrong)
                 if is_first:
                     names = _names(suspects, dtype, "in the adapter" if adapter else "between them")
                     raise RunStopped(_words(wrong, proofs, self.limit, names))

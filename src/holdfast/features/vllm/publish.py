@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,7 +35,7 @@ from holdfast.http import EndpointRefuses, EndpointUnwell
 from holdfast.models.files.conversion import Conversion, Header, plan_outgoing
 from holdfast.parallel.collectives import RankGroup
 from holdfast.parallel.shards import local_part, sharded_parameters
-from holdfast.parallel.stream import converted_tensors, headers_of, held_tensors
+from holdfast.parallel.stream import converted_tensors, drained, headers_of, held_tensors
 from holdfast.rollout.sampling import Stops
 from holdfast.training.engines import PublishedEngine
 from holdfast.training.run import ShardedModel
@@ -277,13 +276,13 @@ class ServedEngine(VLLMEngine, PublishedEngine):
         new = ranks.agree([url for url, state in states.items() if state.identity not in self._with_base])
         if new:
             plan = outgoing(sharded, merge=False)
-            with ranks.together(), _drained(_stream(sharded, plan, merge=False)) as tensors:
+            with ranks.together(), drained(_stream(sharded, plan, merge=False)) as tensors:
                 if is_first:
                     lacking = [server for server in self.servers if server.url in new]
                     dead |= self._publisher.push(lacking, tensors, plan.headers, self._fleet.base)
                     self._with_base |= {states[url].identity for url in new if url not in dead}
         headers, pushed = adapter_headers(sharded), list[str]()
-        with ranks.together(), _drained(adapter_tensors(sharded)) as tensors:
+        with ranks.together(), drained(adapter_tensors(sharded)) as tensors:
             if is_first:
                 living = [server for server in self.servers if server.url in states and server.url not in dead]
                 settings = adapter_settings(sharded, lora)
@@ -325,16 +324,6 @@ def _base_writes(sharded: ShardedModel) -> int:
     """Return how often this rank's shards of frozen parameters were written to; autograd counts that."""
     frozen = [value for value in sharded_parameters(sharded.model).values() if not value.requires_grad]
     return sum(local_part(value)._version for value in frozen)
-
-
-@contextmanager
-def _drained(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Walk through what is left of a stream at the end: the other ranks gather, and would wait."""
-    try:
-        yield tensors
-    finally:
-        for _ in tensors:
-            pass
 
 
 def _member(server: VLLMServer, state: ServerState) -> tuple[VLLMServer, str, int]:

@@ -1,6 +1,6 @@
 """Writes the configuration and the tokenizer of a run's model for a server, without weights.
 
-    python -m holdfast.features.vllm.server_files CONFIG.json BASE DIRECTORY
+    python -m holdfast.features.vllm.server_files VERB CONFIG.json BASE DIRECTORY
 
 It runs in its own process, since it imports torch and the process that starts servers does not.
 """
@@ -11,7 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from holdfast.config.verbs.roots import run_from_mapping
+from holdfast.config.load import from_mapping
+from holdfast.config.verbs.roots import ROOTS
 from holdfast.errors import HoldfastError
 from holdfast.text.quiet import hush
 
@@ -27,8 +28,8 @@ def main() -> None:
     from holdfast.models.setup.model import blueprint
     from holdfast.training.setup.model import image_side_of
 
-    file, base, directory = (Path(argument) for argument in sys.argv[1:4])
-    config = run_from_mapping(json.loads(file.read_text(encoding="utf-8")))
+    file, base, directory = (Path(argument) for argument in sys.argv[2:5])
+    config = from_mapping(json.loads(file.read_text(encoding="utf-8")), ROOTS[sys.argv[1]])
     try:
         origin = blueprint(config.model, base, seed=config.seed)
         directory.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,7 @@ def _servers(loaded: LoadedConfig[TrainingConfig], section: VLLMEngineConfig) ->
         file = folder / "config.json"
         file.write_text(json.dumps(as_plain(config)), encoding="utf-8")
         module = "holdfast.features.vllm.server_files"
-        command = [*python_module(module), str(file), str(loaded.base), str(served.model)]
+        command = [*python_module(module), config.verb, str(file), str(loaded.base), str(served.model)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ConfigError(

@@ -12,7 +12,7 @@ through the model's own head; a scale, a soft cap and an offset each show on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from holdfast.data.batches.packing import pack, to_device
 from holdfast.data.batches.weights import Share
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ModelError
+from holdfast.models.check.agreement import Agreement
 from holdfast.models.check.boundaries import LengthBoundaries, lengths_to_see, shortened
 from holdfast.models.check.tower import check_tower
 from holdfast.models.check.witness import as_files_say, follow_implementation
@@ -81,7 +82,10 @@ class Sides:
 
 @torch.no_grad()
 def check_forward(
-    sides: Sides, *, may_fall_back: bool, all_agree: Callable[[bool], bool] = bool
+    sides: Sides,
+    *,
+    may_fall_back: bool,
+    agreement: Agreement = Agreement(),  # noqa: B008 - frozen
 ) -> tuple[CheckResult, str]:
     """Compare, and fall back to one document per row if packing is not exact and may be given up.
 
@@ -90,8 +94,7 @@ def check_forward(
     Args:
         sides: The policy, sharded and filled, and what its files say.
         may_fall_back: `model.attention: auto`.
-        all_agree: Whether something is true on all ranks; each measures with its own device, and all must take the
-            same path.
+        agreement: Of the ranks.
 
     Returns:
         What was measured, and a note for the user ("" if there is nothing to say).
@@ -102,8 +105,8 @@ def check_forward(
     policy = sides.policy
     policy.eval()
     follow_implementation(sides.witness, policy.language_model)
-    features = () if sides.images is None else check_tower(policy, sides.images, sides.device)
-    spread, head_seen = _look_at_head(sides)
+    features = () if sides.images is None else check_tower(policy, sides.images, sides.device, agreement)
+    spread, head_seen = agreement.together(lambda: _look_at_head(sides))
     note, chooses = "", may_fall_back and not policy.padded
     try:
         result = _measure(sides, spread, head_seen=head_seen)
@@ -113,7 +116,7 @@ def check_forward(
         if not chooses:
             raise
         exact, reason, result = False, str(error).split(". ")[0], None
-    if chooses and not (exact := all_agree(exact)):
+    if chooses and not (exact := agreement.all_agree(exact)):
         use_padding(policy)
         note = f"attention: one document per row, since {reason}"
         result = _measure(sides, spread, head_seen=head_seen)

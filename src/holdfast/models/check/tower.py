@@ -20,6 +20,7 @@ from holdfast.data.batches.weights import Share
 from holdfast.data.content.model_inputs import tensor_arguments
 from holdfast.data.tokens.vision import PROBES, ImageSide
 from holdfast.errors import ModelError
+from holdfast.models.check.agreement import Agreement
 from holdfast.models.heads.policy import PolicyModel
 from holdfast.models.layers.family import backbone_of
 
@@ -33,10 +34,15 @@ class _Count:
 
 
 @torch.no_grad()
-def check_tower(policy: PolicyModel, images: ImageSide, device: torch.device) -> tuple[int, ...]:
+def check_tower(
+    policy: PolicyModel,
+    images: ImageSide,
+    device: torch.device,
+    agreement: Agreement = Agreement(),  # noqa: B008 - frozen
+) -> tuple[int, ...]:
     """Run the tower on images of several sizes, and return the number of features of each.
 
-    All ranks call this together.
+    All ranks call this together; what fails on one of them alone says nothing of the model, and is raised as it is.
 
     Returns:
         () where the model does not show what its tower returns; then its own forward pass compares the numbers.
@@ -55,6 +61,8 @@ def check_tower(policy: PolicyModel, images: ImageSide, device: torch.device) ->
     except (torch.OutOfMemoryError, torch.distributed.DistError):
         raise  # they say nothing of the model
     except (RuntimeError, ValueError, IndexError) as error:
+        if not agreement.all_raise():
+            raise
         if not count.features or sum(count.features) == sum(tokens):
             raise ModelError(
                 f"The vision tower of {images.name} does not take what the processor makes of images of {sizes} "

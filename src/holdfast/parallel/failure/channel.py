@@ -212,9 +212,9 @@ class FailureChannel:
 
         Args:
             search_seconds: Longest wait for another rank's report once a collective broke; None: as `patience` has it.
-            exit_seconds: When another rank has failed and this one has not left the guard after so long, it prints
-                the cause and ends with RankFailed's exit code, since nothing can interrupt a blocked collective. None:
-                as `patience` has it.
+            exit_seconds: Time to leave the guard after another rank failed, and three times that after a refusal; then
+                this one prints the cause and ends with RankFailed's exit code, since nothing can interrupt a blocked
+                collective. None: as `patience` has it.
         """
         search_seconds = self._search_seconds if search_seconds is None else search_seconds
         exit_seconds = patience.current.failure_exit_seconds if exit_seconds is None else exit_seconds
@@ -316,8 +316,8 @@ class FailureChannel:
 
     def _watch(self, stop: threading.Event, exit_seconds: float) -> None:
         failure = self.reports.watch(stop)
-        # Ranks that refuse a configuration all raise the same error, each in its own time.
-        if failure is not None and failure.kind != "user" and not stop.wait(exit_seconds):
+        # Ranks that refuse a configuration all raise the same error as a rule, each in its own time.
+        if failure is not None and not stop.wait(exit_seconds * (3 if failure.kind == "user" else 1)):
             self._end_process(failure)
 
     def _end_process(self, failure: Failure) -> None:

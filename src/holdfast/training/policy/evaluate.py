@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from holdfast.config.sections.rollout import SamplingConfig
 from holdfast.rollout.sampling import mixed
-from holdfast.training.directory import COMPLETIONS
+from holdfast.training.evaluate import keep_completions
 from holdfast.training.policy.groups import rewards_of, share_facts
 from holdfast.training.policy.metrics import episode_metrics, fault_metrics, length_metrics, reward_metrics
 from holdfast.training.policy.rollouts import sample
@@ -42,12 +43,10 @@ def evaluate_policy(
                 everyone = policy.setting.ranks.gather([_without_tensors(group) for group in groups])
         except StepAbandoned:
             break
-        if policy.setting.world.is_first:
-            name = f"{label}.{prompts.name.replace('/', '-')}.jsonl"
-            flat = sorted(
-                (group for rank_groups in everyone for group in rank_groups), key=lambda group: group.prompt.prompt_id
-            )
-            write_groups(policy.setting.directory / COMPLETIONS / name, flat)
+        flat = sorted(
+            (group for rank_groups in everyone for group in rank_groups), key=lambda group: group.prompt.prompt_id
+        )
+        keep_completions(policy.setting, label, prompts.name, partial(write_groups, flat))
         metrics |= {f"eval/{prompts.name}/{name}": value for name, value in set_metrics.items()}
     policy.sampler.release(policy.sharded)
     return metrics
@@ -144,9 +143,8 @@ def _powers_of_two(largest: int) -> list[int]:
     return sorted({2**power for power in range(largest.bit_length()) if 2**power <= largest} | {largest})
 
 
-def write_groups(path: Path, groups: Sequence[Group]) -> None:
+def write_groups(groups: Sequence[Group], path: Path) -> None:
     """Write one JSON object per completion."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Half an emoji, which UTF-8 cannot hold, is written as JSON's own escape of it.
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for group in groups:

@@ -151,8 +151,9 @@ def _restoring(run: PolicyRun, clock: PhaseClock) -> Iterator[None]:
         setting.log = Logbook(clock=clock, peaks=log.peaks)
     try:
         yield
-    finally:
+        # Not behind an error, which may be this rank's alone: servers that share GPUs are asked by all ranks together.
         run.evaluation.sampler.release(run.trained)
+    finally:
         run.evaluation.sampler.published = None
         for setting, log in logs:
             setting.log = log

@@ -13,10 +13,9 @@ from typing import Any
 
 from holdfast import patience
 from holdfast.checkpoint.errors import CheckpointError
-from holdfast.checkpoint.export.model import clean_exports
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.snapshot import TRAINED
-from holdfast.checkpoint.keep.retention import remove_leftovers, wait_for_deletions
+from holdfast.checkpoint.keep.retention import wait_for_deletions
 from holdfast.checkpoint.keep.retention_record import retention_of
 from holdfast.checkpoint.place.layout import step_name
 from holdfast.checkpoint.place.storage import open_storage
@@ -80,10 +79,8 @@ class Checkpoints:
             self._hold(run_id)
             check_seen(run, run_id, self._storage)
             self._start(has_checkpoints=has_checkpoints)
-            if run.setting.world.is_first:  # now that nothing can be refused any more
-                directory.create(run.setting.directory, run.setting.config, run.setting.config.verb)
-                remove_leftovers(self._storage)
-                clean_exports(run.setting.directory / EXPORTS)
+            # Now that nothing else can be refused.
+            run.setting.ranks.on_first_rank(lambda: self._leases.describe(run.setting.config))
             self._emergency = EmergencySave(run, self._save_in_emergency, self._config.grace_seconds)
             self._stack.callback(self._emergency.close)
         except BaseException as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.checkpoint.errors import CheckpointCorrupt, NoCheckpoint
 from holdfast.checkpoint.keep.find import one
 from holdfast.checkpoint.keep.retention import put_aside, steps
-from holdfast.checkpoint.loading.reader import verified_manifest
+from holdfast.checkpoint.loading.reader import named_manifest
 from holdfast.checkpoint.place.layout import LATER, fresh, step_name, step_of
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.errors import ConfigError
@@ -136,7 +136,7 @@ def _name_of(storage: Storage, step: int, ranks: RankGroup) -> str:
 
 
 def _restored(run: Run, storage: Storage, name: str, ranks: RankGroup, run_id: str | None) -> Continuation:
-    manifest = verified_manifest(storage, name, ranks)
+    manifest = named_manifest(storage, name, ranks)
     if not (manifest.finite or run.setting.config.checkpoint.resume.not_finite):
         raise CheckpointCorrupt(
             f"{storage.root}/{name}: a tensor in it holds NaN or infinity. To continue from it nevertheless, set "

@@ -11,18 +11,21 @@ from pathlib import Path
 
 from holdfast import patience
 from holdfast.checkpoint.errors import NoCheckpoint
+from holdfast.checkpoint.export.model import clean_exports
 from holdfast.checkpoint.format.manifest import NAME
 from holdfast.checkpoint.format.other_systems import foreign_checkpoints
-from holdfast.checkpoint.keep.retention import all_steps, has_any, has_own, manifests
+from holdfast.checkpoint.keep.retention import all_steps, has_any, has_own, manifests, remove_leftovers
 from holdfast.checkpoint.place.layout import LEASE, step_of
 from holdfast.checkpoint.place.lease import Lease
 from holdfast.checkpoint.place.object_lease import ObjectLease
 from holdfast.checkpoint.place.renewal import Told
 from holdfast.checkpoint.place.storage import LocalStorage, Storage
+from holdfast.config.verbs.training import TrainingConfig
 from holdfast.errors import ConfigError
 from holdfast.files import is_there
 from holdfast.training import directory
 from holdfast.training.run import Run, say
+from holdfast.training.saving.exports import EXPORTS
 
 
 class RunLeases:
@@ -139,6 +142,17 @@ class RunLeases:
                 f"checkpoint.storage={self._storage.root} cannot be written: {error.strerror or error}. Name a place "
                 "that this user can write to, or mend its permissions."
             ) from error
+
+    def describe(self, config: TrainingConfig) -> None:
+        """Describe the run in its directory, and remove what earlier starts left half written.
+
+        Raises:
+            ConfigError: The directory does not take it.
+        """
+        with directory.refusing(self._directory):
+            directory.create(self._directory, config, config.verb)
+            clean_exports(self._directory / EXPORTS)
+        remove_leftovers(self._storage)
 
     def check(self) -> None:
         """Refuse to go on where one of them is another directory, or another job's, by now.

@@ -8,6 +8,8 @@ from typing import Any
 
 from holdfast.checkpoint.export.about import check_weights, read_about
 from holdfast.checkpoint.place.hashing import hash_bytes
+from holdfast.config.base import LEFT_OUT
+from holdfast.config.public import without_password
 from holdfast.models.files.origin import locate
 from holdfast.training import directory
 from holdfast.training.run import ConfiguredRun, Run
@@ -81,10 +83,14 @@ def parent_of(run: Run) -> dict[str, Any] | None:
                 "adapters_export": _identity(adapter_path if adapter_path.is_dir() else None),
             }
     if checkpoint.init_from is not None:
-        parent["init_from"] = checkpoint.init_from
+        parent["init_from"] = _public(checkpoint.init_from)
     if isinstance(checkpoint.resume.start, str):
-        parent["resume_from"] = checkpoint.resume.start
+        parent["resume_from"] = _public(checkpoint.resume.start)
     return parent or None
+
+
+def _public(text: str) -> str:
+    return without_password(text) or LEFT_OUT
 
 
 def _identity(path: Path | None) -> dict[str, Any] | None:

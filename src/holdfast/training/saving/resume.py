@@ -22,7 +22,7 @@ from holdfast.checkpoint.place.layout import ASSETS
 from holdfast.checkpoint.place.storage import Storage, open_storage
 from holdfast.config.base import SavedCount, leaves
 from holdfast.config.load import EXPORTED_CONFIG
-from holdfast.config.public import portable_configuration
+from holdfast.config.public import WHOLE, public_configuration
 from holdfast.config.sections.checkpoint import CheckpointConfig
 from holdfast.config.verbs.training import as_plain
 from holdfast.data.batches.cursor import StreamState
@@ -63,7 +63,7 @@ def go_on(run: Run, storage: Storage, ranks: RankGroup, run_id: str) -> Continua
 
 
 def resume(run: Run, storage: Storage, choice: ResumeChoice, ranks: RankGroup, run_id: str) -> None:
-    """Continue from a verified checkpoint; what was declared to differ is printed.
+    """Continue from a checkpoint; what was declared to differ is printed.
 
     Args:
         run: As it was built.
@@ -92,7 +92,7 @@ class Continuation:
 def restore_run(  # noqa: PLR0913 - what is continued, and from what
     run: Run, storage: Storage, name: str, manifest: Manifest, ranks: RankGroup, run_id: str
 ) -> Continuation:
-    """Put a run where a verified checkpoint left it.
+    """Put a run where a checkpoint left it, whose bytes are verified while they are read.
 
     Raises:
         CheckpointMismatch: It does not fit this run, and the difference was not declared; nothing was changed.
@@ -111,7 +111,7 @@ def restore_run(  # noqa: PLR0913 - what is continued, and from what
         ranks,
         declared=_declared(config),
         hyperparameters="live" if config.resume.hyperparameters == "config" else "checkpoint",
-        verified=manifest,
+        manifest=manifest,
         averages=run.trained.averages.tensors if run.trained.averages is not None else {},
         companions=run.saved_companions,
         check=lambda shared, _: check_saved_state(run, shared, manifest.step),
@@ -233,14 +233,14 @@ def _saved_settings(storage: Storage, name: str, manifest: Manifest) -> dict[str
     if file not in manifest.files:
         return {}
     tree = settings_of(verified_bytes(storage, name, manifest, file), f"{storage.root}/{name}/{file}")
-    return dict(leaves(portable_configuration(tree)))
+    return dict(leaves(public_configuration(tree, WHOLE)))
 
 
 def _changed(run: Run, saved_settings: Mapping[str, Any]) -> list[str]:
     """Return what the configuration says otherwise than when the checkpoint was made, as far as it moves numbers."""
     if not saved_settings:
         return []
-    settings = dict(leaves(portable_configuration(as_plain(run.setting.config))))
+    settings = dict(leaves(public_configuration(as_plain(run.setting.config), WHOLE)))
     changes = [
         f"{key} {saved_settings.get(key)} -> {settings.get(key)}"
         for key in sorted({*saved_settings, *settings})

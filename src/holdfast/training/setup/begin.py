@@ -36,7 +36,7 @@ from holdfast.training.observe import Observer, load_function
 from holdfast.training.randomness import seed_rank
 from holdfast.training.run import Evaluation, EvaluationSet, Run, Setting, ShardedModel, Trained
 from holdfast.training.saving.parents import notes_of_exports
-from holdfast.training.setup.first_rows import check_first_rows
+from holdfast.training.setup.first_rows import check_first_rows, check_same_rows
 from holdfast.training.setup.losses import supervised_objective
 from holdfast.training.setup.model import build_policy, check_positions, image_side_of
 from holdfast.training.setup.optimizers import averages_of, optimizer_of
@@ -92,6 +92,7 @@ def begin(setting: Setting, live: Live) -> RunSetup:
         ranks.on_all_ranks(lambda: registry.load(registry.TRACKER_CHECK)(config.metrics.sinks, setting.base))
     observers = ranks.on_all_ranks(lambda: _observers(setting, live))
     data = ranks.first_rank_first(lambda: open_data(setting, live.rows))
+    check_same_rows(setting, data, live=live.rows is not None)
     ranks.on_all_ranks(lambda: check_batch(config, data, setting.world.size))
     return RunSetup(setting, live, data, observers)
 
@@ -103,7 +104,9 @@ def begin_evaluation(setting: Setting) -> RunSetup:
         UserError: As `begin`.
     """
     training = setting.config.data.validation_split > 0
-    return RunSetup(setting, Live(), setting.ranks.first_rank_first(lambda: open_data(setting, training=training)), ())
+    data = setting.ranks.first_rank_first(lambda: open_data(setting, training=training))
+    check_same_rows(setting, data)
+    return RunSetup(setting, Live(), data, ())
 
 
 def build_run(config: SFTConfig, base: Path, world: World, live: Live | None = None) -> Run:

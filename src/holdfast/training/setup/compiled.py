@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from holdfast.errors import HoldfastError
 from holdfast.parallel.apply import compiled_blocks, leave_compiled
 from holdfast.parallel.compiler import BlockCompiler
 from holdfast.text.escaping import error_words
@@ -17,6 +18,7 @@ def check_compiled(sharded: ShardedModel, compiler: BlockCompiler, check: Callab
     """Check a model; where its blocks fail the check or do not compile on some rank, check it again uncompiled.
 
     All ranks call this together. A graph that fails to compile later runs uncompiled on its rank, which is printed.
+    An error of one rank alone, such as for want of memory, is raised as it is: the others wait within a pass.
 
     Args:
         sharded: The model.
@@ -33,11 +35,13 @@ def check_compiled(sharded: ShardedModel, compiler: BlockCompiler, check: Callab
     if not compiled_blocks(policy):
         reason = setting.config.left_uncompiled(setting.world.device.type)
         return [*check(), *([f"blocks: not compiled, since {reason}"] if reason else [])]
-    before = _seconds_of_compiling()
+    before, all_raise = _seconds_of_compiling(), setting.whether_all_raise()
     lines, failed = [], ""
     try:
         lines = check()
-    except Exception as error:  # noqa: BLE001 - compiled code raises errors of many kinds; the second check tells which
+    except Exception as error:  # compiled code raises errors of many kinds; the second check tells which
+        if not (isinstance(error, HoldfastError) or all_raise()):
+            raise
         failed = error_words(error)
     reason = next(filter(None, setting.ranks.gather(next(iter(compiler.reasons), failed))), "")
     if reason:

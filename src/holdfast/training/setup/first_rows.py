@@ -1,4 +1,4 @@
-"""Tokenise the first rows and look for images before any weight is read, so that mistakes in the data show early."""
+"""Compare rows between ranks, tokenise the first ones and look for images before any weight is read."""
 
 from __future__ import annotations
 
@@ -16,6 +16,34 @@ from holdfast.training.setup.rows import OpenedData, filter_of, first_sequences,
 
 _LOOKED_AT = 8
 """Rows of each source that become sequences."""
+
+
+def check_same_rows(setting: Setting, data: OpenedData, *, live: bool = False) -> None:
+    """Refuse rows that differ between ranks; all ranks call this together.
+
+    Args:
+        setting: Of the run.
+        data: Its rows, as this rank has opened them.
+        live: Rows are objects of a Python caller, whose numbers alone are compared.
+
+    Raises:
+        DataError: A source has other rows on another rank; the same on all ranks.
+    """
+    named = [*((source.name, source) for source in data.training), *data.evaluation.items()]
+    own = [(name, source.size, "" if live else source.fingerprint) for name, source in named]
+    (first_host, first), *others = setting.ranks.gather((setting.world.host, own))
+    for rank, (host, theirs) in enumerate(others, start=1):
+        for (name, size, mark), (_, their_size, their_mark) in zip(first, theirs, strict=True):
+            if (size, mark) != (their_size, their_mark):
+                raise DataError(
+                    f"{name} is not the same on all ranks: it has {_counted(size)} on rank 0 ({first_host}) and "
+                    f"{_counted(their_size)} on rank {rank} ({host}){', which differ' * (size == their_size)}. Copy "
+                    "one file to all machines or name a place that they share, and let nothing write to it meanwhile."
+                )
+
+
+def _counted(size: int | None) -> str:
+    return "a stream of rows" if size is None else f"{size} rows"
 
 
 def check_first_rows(

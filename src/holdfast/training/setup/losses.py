@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from holdfast.config.public import argument_words
 from holdfast.config.sections.algorithm import (
     DFTConfig,
     NLLConfig,
@@ -115,7 +116,7 @@ def _made_by_user(function: Callable[..., Any], section: UserObjectiveConfig | U
     try:
         return function(**section.kwargs)
     except Exception as error:  # the user's own code may raise anything
-        arguments = ", ".join(f"{name}={value!r}" for name, value in section.kwargs.items()) or "no arguments"
+        arguments = argument_words(section.kwargs) or "no arguments"
         raise ConfigError(
             f"{key}.path {section.path} called with {arguments} raises {error_words(error)}. Mend the "
             f"function or {key}.kwargs."

@@ -21,6 +21,7 @@ from holdfast.data.batches.weights import Share
 from holdfast.data.content.vision_families import attends_both_ways, may_see
 from holdfast.data.tokens.vision import ImageSide
 from holdfast.errors import ConfigError, PlanError
+from holdfast.models.check.agreement import Agreement
 from holdfast.models.check.forward import CheckResult, Sides, check_forward
 from holdfast.models.check.spans import check_spans
 from holdfast.models.check.witness import witness_of
@@ -329,9 +330,9 @@ def check_model(sharded: ShardedModel, images: ImageSide | None) -> list[str]:
     witness = witness_of(type(origin.skeleton), origin.original_config)
     sides = Sides(policy, witness, getattr(torch, plan.compute_dtype), sharded.setting.world.device, images)
     may_fall_back = config.model.attention == "auto" and policy.context is None
-    result, note = ranks.on_all_ranks(
-        lambda: check_forward(sides, may_fall_back=may_fall_back, all_agree=lambda agrees: all(ranks.gather(agrees))),
-    )
+    all_raise = sharded.setting.whether_all_raise()
+    agreement = Agreement(lambda agrees: all(ranks.gather(agrees)), ranks.on_all_ranks, all_raise)
+    result, note = ranks.on_all_ranks(lambda: check_forward(sides, may_fall_back=may_fall_back, agreement=agreement))
     if policy.context is not None:
         ranks.on_all_ranks(lambda: check_spans(sides, result.spread))
     forward, gradients = perf_counter(), None

@@ -176,8 +176,8 @@ def optimizer_of(
     config, ranks = setting.config.optim, setting.ranks
     if isinstance(config, UserOptimizerConfig):
         kind = ranks.on_all_ranks(lambda: _class_at(config.path, setting))
-        has_numbers = setting.without_numbers is None
-        return build_user_optimizer(config, kind, parameters, ranks, has_numbers=has_numbers)
+        all_raise = None if setting.without_numbers is not None else setting.whether_all_raise()
+        return build_user_optimizer(config, kind, parameters, ranks, all_raise)
     vocabulary, stacks = (set[str](), {}) if policy is None else (vocabulary_of(policy), stacks_of(policy))
     return ranks.on_all_ranks(lambda: build_optimizer(config, parameters, vocabulary, stacks))
 

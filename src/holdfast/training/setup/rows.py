@@ -379,7 +379,7 @@ def row_filter(setting: ConfiguredRun) -> Accept | None:
     def accept(row: Row) -> bool:
         try:
             return bool(function(row))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would leave the other ranks waiting
             raise DataError(
                 f"data.filter {path} raised {type(error).__name__}: {error} on the row {dict(row)!r:.200}"
             ) from error

@@ -121,7 +121,8 @@ def server(llava: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) ->
     config = from_mapping(tree_of(url, llava, rows), GRPOConfig)
     (folder / "config.json").write_text(json.dumps(as_plain(config)))
     module = "holdfast.features.vllm.server_files"
-    subprocess.run([sys.executable, "-m", module, folder / "config.json", folder, folder / "model"], check=True)
+    command = [sys.executable, "-m", module, "grpo", folder / "config.json", folder, folder / "model"]
+    subprocess.run(command, check=True)
     section = VLLMEngineConfig(url=[url], start=StartConfig(), python=PYTHON)
     with Servers(ServerSpec(section, folder / "model", "policy", "float32", 120, True, folder)):
         yield url

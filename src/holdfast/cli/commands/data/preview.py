@@ -1,4 +1,4 @@
-"""Verbs that only look: configuration, data, parameters, and what a run would find of a model before step 1."""
+"""`holdfast data preview`: one row of the first source as tokens, with what is trained and the images."""
 
 from __future__ import annotations
 

@@ -132,8 +132,9 @@ def outgoing_files(export: Path) -> tuple[dict[str, OutgoingFiles], list[str]]:
             case "holdfast_export.json":
                 values = read_json(export / name)
                 parent = values.get("parent")
-                if isinstance(parent, dict) and isinstance(parent.get("model"), str):
-                    values["parent"] = {**parent, "model": public_text(parent["model"])}
+                if isinstance(parent, dict):
+                    texts = {key: public_text(value) for key, value in parent.items() if isinstance(value, str)}
+                    values["parent"] = parent | texts
                 files[name] = _outgoing((json.dumps(values, indent=2, sort_keys=True) + "\n").encode())
             case _:
                 files[name] = _outgoing(export / name)

@@ -1,0 +1,64 @@
+"""The verb of the command line is that of the ranks, of a resume, of an export and of looks at the run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.cli.fixtures import TINY, write_rows, write_run
+from tests.cli.warm import WarmPython
+
+LOSS = """
+class Margin:
+    def losses(self, pairs):
+        return (1 - pairs.chosen.mean_logps + pairs.rejected.mean_logps).clamp(min=0)
+
+    def rewards(self, answers):
+        return answers.mean_logps
+
+
+def loss():
+    return Margin()
+"""
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "holdfast", "config", "schema", "grpo"]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    refused = subprocess.run([*command[:-1], "nothing"], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, refused.returncode) == (0, 2)
+    assert json.loads(done.stdout)["title"] == "GRPOConfig"
+
+
+def test_preferences_with_a_loss_file_that_is_named_after_another_verb(warm: WarmPython, tmp_path: Path) -> None:
+    (tmp_path / "my_bradley_terry.py").write_text(LOSS)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n}=", "chosen": "a", "rejected": "b"} for n in range(8)])
+    tree = {
+        "steps": 1,
+        "model": {"config": dict(TINY), "tokenizer": "builtin:characters"},
+        "data": {"path": "rows.jsonl", "batch_size": 4, "max_length": 32},
+        "evaluation": {"sets": {"held": {"path": "rows.jsonl"}}},
+        "preference": {"loss": "my_bradley_terry.py:loss"},
+        "launch": {"device": "cpu", "ranks": 1},
+    }
+    write_run(tmp_path / "run.yaml", tree)
+    commands = (
+        ("dpo", "run.yaml"),
+        ("dpo", "run.yaml", "steps=2"),
+        ("eval", "runs/run/exports/final"),
+        ("checkpoint", "export", "runs/run", "-o", "again"),
+    )
+
+    done = [warm.run("-m", "holdfast.cli.main", *command, cwd=tmp_path) for command in commands]
+    shown = warm.run("-m", "holdfast.cli.main", "config", "show", "run.yaml", cwd=tmp_path)
+
+    assert [each.code for each in done] == [0, 0, 0, 0], [each.err for each in done]
+    assert "resuming from step 1" in done[1].out
+    assert yaml.safe_load(shown.out)["preference"]["loss"][0]["kind"] == "path"
+    assert "- dpo" in (tmp_path / "again/README.md").read_text().splitlines()
