@@ -119,6 +119,10 @@ def update_by_hand(
             total = total + (kl * k3 - entropy * entropies - ratio * advantage)[is_chosen].sum()
             chosen_means += torch.stack([values[is_chosen].sum() for values in (entropies, k3, -chosen)]).detach()
         count = sum(sum(row[2]) for row in step)
+        if not count:  # nothing is trained, and nothing moves
+            losses.append(0.0)
+            norms.append(0.0)
+            continue
         means.append((chosen_means / count).tolist())
         loss = total / count
         model.zero_grad()
