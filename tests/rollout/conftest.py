@@ -82,7 +82,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         rows: Sequence[dict[str, Any]],
         *,
         source: str = GUESS,
-        splits: bool = False,
+        splits_at: Sequence[str] = (),
         seed: int = 5,
         **options: Any,
     ) -> list[Episode]:
@@ -97,7 +97,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
         pools[-1].start()
         template = ChatTemplate(engine.tokenizer, engine.tokenizer.chat_template or CHATML, {}, "it")
         writers = {
-            name: TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits=splits)
+            name: TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits_at)
             for name, tools in pools[-1].tools.items()
         }
         parsers = {name: proved_parser(template, writer, writer.tools) for name, writer in writers.items()}

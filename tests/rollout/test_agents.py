@@ -73,7 +73,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         source: str,
         rows: Sequence[Mapping[str, Any]] = ({},),
         *,
-        splits: bool = False,
+        splits_at: Sequence[str] = (),
         interrupted: Callable[[], bool] = lambda: False,
         max_length: int = 400,
         **options: Any,
@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         template = ChatTemplate(engine.tokenizer, engine.tokenizer.chat_template or CHATML, {}, "it")
 
         def syntax_of(tools: tuple[Mapping[str, Any], ...]) -> Syntax:
-            writer = TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits=splits)
+            writer = TurnTemplate(template, tools, [engine.tokenizer.eos_token_id], splits_at)
             return Syntax(writer, proved_parser(template, writer, tools))
 
         writer = syntax_of(()).writer
@@ -194,7 +194,7 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each(run: Run)
     tokenizer.chat_template = FORGETFUL
     engine = ScriptedEngine(tokenizer, lambda _: "<think>\nhello\n</think>\n\nhello")
 
-    (episode,) = run(engine, GUESS, [{"turns": 2}], splits=True)
+    (episode,) = run(engine, GUESS, [{"turns": 2}], splits_at=["user"])
 
     assert len(episode.samples) == 2
     first, second = (text_of(engine, sample.tokens) for sample in episode.samples)

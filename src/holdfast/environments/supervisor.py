@@ -266,7 +266,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     schemas = {name: [tool.schema for tool in kind.tools] for name, kind in source.kinds.items()}
-    ready = {"tools": schemas, "replayable": source.replayable}
+    answering = [name for name, kind in source.kinds.items() if kind.answers]
+    ready = {"tools": schemas, "replayable": source.replayable, "answering": answering}
     framing.write(replies, json.dumps({"ready": ready}).encode())
     Supervisor(source, setup, requests, replies).run()
 

@@ -347,7 +347,7 @@ class EpisodeLoop:
 def _observed(episode: Episode, tokens: EpisodeTokens, messages: Sequence[Message]) -> EpisodeTokens:
     """Return what another turn follows: the sample with what was observed, or the prompt of a new one."""
     writer = episode.request.writer
-    if not writer.splits:
+    if not writer.splits_behind(messages):
         observed = writer.observation(messages, last_token=episode.last_token)
         return tokens.with_observation(np.asarray(observed, np.int64))
     whole = np.asarray(writer.opening(episode.written), np.int64)

@@ -33,6 +33,8 @@ class Syntax(NamedTuple):
 
     writer: TurnTemplate
     parse: Parse | None
+    note: str = ""
+    """What a user should know of the template, as a sentence."""
 
 
 SyntaxOf = Callable[[tuple[Mapping[str, Any], ...]], Syntax]
@@ -228,7 +230,7 @@ def _going_on(
     writer: TurnTemplate, tokens: EpisodeTokens, written: Sequence[Message], rest: Sequence[Message]
 ) -> EpisodeTokens | None:
     """Return a sample with what was observed behind it; None where the template writes its turns otherwise now."""
-    if not writer.splits:
+    if not writer.splits_behind(rest):
         observed = writer.observation(rest, last_token=int(tokens.tokens[-1]))
         return tokens.with_observation(np.asarray(observed, np.int64))
     whole = np.asarray(writer.opening(written), np.int64)
