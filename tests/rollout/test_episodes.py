@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -299,6 +300,34 @@ def test_thoughts_stay_behind_results_of_tools_and_go_at_the_user_s_next_message
     assert f"{call}<|im_end|>\n<|im_start|>tool\nnothing<|im_end|>\n<|im_start|>assistant\n2" in texts[1]
     chosen = [tokenizer.decode(sample.tokens[sample.sampled].tolist()) for sample in episode.samples]
     assert chosen == [f"{said[0]}<|im_end|>{said[1]}<|im_end|>", f"{said[2]}<|im_end|>"]
+
+
+def test_an_observation_with_more_characters_than_an_episode_can_have_is_not_rendered(
+    play: Callable[..., list[Episode]],
+) -> None:
+    source = """
+        from holdfast.environments.base import Observation
+        class World:
+            def begin(self, row):
+                return "a" * row["begins"]
+            def step(self, turn):
+                return Observation("a" * 5000, reward=0.5)
+    """
+    rendered: list[int] = []
+    engine = ScriptedEngine(copy.deepcopy(bpe()), lambda _: "hello")
+
+    class Counted(type(engine.tokenizer)):  # type: ignore[misc]
+        def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+            rendered.append(max(len(str(message.get("content"))) for message in conversation))
+            return super().apply_chat_template(conversation, *args, **kwargs)
+
+    engine.tokenizer.__class__ = Counted
+    rows = [{"begins": 5}, {"begins": 5000}]
+    turns, begins = play(engine, rows, source=source, max_characters=4000)
+
+    assert (turns.ended, turns.turn_rewards) == ("room", [0.5])
+    assert (begins.ended, begins.attempts) == ("fault", 2)
+    assert max(rendered) < 100
 
 
 def test_the_form_of_trl_runs_unchanged(play: Callable[..., list[Episode]]) -> None:

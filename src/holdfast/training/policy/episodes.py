@@ -82,6 +82,8 @@ class LocalEpisodes:
     syntaxes: Mapping[str, Syntax]
     """By the name of the environment."""
     max_length: int
+    max_characters: int
+    """That so many tokens can have."""
 
     def sample(
         self, policy: PolicyEvaluation, prompts: Sequence[Prompt], sampling: SamplingConfig, seeds: Seeds
@@ -133,14 +135,17 @@ class LocalEpisodes:
     def _limits(self, sampling: SamplingConfig) -> Limits:
         section = self.section
         if isinstance(section, AgentConfig):
-            return Limits(section.max_turns, self.max_length, sampling.max_new_tokens, None, False, section.instances)
+            max_seconds, ends_when_cut = None, False
+        else:
+            max_seconds, ends_when_cut = section.max_seconds, section.on_cut == "end"
         return Limits(
             section.max_turns,
             self.max_length,
             sampling.max_new_tokens,
-            section.max_seconds,
-            section.on_cut == "end",
+            max_seconds,
+            ends_when_cut,
             section.instances,
+            self.max_characters,
         )
 
     def check_rows(self, setting: Setting, prompts: Sequence[Prompt]) -> None:
@@ -208,9 +213,11 @@ def episodes_of(
         observations = observations_of(tools, answers=name in pool.answering)
         syntaxes[name] = proved_syntax(rows.template, tools, ends, observations, splits=splits)
     sharded.setting.log.messages += dict.fromkeys(syntax.note for syntax in syntaxes.values() if syntax.note)
+    longest = config.data.max_length
+    characters = longest * max(map(len, rows.template.tokenizer.get_vocab()))
     if isinstance(section, AgentConfig):
-        return AgentEpisodes(pool, section, rows, syntaxes, config.data.max_length, ends)
-    return LocalEpisodes(pool, section, rows, syntaxes, config.data.max_length)
+        return AgentEpisodes(pool, section, rows, syntaxes, longest, characters, ends)
+    return LocalEpisodes(pool, section, rows, syntaxes, longest, characters)
 
 
 def decoder(policy: PolicyEvaluation) -> Decode:
